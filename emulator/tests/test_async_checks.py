@@ -5,8 +5,8 @@ import pytest
 
 from cute_emulator.errors import EmulatorError
 from cute_emulator.machine.asyncq import AsyncEngine, Event
-from cute_emulator.machine.checks import CHECKS, STRICT_CHECKS
 from cute_emulator.machine.tmem_order import TmemOrder
+from cute_emulator.rules import CHECKS, STRICT_CHECKS
 
 from .handwritten import aligned, run
 

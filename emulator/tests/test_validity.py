@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cute_emulator.conformance import CASES, Kernel, tensor_cores
+from cute_emulator.conformance import CASES, Kernel
 from cute_emulator.errors import EmulatorError, KernelTrap, UnsupportedInstruction
 from cute_emulator.instructions.warpgroup import POISON
-from cute_emulator.rules import KINDS
+from cute_emulator.rules import KINDS, ptx
 
 from .handwritten import aligned, run
 
@@ -62,14 +62,14 @@ def test_a_line_does_what_it_says(clause, here, ptx):
 
 @pytest.mark.parametrize("waits", [False, True])
 def test_d_of_a_wgmma_in_flight_is_poison(waits):
-    before, after = ("", tensor_cores.WAIT) if not waits else (tensor_cores.WAIT, "")
+    before, after = ("", ptx.WAIT) if not waits else (ptx.WAIT, "")
     body = f"""
-    {tensor_cores.READY} {tensor_cores.FENCE} {tensor_cores.SS.replace("|S|", "0")} {tensor_cores.END}
+    {ptx.READY} {ptx.WGMMA_FENCE} {ptx.SS.replace("|S|", "0")} {ptx.END}
     {before} mov.b32 %r50, %f0; setp.eq.b32 %p20, %r50, {POISON}; @%p20 trap; {after}
     """
     trapped = contextlib.nullcontext() if waits else pytest.raises(KernelTrap)
     with trapped:
-        Kernel((body,), **tensor_cores.SM90).run()
+        Kernel((body,), **ptx.SM90).run()
 
 
 def test_an_operand_beyond_shared_memory_ends_the_run_with_its_bytes():

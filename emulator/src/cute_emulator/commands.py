@@ -13,7 +13,7 @@ import typer
 from cute_emulator.errors import EmulatorError
 from cute_emulator.execution.launch import SM_COUNT
 from cute_emulator.host.replace import environment
-from cute_emulator.machine.checks import OPTIONAL_CHECKS
+from cute_emulator.rules import OPTIONAL_CHECKS
 
 # Their arguments and options.
 Script = Annotated[

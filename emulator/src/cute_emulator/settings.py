@@ -8,7 +8,7 @@ from typing import Any
 
 from cute_emulator.execution.scheduler import Schedule
 from cute_emulator.machine.asyncq import MODES
-from cute_emulator.machine.checks import CHECKS, STRICT_CHECKS
+from cute_emulator.rules import CHECKS, STRICT_CHECKS
 
 SCHEDULES = "round_robin, shuffled, starve:RANK, starve:warp:NUMBER, starve:cta:NUMBER"
 

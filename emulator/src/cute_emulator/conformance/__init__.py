@@ -2,6 +2,7 @@
 
 `CASES` has them all. `python -m cute_emulator.conformance` runs them and prints a table; a tool that judges
 PTX by other means can take the kernels from here (`Case.broken`, `Case.mended`: text and launch).
+Pairs of the host are scripts.
 """
 
 from cute_emulator.conformance.cases import CASES

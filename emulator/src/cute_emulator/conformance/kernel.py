@@ -5,14 +5,17 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from cute_emulator.errors import EmulatorError
 from cute_emulator.execution.launch import Launch, Machine
 from cute_emulator.execution.scheduler import Schedule
-from cute_emulator.machine.checks import CHECKS, OPTIONAL_CHECKS, STRICT_CHECKS
+from cute_emulator.rules import CHECKS, OPTIONAL_CHECKS, STRICT_CHECKS
+
+if TYPE_CHECKING:
+    from cute_emulator.conformance.script import Script
 
 REGISTERS = (
     ".reg .pred %p<32>; .reg .b16 %h<32>; .reg .b32 %r<64>; .reg .b64 %d<32>; "
@@ -68,6 +71,13 @@ def launch(ptx: str, args: list[Any], **shape: Any) -> Launch:
     return Launch(ptx, "k", params=params, **shape)
 
 
+def options(mode: str, seed: int, shuffled: bool, strict: bool) -> dict[str, Any]:
+    """Returns the arguments of a machine for one run of a case."""
+    schedule = Schedule("random", lanes=True, grids="random") if shuffled else Schedule()
+    checks = CHECKS + STRICT_CHECKS + OPTIONAL_CHECKS if strict else CHECKS
+    return {"mode": mode, "seed": seed, "schedule": schedule, "checks": checks}
+
+
 @dataclass(frozen=True)
 class Kernel:
     """One version of a case.
@@ -83,6 +93,7 @@ class Kernel:
         head: Directives of the entry, such as `.maxnreg 64`.
         arch: The architecture.
         tensor_map: Makes the 128 bytes of the tensor map from the address of the output.
+        multicast: Whether %d2 is a multicast address, of the output and a copy of it on another rank.
     """
 
     bodies: tuple[str, ...]
@@ -94,6 +105,7 @@ class Kernel:
     head: str = ""
     arch: str = "sm_100a"
     tensor_map: Any = None
+    multicast: bool = False
 
     def ptx(self, number: int = 0) -> str:
         """The text of one of its launches."""
@@ -109,16 +121,18 @@ class Kernel:
         Raises:
             EmulatorError: What ends a run: a fault, a deadlock.
         """
-        schedule = Schedule("random", lanes=True, grids="random") if shuffled else Schedule()
-        checks = CHECKS + STRICT_CHECKS + OPTIONAL_CHECKS if strict else CHECKS
-        m = Machine(
-            self.arch, self.ranks, mode=mode, seed=seed, schedule=schedule, checks=checks, **self.options
-        )
+        m = Machine(self.arch, self.ranks, **options(mode, seed, shuffled, strict), **self.options)
         data, out, flags, tmap = (aligned(n) for n in (WORDS, WORDS, WORDS, 32))
         data[:] = np.arange(WORDS)
         kind = "symmetric" if self.ranks > 1 else "tensor"
-        for name, array in (("data", data), ("out", out), ("flags", flags), ("map", tmap)):
-            m.memory.register(array.ctypes.data, array.nbytes, self.ranks - 1, name, kind)
+        arrays = {"data": data, "out": out, "flags": flags, "map": tmap}
+        if self.multicast:
+            arrays["copy"], named = aligned(WORDS), arrays.pop("flags")
+            copies = [arrays[name].ctypes.data for name in ("copy", "out")]
+            m.memory.register_multicast(named.ctypes.data, named.nbytes, copies)
+        for name, array in arrays.items():
+            rank = 0 if name == "copy" else self.ranks - 1
+            m.memory.register(array.ctypes.data, array.nbytes, rank, name, kind)
         if self.tensor_map is not None:
             tmap.view(np.uint8)[:] = np.frombuffer(self.tensor_map(out.ctypes.data), np.uint8)
         for number in range(len(self.bodies)):
@@ -138,7 +152,7 @@ class Case:
         name: What is wrong, unique.
         rule: The rule's name on the page of rules.
         kinds: What finds it, one of these: kinds of findings, or names of errors that end a run.
-        broken: The kernel with the bug.
+        broken: The kernel, or script of the host, with the bug.
         mended: The same without it.
         strict: Whether only checks that must be asked for find it.
     """
@@ -146,8 +160,8 @@ class Case:
     name: str
     rule: str
     kinds: tuple[str, ...]
-    broken: Kernel
-    mended: Kernel
+    broken: Kernel | Script
+    mended: Kernel | Script
     strict: bool = False
 
 
@@ -159,8 +173,10 @@ RUNS: tuple[dict[str, Any], ...] = (
 """How each kernel is run: the default first, then as `check` does."""
 
 
-def findings(kernel: Kernel, strict: bool = False, runs: Iterable[Mapping[str, Any]] = RUNS) -> list[str]:
-    """Kinds of what was found in some runs of a kernel, errors by the name of their class; sorted."""
+def findings(
+    kernel: Kernel | Script, strict: bool = False, runs: Iterable[Mapping[str, Any]] = RUNS
+) -> list[str]:
+    """Kinds of what was found in some runs of a kernel or script, errors by name; sorted."""
     found = set()
     for how in runs:
         try:
@@ -170,19 +186,3 @@ def findings(kernel: Kernel, strict: bool = False, runs: Iterable[Mapping[str, A
         else:
             found |= {finding.kind for finding in machine.report.findings}
     return sorted(found)
-
-
-def pair(
-    name: str, rule: str, kinds: str, body: str | tuple[str, ...], broken: Mapping[str, str],
-    mended: Mapping[str, str], strict: bool = False, **kernel: Any,
-) -> Case:  # fmt: skip
-    """A case of one text, in which the words of `broken` (`mended`) are replaced by what stands there."""
-    bodies = (body,) if isinstance(body, str) else body
-
-    def version(words: Mapping[str, str]) -> Kernel:
-        texts = list(bodies)
-        for word, text in words.items():
-            texts = [t.replace(word, text) for t in texts]
-        return Kernel(tuple(texts), **kernel)
-
-    return Case(name, rule, tuple(kinds.split()), version(broken), version(mended), strict)

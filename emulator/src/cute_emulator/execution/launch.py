@@ -15,14 +15,14 @@ from cute_emulator.errors import Report
 from cute_emulator.execution.grid import Grid, bank
 from cute_emulator.execution.scheduler import Schedule, Scheduler
 from cute_emulator.machine.asyncq import AsyncEngine
-from cute_emulator.machine.checks import CHECKS, OPTIONAL_CHECKS, STRICT_CHECKS, Checks
+from cute_emulator.machine.checks import Checks
 from cute_emulator.machine.memory import CONST, GlobalMemory
 from cute_emulator.machine.residency import Residency
 from cute_emulator.machine.roles import Roles, role_of
 from cute_emulator.machine.stale import OldValues
 from cute_emulator.machine.streams import StreamEvent, Streams
 from cute_emulator.machine.visibility import HeldStores
-from cute_emulator.rules import KINDS, RULES, listeners
+from cute_emulator.rules import CHECKS, KINDS, OPTIONAL_CHECKS, RULES, STRICT_CHECKS, listeners
 from cute_emulator.translate.coverage import coverage
 from cute_emulator.translate.program import Program, program
 
@@ -161,7 +161,7 @@ class Machine:
         self.report = Report(ignore=frozenset(ignore))
         self.watch: dict[int, list[Any]] = {}
         self.checks = Checks(self.report, frozenset(checks), self.memory)
-        self.checks.listeners = listeners(RULES)
+        self.checks.listeners = listeners(RULES, checks)
         self.races = self.checks.races
         self.report.measure = lambda: [coverage(p, items) for p, items in self.scheduler.ran.items()]
         self.engine = AsyncEngine(mode, seed)

@@ -27,6 +27,7 @@ from types import FrameType
 import numpy as np
 from numpy.typing import NDArray
 
+from cute_emulator.machine.conflicts import FreedTouched, HostWorks, ReusedWorks, StreamWorks, Tell
 from cute_emulator.machine.memory import GlobalMemory
 
 Party = Hashable
@@ -110,6 +111,11 @@ class Touch:
     run: int | None
     tenant: Tenant
 
+    @property
+    def verb(self) -> str:
+        """Returns `read` or `write`."""
+        return "write" if self.write else "read"
+
     def same(self, other: Touch) -> bool:
         """Whether both are one party's, of one kind, to the same bytes."""
         return (
@@ -173,7 +179,7 @@ class Timeline:
     Args:
         rank: Whose; memory of other ranks is not judged.
         memory: Names what is touched.
-        add: Takes a finding: kind, message, what tells it from others, lines of the script.
+        tell: Passes an event to the rules.
         current: Handle of the stream to which torch's operations go now.
     """
 
@@ -181,10 +187,10 @@ class Timeline:
         self,
         rank: int,
         memory: GlobalMemory,
-        add: Callable[[str, str, object, list[Line]], None],
+        tell: Tell,
         current: Callable[[], int],
     ) -> None:
-        self._rank, self._memory, self._add, self._current = rank, memory, add, current
+        self._rank, self._memory, self._tell, self._current = rank, memory, tell, current
         self._clocks: Counter[Party] = Counter()
         self._known: dict[Party, Vector] = {}
         self._blocking: set[int] = set()
@@ -303,13 +309,7 @@ class Timeline:
             tenant = self._tenants[base] = Tenant(Place(0, None), "")
         mine = Touch(work, write, (spans[0] - base, spans[1] - base), run, tenant)
         if tenant.freed and work.vector.get(HOST, 0) >= tenant.freed:
-            self._add(
-                "reuse-race",
-                f"no reference is left to memory of {tenant.where} that {work.what} {_verb(mine)}s: it was "
-                "freed after a graph captured its address, and may be another tensor's",
-                (work.what, tenant.where),
-                _lines(work),
-            )
+            self._tell(FreedTouched(mine))
         kept = []
         for old in tenant.place.touches:
             if self._is_over(old):
@@ -322,7 +322,9 @@ class Timeline:
                 continue
             at = first_common(old.spans, mine.spans)
             if at is not None:
-                self._tell(old, mine, base + at)
+                reused, by_host = old.tenant is not tenant, HOST in (old.work.party, work.party)
+                kind = ReusedWorks if reused else HostWorks if by_host else StreamWorks
+                self._tell(kind(old, mine, self._memory.spot(base + at)))
         tenant.place.touches = [*kept[-KEPT:], mine]
         if work.party == HOST:
             self._by_host.add(tenant.place)
@@ -374,23 +376,6 @@ class Timeline:
             place.touches = [touch for touch in place.touches if touch.work.party != HOST]
         self._by_host.clear()
 
-    def _tell(self, old: Touch, new: Touch, at: int) -> None:
-        reused, host = old.tenant is not new.tenant, HOST in (old.work.party, new.work.party)
-        kind = "reuse-race" if reused else "host-race" if host else "stream-race"
-        missing = {
-            "reuse-race": "no record_stream, event or synchronize between",
-            "host-race": "no synchronize between",
-            "stream-race": "no event, wait_stream or synchronize between",
-        }[kind]
-        was = f", memory of {old.tenant.where} that was freed and may be handed out again" if reused else ""
-        self._add(
-            kind,
-            f"{missing}: {_verb(new)} of {self._memory.spot(at)} by {new.work.what}, and {_verb(old)} by "
-            f"{old.work.what}{was}",
-            (new.work.what, old.work.what, _verb(new)),
-            _lines(new.work, old.work),
-        )
-
     # --- the caching allocator
 
     def allocated(self, base: int, nbytes: int, pinned: bool, pooled: bool) -> None:
@@ -425,14 +410,6 @@ class Timeline:
         for party in tenant.settled:
             tenant.settled[party] = self._clocks[party]
         self._free = [*self._free[-FREE:], tenant.place]
-
-
-def _lines(*works: Work) -> list[Line]:
-    return [work.line for work in works if work.line is not None]
-
-
-def _verb(touch: Touch) -> str:
-    return "write" if touch.write else "read"
 
 
 def _knows(vector: Vector, work: Work) -> bool:

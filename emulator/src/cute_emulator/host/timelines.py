@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from cute_emulator.execution.launch import Machine
-from cute_emulator.host.timeline import LEGACY, Line, Timeline, Work
+from cute_emulator.host.timeline import LEGACY, Timeline, Work
 from cute_emulator.machine.order import OWN
 from cute_emulator.machine.streams import StreamEvent
 
@@ -39,11 +39,7 @@ class Timelines:
     def open(self, rank: int, current: Callable[[], int]) -> Timeline:
         """The host of a rank is a party from now on; `current` tells the stream of torch's operations."""
         machine = self._machine
-
-        def add(kind: str, message: str, key: object, places: list[Line]) -> None:
-            machine.report.add(kind, message, key=key, places=places)
-
-        self._of[rank] = Timeline(rank, machine.memory, add, current)
+        self._of[rank] = Timeline(rank, machine.memory, machine.checks.tell, current)
         machine.ended = self._run_over
         return self._of[rank]
 

@@ -208,8 +208,7 @@ def copy_out(
 
 def bulk_reads(warp: Warp) -> Unit:
     """The bulk stores of a warp, as readers of shared memory."""
-    hint = "no wait_group of that warp, passed on, retires the read"
-    return warp.cta.cluster.unit(warp.agent.units, "bulk", "a bulk store", warp, hint)
+    return warp.cta.cluster.unit(warp.agent.units, "bulk", "a bulk store", warp, "bulk")
 
 
 def multicast_ctas(cluster: Cluster, mask: int) -> list[Cta]:
@@ -341,7 +340,7 @@ def _copy_in(
         (addresses, bounds, _), source_cta = _run_of(src, nbytes), None
         if grid.machine.races is not None:
             grid.machine.races.async_read(group.warp.agent, ins.line, lambda: addresses, chunk, bounds)
-            checked = grid.checks.report, group.warp, None, 1 << lane, addresses >> 4, 16
+            checked = grid.checks.tell, group.warp, None, 1 << lane, addresses >> 4, 16
             check_async(*checked, "the bulk copy", ins.line)
     else:
         source_cta = cluster.owner(src)

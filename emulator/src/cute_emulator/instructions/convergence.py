@@ -16,6 +16,7 @@ import numpy as np
 
 from cute_emulator.instructions.emit import BLOCK_RESULT, Op, Unsupported
 from cute_emulator.instructions.registry import destinations, instruction
+from cute_emulator.machine.events import ExitedLaneRead, LanesNotNamed
 from cute_emulator.machine.warp import Group
 from cute_emulator.numbers import formats
 from cute_emulator.numbers.lanes import (
@@ -52,13 +53,8 @@ def gathered(group: Group, mask: int, members: int, ins: Instruction | None = No
 
 
 def _not_named(group: Group, mask: int, members: int, ins: Instruction) -> None:
-    report = group.warp.grid.checks.report
-    report.add(
-        "sync-mask",
-        f"lanes {mask & ~members:#010x} of {group.warp} execute line {report.place(ins.line)} "
-        f"({ins.parts[0]}) with the member mask {members & FULL:#010x}, which does not name them",
-        ins.line,
-    )
+    event = LanesNotNamed(group, ins.line, mask & ~members, members & FULL, ins.parts[0])
+    group.warp.grid.checks.tell(event)
 
 
 @instruction("shfl.sync")
@@ -100,14 +96,8 @@ def _without_absent(group: Group, mask: int, want: int, ins: Instruction, values
     left = want & ~group.warp.live
     readers = [int(lane) for lane in np.flatnonzero(absent) if left >> int(source[lane]) & 1]
     if readers:
-        report = group.warp.grid.checks.report
-        report.add(
-            "shfl-exited",
-            f"lane {readers[0]} of {group.warp} reads in line {report.place(ins.line)} from lane "
-            f"{int(source[readers[0]])}, which the member mask {want & FULL:#010x} names but which has "
-            "exited or lies beyond the block",
-            ins.line,
-        )
+        event = ExitedLaneRead(group, ins.line, readers[0], int(source[readers[0]]), want & FULL)
+        group.warp.grid.checks.tell(event)
     return np.where(absent, POISON, values)
 
 

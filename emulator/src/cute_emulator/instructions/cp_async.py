@@ -87,8 +87,7 @@ def _commit(warp: Warp) -> None:
 
 
 def _unit(warp: Warp) -> Unit:
-    hint = "no cp.async.wait_group of that warp, passed on, covers it"
-    return warp.cta.cluster.unit(warp.agent.units, "cp.async", "a cp.async", warp, hint)
+    return warp.cta.cluster.unit(warp.agent.units, "cp.async", "a cp.async", warp, "cp.async")
 
 
 @instruction("cp.async.wait_group", "cp.async.wait_all")

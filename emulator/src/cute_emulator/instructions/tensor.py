@@ -13,7 +13,12 @@ from cute_emulator.instructions.registry import destinations, instruction
 from cute_emulator.instructions.sync import fail, within
 from cute_emulator.machine import tensor_fences
 from cute_emulator.machine.asyncq import Event
-from cute_emulator.machine.events import CtaGroupNamed, TensorMemoryUsed
+from cute_emulator.machine.events import (
+    CtaGroupNamed,
+    EndedCtaUsed,
+    FreedTensorMemoryUsed,
+    TensorMemoryUsed,
+)
 from cute_emulator.machine.shared_races import Unit, nearby
 from cute_emulator.machine.warp import Cta, Group, Warp
 from cute_emulator.machine.window import OFFSET, WINDOW
@@ -78,9 +83,8 @@ def _pipe(warp: Warp, lane: int) -> Unit:
     """
     unit = warp.agent.units.get(_PIPES[lane])
     if unit is None:
-        hint = "no tcgen05.commit of that thread after it, waited for at its mbarrier, tells that it is done"
         what = "a tensor-core operation"
-        unit = warp.cta.cluster.unit(warp.agent.units, _PIPES[lane], what, f"{warp}, lane {lane}", hint)
+        unit = warp.cta.cluster.unit(warp.agent.units, _PIPES[lane], what, f"{warp}, lane {lane}", "tensor")
     return unit
 
 
@@ -109,15 +113,7 @@ def _check_cells(group: Group, ins: Instruction, address: int, columns: int) -> 
     if not (cta.tmem_freed[first : first + columns, 0] > 0).all():
         raise fail(group, ins, f"{what} are not allocated")
     # What was there is there still: the run goes on, and shows what else is wrong.
-    warp, line = cta.tmem_freed[first].tolist()
-    report = cta.grid.checks.report
-    report.add(
-        "tmem-freed",
-        f"line {report.place(ins.line)} of {group.warp} uses {what}, which {cta.warps[warp - 1]} has freed "
-        f"in line {report.place(line)}: nothing makes that wait for this",
-        ins.line,
-        other=line,
-    )
+    cta.grid.checks.tell(FreedTensorMemoryUsed(group, ins.line, first, columns))
 
 
 def _shape(ins: Instruction) -> tuple[str, int, bool]:
@@ -396,12 +392,11 @@ def _commit(program: Any, f: Function, ins: Instruction) -> Op:
                 if target.live_warps:
                     barrier.arrive(passing=known)
                     continue
-                checks, said = target.grid.checks, f"arrives at {barrier} of {target}, which has exited"
+                checks = target.grid.checks
                 if "exit" not in checks.enabled:
-                    raise fail(group, ins, said)
+                    raise fail(group, ins, f"arrives at {barrier} of {target}, which has exited")
                 if target is not targets[0]:  # that one was reported when the CTA exited
-                    where = f"the tcgen05.commit of line {checks.report.place(ins.line)} of {group.warp}"
-                    checks.report.add("exit-remote", f"{where} {said}", ins.line)
+                    checks.tell(EndedCtaUsed(group, ins.line, target, barrier))
 
         what = f"the tcgen05.commit of line {ins.line}"
         event = Event(arrive, cta.grid, targets[0], what, "tensor", line=ins.line)

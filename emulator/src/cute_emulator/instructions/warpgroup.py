@@ -45,9 +45,8 @@ def _unit(warp: Warp) -> Unit:
     unit = warp.wgmmas.unit
     if unit is None:
         cta, group = warp.cta, warp.index // 4
-        hint = "no wgmma.wait_group, passed on, retires the read"
         whole = f"warpgroup {group} of {cta}"
-        unit = warp.wgmmas.unit = cta.cluster.unit(cta.wgmma_units, str(group), "a wgmma", whole, hint)
+        unit = warp.wgmmas.unit = cta.cluster.unit(cta.wgmma_units, str(group), "a wgmma", whole, "wgmma")
     return unit
 
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from cute_emulator.errors import MemoryFault
 from cute_emulator.machine import order
+from cute_emulator.machine.events import EndedCtaUsed
 from cute_emulator.machine.lane_order import LaneStore, check_load
 from cute_emulator.machine.lane_plan import LanePlan, Spread, lane_plan, one_place
 from cute_emulator.machine.lane_plan import spread as spread_of
@@ -139,8 +140,8 @@ class Access:
         return self._columns(rows[lanes.rows])
 
     def _lanes_met(self, group: Group, cta: Cta | None, mask: int, offsets: Any, low: int, high: int) -> None:
-        report = group.warp.grid.checks.report
-        check_load(report, group.warp, cta, mask, offsets, low, high + self.size, self.size, self.line)
+        tell = group.warp.grid.checks.tell
+        check_load(tell, group.warp, cta, mask, offsets, low, high + self.size, self.size, self.line)
 
     def _plan(self, addresses: np.ndarray, base: int) -> LanePlan:
         return lane_plan(addresses.astype(np.uint32, copy=False).tobytes(), base, self.row_shift)
@@ -184,10 +185,8 @@ class Access:
                 f"{cta} ends at {cta.grid.smem_bytes:#x}",
             )  # fmt: skip
         if cta is not group.warp.cta:
-            if not cta.live_warps and "exit" in cta.grid.checks.enabled:
-                report = cta.grid.checks.report
-                what = f"line {report.place(self.line)} of {group.warp} accesses shared memory of {cta}"
-                report.add("exit-remote", f"{what}, which has exited", self.line)
+            if not cta.live_warps:
+                cta.grid.checks.tell(EndedCtaUsed(group, self.line, cta, None))
             cta.grid.checks.peer_used(group, cta, self.line)
             agent = group.warp.agent
             agent.touched = True

@@ -9,7 +9,13 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from cute_emulator.machine.events import CtaEnded, PeerUsed
+from cute_emulator.machine.conflicts import (
+    MbarrierUnfenced,
+    MbarrierUnordered,
+    SharedUnfenced,
+    TensorUnwaited,
+)
+from cute_emulator.machine.events import BarrierIncomplete, CtaEnded, PeerUsed
 from cute_emulator.machine.lane_order import check_async, joint_untold
 from cute_emulator.machine.order import (
     COPY,
@@ -37,20 +43,7 @@ if TYPE_CHECKING:
     from cute_emulator.machine.warp import Cta, Group, Warp
     from cute_emulator.ptx.ir import Instruction
 
-_AWAIT = {
-    "load": "wait at its mbarrier before the end",
-    "tensor": "wait at its mbarrier before the end",
-    "read": "cp.async.bulk.wait_group.read 0 in the thread that issued it before the end",
-    "write": "cp.async.bulk.wait_group 0 before the end",
-}
-"""How a CTA waits for what it would leave behind; `exit` ends the thread and releases barriers, no more."""
 SYS = SCOPES.index("sys")
-CHECKS = ("proxy", "exit", "mbarrier", "race", "shared", "wgmma")
-# Right by the letter, but kernels break them on purpose: they rely on the assembler's tracking of registers,
-# or leave an mbarrier as it is when nothing is in flight to it and nobody waits.
-STRICT_CHECKS = ("tmem", "barrier", "tx")
-OPTIONAL_CHECKS = ("tmem-fence",)
-"""Right by the letter, and broken by nearly every public kernel: only where they are named."""
 
 
 class Checks:
@@ -71,8 +64,8 @@ class Checks:
         self.held: HeldStores | None = None
         self.clocks: Clocks | None = None
         self.agents: dict[int, Agent] = {}
-        self.races = RaceDetector(report, memory, self.agents) if "race" in enabled else None
-        self.shared = SharedRaces(report, "tmem-fence" in enabled) if "shared" in enabled else None
+        self.races = RaceDetector(self.tell, memory, self.agents) if "race" in enabled else None
+        self.shared = SharedRaces(self.tell, "tmem-fence" in enabled) if "shared" in enabled else None
         self._histories: dict[tuple[int, int], History] = {}
         self.listeners: Mapping[type, Sequence[Callable[[Checks, Any], None]]] = {}
         self._notes: WeakKeyDictionary[object, dict[str, Any]] = WeakKeyDictionary()
@@ -158,9 +151,9 @@ class Checks:
         They must know of what other lanes wrote there.
         """
         if self.shared is not None:
-            check_async(self.report, group.warp, cta, mask, granules, 16, what, line)
+            check_async(self.tell, group.warp, cta, mask, granules, 16, what, line)
         if "proxy" in self.enabled:
-            self._fenced(group, cta, granules, f"{what} (line {self.report.place(line)})", "reads", line)
+            self._fenced(group, cta, granules, what, True, line)
 
     def smem_overwrite(self, group: Group, cta: Cta, granules: slice | NDArray[np.int64], line: int) -> None:
         """An async copy is told to write 16-byte granules: generic writes there must have been fenced.
@@ -172,10 +165,10 @@ class Checks:
         if isinstance(granules, slice) and not cta.written_in([(granules.start, granules.stop)]):
             return
         if cta.dirty[granules].any():
-            self._fenced(group, cta, granules, f"the copy of line {self.report.place(line)}", "writes", line)
+            self._fenced(group, cta, granules, "the copy", False, line)
 
     def _fenced(
-        self, group: Group, cta: Cta, granules: slice | NDArray[np.int64], what: str, verb: str, line: int
+        self, group: Group, cta: Cta, granules: slice | NDArray[np.int64], what: str, is_read: bool, line: int
     ) -> None:
         epochs, agent = cta.dirty[granules], group.warp.agent
         for epoch in distinct(epochs):
@@ -183,14 +176,8 @@ class Checks:
             if owner is not None and not agent.has_proxied(epoch, owner, in_global=False):
                 number = int(np.flatnonzero(epochs == epoch)[0])
                 at = 16 * int(np.arange(len(cta.dirty))[granules][number])
-                writer = owner.warp
-                self.report.add(
-                    "proxy-fence",
-                    f"no fence.proxy.async between: {what} issued by {group.warp} {verb} shared {at:#x}"
-                    f"{cta.called(at)} of {cta}, which {writer} wrote "
-                    f"{'with cp.async' if epoch >> 32 & COPY == COPY else 'through the generic proxy'}",
-                    line,
-                )
+                is_copy = epoch >> 32 & COPY == COPY
+                self.tell(SharedUnfenced(group.warp, line, what, is_read, cta, at, owner.warp, is_copy))
                 return
 
     def smem_written(self, cta: Cta, granules: slice | NDArray[np.int64]) -> None:
@@ -203,8 +190,7 @@ class Checks:
         """`mbarrier.init`: a fence of this warp must follow."""
         warp, agent = group.warp, group.warp.agent
         warp.unfenced.append(barrier)
-        hint = f"the reader has seen no completion of {barrier.name()} that covers it"
-        barrier.party = warp.cta.cluster.enrol(Party("an asynchronous copy", None, hint))
+        barrier.party = warp.cta.cluster.enrol(Party("an asynchronous copy", None, "copy", barrier.name()))
         barrier.initialised = agent, agent.vector[agent.id], line
         barrier.users.add(agent.id)
         agent.touched = True
@@ -219,31 +205,18 @@ class Checks:
 
     def mbarrier_use(self, barrier: MBarrier, what: str, line: int) -> None:
         """Another CTA or the async proxy operates on a barrier."""
-        if not barrier.fenced and "mbarrier" in self.enabled:
-            self.report.add(
-                "mbarrier-init",
-                f"no fence.mbarrier_init after the init: {what} (line {self.report.place(line)}) uses "
-                f"{barrier}",
-                line,
-                key=barrier.address,
-            )
+        if not barrier.fenced:
+            self.tell(MbarrierUnfenced(barrier, what, line))
 
     def mbarrier_known(self, group: Group, barrier: MBarrier, line: int) -> None:
         """A warp operates on a barrier: its initialisation must have happened before."""
         agent = group.warp.agent
-        if agent.id in barrier.users or "mbarrier" not in self.enabled or barrier.initialised is None:
+        if agent.id in barrier.users or barrier.initialised is None:
             return
         barrier.users.add(agent.id)
         owner, clock, initialised = barrier.initialised
         if agent.vector.get(owner.id, 0) < clock and agent.nearby.get(owner.party, 0) < clock:
-            self.report.add(
-                "mbarrier-race",
-                f"no barrier between: line {self.report.place(line)} of {group.warp} uses {barrier}, after "
-                f"its mbarrier.init by {owner.warp}",
-                line,
-                key=(line, "known"),
-                other=initialised,
-            )
+            self.tell(MbarrierUnordered(group, line, barrier, owner, initialised))
 
     # -- tensor memory ---------------------------------------------------------------------------
 
@@ -260,14 +233,7 @@ class Checks:
         """A product or a dealloc touches cells: no warp may have an access of `kinds` to them open."""
         found = cta.tmem_order.conflict(kinds, first, columns, halves) if "tmem" in self.enabled else None
         if found is not None:
-            kind, warp = found
-            self.report.add(
-                "tmem-unwaited",
-                f"no tcgen05.wait::{kind} of warp {warp} before: {what} (line {self.report.place(line)}) "
-                f"uses columns {first}..{first + columns - 1} of {cta}, which a tcgen05.{kind} of that "
-                "warp accesses",
-                line,
-            )
+            self.tell(TensorUnwaited(cta, line, what, (first, first + columns - 1), *found))
 
     # -- synchronisation -------------------------------------------------------------------
 
@@ -318,15 +284,9 @@ class Checks:
                 agent.proxied = united(agent.proxied, in_shared)
 
     def passed(self, group: Group, barrier: CountBarrier, ins: Instruction) -> None:
-        """A barrier of a CTA let a warp go: strictly, one that names no count is for every warp."""
-        threads = 32 * len(group.warp.cta.warps)
-        if "barrier" in self.enabled and not barrier.count and barrier.present < threads:
-            self.report.add(
-                "barrier-exit",
-                f"line {self.report.place(ins.line)} of {group.warp}: {barrier.present} of the CTA's "
-                f"{threads} threads came to {barrier.name}, and the others have exited",
-                ins.line,
-            )
+        """A barrier of a CTA that names no count let a warp go, and not all warps came."""
+        if not barrier.count and barrier.present < 32 * len(group.warp.cta.warps):
+            self.tell(BarrierIncomplete(group, ins.line, barrier))
 
     def completed(self, group: Group, barrier: MBarrier) -> None:
         """A wait found a phase of an mbarrier complete: the warp knows what completed on it."""
@@ -405,40 +365,3 @@ class Checks:
     def cta_exit(self, cta: Cta) -> None:
         """Nothing may still read or write the memory of a CTA that ends."""
         self.tell(CtaEnded(cta))
-        if "exit" not in self.enabled:
-            return
-        for event in cta.pending.values():
-            self.report.add(
-                "exit-pending",
-                f"no {_AWAIT[event.kind]}: {cta} exits while {event.what} has not happened, and its end "
-                "waits for nothing",
-                event.line,
-                key=event.what,
-            )
-        for barrier in cta.mbarriers.values():
-            if barrier.tx and "tx" in self.enabled:
-                self.report.add(
-                    "exit-tx", f"{cta} exits with {barrier}", barrier.expected, key=barrier.address
-                )
-        for key, (agent, clock, line) in cta.visitors.items():
-            party = agent.party if key == agent.id else 0
-            if not any(
-                max(w.agent.vector.get(key, 0), nearby(w.agent).get(party, 0)) >= clock for w in cta.warps
-            ):
-                self.report.add(
-                    "exit-remote",
-                    f"no cluster barrier, nor another release and acquire, between: {cta} exits after "
-                    f"{agent.warp} accesses its shared memory",
-                    line,
-                    key=(cta.rank_in_cluster, agent.warp.index),
-                )
-        if cta.registers is not None:
-            cta.registers.check(self.report, cta)
-        if cta.tmem_owner.any():
-            columns = int(np.count_nonzero(cta.tmem_owner))
-            self.report.add(
-                "tmem-leak",
-                f"{cta} exits with {columns} columns of tensor memory allocated",
-                cta.tmem_alloc_line,
-                key=0,
-            )

@@ -60,11 +60,11 @@ class Cluster:
             self.warp_parties.append((len(self.parties) - 1, party.agent))
         return len(self.parties) - 1
 
-    def unit(self, users: dict[str, Unit], name: str, what: str, of: object, hint: str) -> Unit:
-        """The asynchronous unit `name` among those of `of`, a warp or warpgroup; what it does is `what`."""
+    def unit(self, users: dict[str, Unit], name: str, what: str, of: object, kind: str) -> Unit:
+        """The asynchronous unit `name`, of a kind, of a warp or warpgroup `of`; what it does is `what`."""
         found = users.get(name)
         if found is None:
-            found = users[name] = Unit(self.enrol(Party(f"{what} of {of}", None, hint)))
+            found = users[name] = Unit(self.enrol(Party(f"{what} of {of}", None, kind)))
         return found
 
     def owner(self, address: int) -> Cta:

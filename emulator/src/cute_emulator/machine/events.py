@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from cute_emulator.machine.barrier import MBarrier
+    from cute_emulator.machine.barrier import CountBarrier, MBarrier
     from cute_emulator.machine.warp import Cta, Group, Warp
     from cute_emulator.ptx.ir import Instruction
 
@@ -67,6 +67,73 @@ class CtaEnded:
     """
 
     cta: Cta
+
+
+@dataclass(frozen=True)
+class EndedCtaUsed(ByGroup):
+    """Shared memory of a CTA that has ended is accessed.
+
+    Attributes:
+        cta: The CTA that has ended.
+        barrier: Its mbarrier at which a `tcgen05.commit` arrives; None for an access by address.
+    """
+
+    cta: Cta
+    barrier: MBarrier | None
+
+
+@dataclass(frozen=True)
+class FreedTensorMemoryUsed(ByGroup):
+    """A warp loads or stores columns of tensor memory that its CTA has freed.
+
+    Attributes:
+        first: First column.
+        columns: Number of columns.
+    """
+
+    first: int
+    columns: int
+
+
+@dataclass(frozen=True)
+class LanesNotNamed(ByGroup):
+    """Lanes execute a `.sync` instruction, and its member mask does not name them.
+
+    Attributes:
+        lanes: Lanes that are not named.
+        members: The mask.
+        name: Name of the instruction.
+    """
+
+    lanes: int
+    members: int
+    name: str
+
+
+@dataclass(frozen=True)
+class ExitedLaneRead(ByGroup):
+    """A shuffle reads from a lane that its mask names and that is not there.
+
+    Attributes:
+        lane: Lane that reads.
+        source: Lane from which it reads.
+        members: The mask.
+    """
+
+    lane: int
+    source: int
+    members: int
+
+
+@dataclass(frozen=True)
+class BarrierIncomplete(ByGroup):
+    """A barrier that names no count lets lanes go, and some warps of the CTA have exited without it.
+
+    Attributes:
+        barrier: The barrier.
+    """
+
+    barrier: CountBarrier
 
 
 @dataclass(frozen=True)

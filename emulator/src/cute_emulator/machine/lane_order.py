@@ -17,10 +17,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from cute_emulator.machine.conflicts import LanesUnordered
 from cute_emulator.numbers.lanes import lane_list
 
 if TYPE_CHECKING:
-    from cute_emulator.errors import Report
+    from cute_emulator.machine.conflicts import Tell
     from cute_emulator.machine.order import Agent, Snapshot
     from cute_emulator.machine.warp import Cta, Warp
 
@@ -169,13 +170,13 @@ def joint_untold(parts: list[Snapshot]) -> dict[LaneStore, int]:
 
 
 def check_load(
-    report: Report, warp: Warp, cta: Cta | None, mask: int, offsets: Any, low: int, end: int, size: int,
+    tell: Tell, warp: Warp, cta: Cta | None, mask: int, offsets: Any, low: int, end: int, size: int,
     line: int,
 ) -> None:  # fmt: skip
     """Reports a load of what another lane of its warp stored, or what lanes of another warp did not tell of.
 
     Args:
-        report: Where to.
+        tell: Takes what is found.
         warp: That loads.
         cta: Whose shared memory it is, None for global memory.
         mask: Lanes that load.
@@ -201,24 +202,24 @@ def check_load(
                 continue
             for other, to in store.places():
                 if other != lane and to < at + size and at < to + store.size:
-                    _tell(report, warp, f"lane {lane} of {warp} reads", store, other, to, line)
+                    tell(LanesUnordered(warp, f"lane {lane}", line, store, other, to))
                     return
     for store in doubted:
         left = warp.agent.doubts[store]
         for lane, at in wanted.items():
             for other, to in store.places():
                 if left >> other & 1 and to < at + size and at < to + store.size:
-                    _tell(report, warp, f"lane {lane} of {warp} reads", store, other, to, line)
+                    tell(LanesUnordered(warp, f"lane {lane}", line, store, other, to))
                     return
 
 
 def check_async(
-    report: Report, warp: Warp, cta: Cta | None, mask: int, chunks: Any, chunk: int, what: str, line: int
+    tell: Tell, warp: Warp, cta: Cta | None, mask: int, chunks: Any, chunk: int, what: str, line: int
 ) -> None:
     """Reports an asynchronous read of what other lanes stored and its issuer may not know of.
 
     Args:
-        report: Where to.
+        tell: Takes what is found.
         warp: That issues it.
         cta: As for `check_load`.
         mask: Lanes that issue it.
@@ -249,22 +250,5 @@ def check_async(
             else:
                 hit = bool(((chunks >= first) & (chunks <= last)).any())
             if hit:
-                _tell(report, warp, f"{what} of {warp} reads", store, other, to, line)
+                tell(LanesUnordered(warp, what, line, store, other, to))
                 return
-
-
-def _tell(report: Report, warp: Warp, who: str, store: LaneStore, lane: int, at: int, line: int) -> None:
-    where = f"shared {at:#x}{store.cta.called(at)} of {store.cta}" if store.cta is not None else f"{at:#x}"
-    if store.warp is warp:
-        writer, why = f"lane {lane}", "no bar.warp.sync between"
-    else:
-        writer = f"lane {lane} of {store.warp}"
-        why = "no bar.warp.sync before other lanes released what it acquired"
-    report.add(
-        "lane-race",
-        f"{why}: {who} in line {report.place(line)} {where}, which {writer} wrote in line "
-        f"{report.place(store.line)}",
-        line,
-        key=(line, store.line),
-        other=store.line,
-    )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from itertools import groupby
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,7 +9,6 @@ import numpy as np
 from cute_emulator.machine.barrier import Parked
 
 if TYPE_CHECKING:
-    from cute_emulator.errors import Report
     from cute_emulator.machine.warp import Cta, Warp
 
 COLUMNS = 512
@@ -83,27 +80,3 @@ class Registers(Parked):
         if more < 0:
             self.wake()
         return True
-
-    def check(self, report: Report, cta: Cta) -> None:
-        """A CTA has ended: has every warpgroup done the same throughout?"""
-        for first in range(0, len(self.done), 4):
-            group = [n for n in range(first, first + 4) if n in self.done]
-            seen = Counter(tuple(self.done[n]) for n in group)
-            if len(seen) < 2:
-                continue
-            usual = seen.most_common(1)[0][0]
-            other = next((n for n in group if tuple(self.done[n]) != usual), first)
-            line = max(self.lines[n] for n in group)
-            said = ", ".join(f"warp {n}: {_in_turn(self.done[n])}" for n in group)
-            report.add(
-                "setmaxnreg",
-                f"not all warps of warpgroup {first // 4} of {cta} execute the same setmaxnreg ({said}), as "
-                f"line {report.place(line)} needs",
-                line,
-                key=(line, other),
-            )
-
-
-def _in_turn(names: list[str]) -> str:
-    runs = [(name, len(list(same))) for name, same in groupby(names)]
-    return " then ".join(f"{name}, {n} times" if n > 1 else name for name, n in runs) or "none"

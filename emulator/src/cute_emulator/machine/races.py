@@ -24,13 +24,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cute_emulator.machine.conflicts import GlobalAliased, GlobalIncoherent, GlobalUnfenced, GlobalUnordered
 from cute_emulator.machine.lane_plan import Lanes, parts
 from cute_emulator.machine.order import BULK, OWN, SCOPES, STRONG, Agent, includes
 from cute_emulator.machine.shadow import WEAK, Footprint, History, Shadow, footprints
-from cute_emulator.source import place
 
 if TYPE_CHECKING:
-    from cute_emulator.errors import Report
+    from cute_emulator.machine.conflicts import Tell
     from cute_emulator.machine.lane_plan import Places, Spread
     from cute_emulator.machine.memory import Allocation, GlobalMemory
 
@@ -57,18 +57,6 @@ def _mark(line: int, strength: int, multicast: bool = False) -> int:
     return line << 4 | multicast << 3 | (strength + 1)
 
 
-def _between(owner: Agent, agent: Agent) -> str:
-    """What would order two launches of one rank, beside flags."""
-    theirs, mine = owner.warp.grid.launch, agent.warp.grid.launch
-    return "event, wait_stream, or " if theirs.rank == mine.rank and theirs.stream != mine.stream else ""
-
-
-def _launches(owner: Agent, agent: Agent) -> str:
-    """Where two launches were made, as far as it is known."""
-    theirs, mine = owner.warp.grid.launch.work, agent.warp.grid.launch.work
-    return f"; {mine.what}, after {theirs.what}" if theirs is not mine and theirs and mine else ""
-
-
 class RaceDetector:
     """Told of every access to global memory.
 
@@ -78,8 +66,8 @@ class RaceDetector:
         always_keeps_reads: Of every run.
     """
 
-    def __init__(self, report: Report, memory: GlobalMemory, agents: dict[int, Agent]) -> None:
-        self.report, self.memory, self.agents = report, memory, agents
+    def __init__(self, tell: Tell, memory: GlobalMemory, agents: dict[int, Agent]) -> None:
+        self.tell, self.memory, self.agents = tell, memory, agents
         self._shadows: dict[int, Shadow] = {}
         self.keeps_reads = self.always_keeps_reads = False
         self._lanes: tuple[Lanes, int] | None = None  # of the access that is judged, and the lowest address
@@ -306,30 +294,18 @@ class RaceDetector:
             at = int(np.flatnonzero(epochs == epoch)[0])
             mark = int(history[1][cells][at])
             theirs = (mark & 7) - 1
+            scopes = None
             if strength != WEAK and theirs != WEAK:
                 if includes(min(strength, theirs), owner.warp, agent.warp):
                     continue
-                why = f"too narrow scopes, .{SCOPES[strength]} scope after .{SCOPES[theirs]} scope"
-            elif epoch >> 32 & BULK:
-                why = "no full wait_group for the bulk store, passed on"
-            else:
-                why = f"no {_between(owner, agent)}release and acquire of sufficient scope between"
+                scopes = SCOPES[strength], SCOPES[theirs]
             index = cells.start + at if isinstance(cells, slice) else int(cells[at])
-            theirs_ptx = owner.warp.grid.program.module.text
-            address = allocation.base + index * shadow.granule
-            what = f"{verb} of {self.memory.spot(address)} by {agent.warp}"
+            address, lanes = allocation.base + index * shadow.granule, ""
             if self._lanes is not None:
-                lanes, low = self._lanes
-                what += lanes.at(address - low, address - low + shadow.granule)
-            self.report.add(
-                "race",
-                f"{why}: {what}, line {self.report.place(line)}, after it was {other_verb} by "
-                f"{owner.warp}, line {place(theirs_ptx, mark >> 4)}{_launches(owner, agent)}",
-                line,
-                key=(line, mark >> 4, verb),
-                other=mark >> 4,
-                other_ptx=theirs_ptx,
-            )
+                offset = address - self._lanes[1]
+                lanes = self._lanes[0].at(offset, offset + shadow.granule)
+            pair = agent, line, owner, mark >> 4, verb, other_verb, self.memory.spot(address)
+            self.tell(GlobalUnordered(*pair, scopes, bool(epoch >> 32 & BULK), lanes))
         return unknown
 
     def _check_incoherent(
@@ -346,15 +322,7 @@ class RaceDetector:
             if owner is None or owner.warp.grid is not agent.warp.grid:
                 continue
             theirs = int(writes[1][cells][int(np.flatnonzero(found == epoch)[0])]) >> 4
-            self.report.add(
-                "nc-load",
-                "not coherent, whatever fence or barrier lies between: the ld.global.nc of line "
-                f"{self.report.place(line)} by {agent.warp} reads {allocation}, which {owner.warp} of the "
-                f"same kernel wrote in line {self.report.place(theirs)}",
-                line,
-                key=(line, theirs),
-                other=theirs,
-            )
+            self.tell(GlobalIncoherent(agent, line, owner, theirs, "read", "written", str(allocation)))
 
     def _check_alias(
         self,
@@ -380,19 +348,8 @@ class RaceDetector:
             at = (
                 allocation.base + int(_numbers(cells)[others][first]) * self._shadows[allocation.base].granule
             )
-            theirs_ptx = owner.warp.grid.program.module.text
-            names = ("its own address", "a multicast address")
-            self.report.add(
-                "alias-fence",
-                f"no fence.proxy.alias between: {verb} of {self.memory.spot(at)} by {agent.warp}, line "
-                f"{self.report.place(line)}, through "
-                f"{names[multicast]}, after it was {other_verb} by {owner.warp}, line "
-                f"{place(theirs_ptx, mark >> 4)}, through {names[not multicast]}",
-                line,
-                key=(line, mark >> 4, verb),
-                other=mark >> 4,
-                other_ptx=theirs_ptx,
-            )
+            pair = agent, line, owner, mark >> 4, verb, other_verb, self.memory.spot(at)
+            self.tell(GlobalAliased(*pair, multicast))
 
     def _check_proxy(
         self, agent: Agent, line: int, allocation: Allocation, shadow: Shadow, cells: Places, verb: str
@@ -411,14 +368,5 @@ class RaceDetector:
             at = int(np.flatnonzero(epochs == epoch)[0])
             mark = int(shadow.writes[1][cells][at])
             where = allocation.base + int(_numbers(cells)[at]) * shadow.granule
-            theirs_ptx = owner.warp.grid.program.module.text
-            self.report.add(
-                "proxy-fence",
-                f"no fence.proxy.async between: the async {verb} of line {self.report.place(line)} by "
-                f"{agent.warp} {verb}s {self.memory.spot(where)}, which {owner.warp} wrote in line "
-                f"{place(theirs_ptx, mark >> 4)} through the generic proxy",
-                line,
-                key=(line, mark >> 4, verb),
-                other=mark >> 4,
-                other_ptx=theirs_ptx,
-            )
+            pair = agent, line, owner, mark >> 4, verb, "written", self.memory.spot(where)
+            self.tell(GlobalUnfenced(*pair))

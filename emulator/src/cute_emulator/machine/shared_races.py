@@ -34,13 +34,14 @@ from cute_emulator.machine.cells import (
     Where,
     entry_of,
 )
+from cute_emulator.machine.conflicts import SharedUnordered
 from cute_emulator.machine.lane_plan import Lanes
 from cute_emulator.machine.order import STRONG
 from cute_emulator.machine.races import distinct
 from cute_emulator.numbers.lanes import FULL
 
 if TYPE_CHECKING:
-    from cute_emulator.errors import Report
+    from cute_emulator.machine.conflicts import Tell
     from cute_emulator.machine.lane_plan import LanePlan
     from cute_emulator.machine.order import Agent, Snapshot, Vector
     from cute_emulator.machine.warp import Cta
@@ -53,12 +54,15 @@ class Party:
     Attributes:
         what: For messages.
         agent: Id of the agent of a warp; None for an asynchronous unit.
-        hint: How a warp learns of the unit's accesses, for messages.
+        unit: Kind of the asynchronous unit, from which it follows how a warp learns of its accesses; empty
+            for a warp.
+        barrier: Name of the mbarrier that counts the unit's accesses, if one does.
     """
 
     what: str
     agent: int | None = None
-    hint: str = "no barrier, nor release and acquire, between"
+    unit: str = ""
+    barrier: str = ""
 
 
 class Unit:
@@ -98,8 +102,8 @@ class SharedRaces:
         storing: Memory, places in it and data of the store that is told of next.
     """
 
-    def __init__(self, report: Report, strict: bool = False) -> None:
-        self.report, self.strict = report, strict
+    def __init__(self, tell: Tell, strict: bool = False) -> None:
+        self.tell, self.strict = tell, strict
         self._lanes: Lanes | None = None
         self.storing: tuple[np.ndarray, Any, np.ndarray] | None = None
 
@@ -302,7 +306,7 @@ class SharedRaces:
         )
         said = _said(all_cells.raw[cells], "write" if store else "read")
         entries = [e for slot in said for e in slot if e != mine]
-        tensor_fences.check(self.report, agent, entries, line, self.strict, frees)
+        tensor_fences.check(self.tell, agent, entries, line, self.strict, frees)
         if store and unit is not None:
             all_cells.write_late(cells, mine)
         elif store:
@@ -361,16 +365,9 @@ class SharedRaces:
         theirs = entry >> 1 & LINE_MASK
         if verb == "write" and was_write and theirs == line and self._repeats():
             return  # warps that hold the same data make one store of it
-        where = f"tensor memory of {cta}" if tensor else f"shared {at:#x}{cta.called(at)} of {cta}"
-        lane = "" if self._lanes is None else self._lanes.at(at, at + 1)
-        self.report.add(
-            "shared-race",
-            f"{party.hint}: {verb} of {where} by {agent.warp}{lane}, line {self.report.place(line)}, after "
-            f"it was {'written' if was_write else 'read'} by {party.what}, line {self.report.place(theirs)}",
-            line,
-            key=(line, theirs, verb),
-            other=theirs,
-        )
+        lanes = "" if self._lanes is None else self._lanes.at(at, at + 1)
+        was, place = "written" if was_write else "read", None if tensor else at
+        self.tell(SharedUnordered(agent, line, party, theirs, verb, was, cta, place, lanes))
 
 
 def _said(cells: np.ndarray, verb: str) -> list[list[int]]:

@@ -16,12 +16,13 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from cute_emulator.machine.cells import CLOCK, CLOCK_MASK, LINE_MASK, PARTY
+from cute_emulator.machine.conflicts import TensorUnfenced
 from cute_emulator.machine.order import united
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from cute_emulator.errors import Report
+    from cute_emulator.machine.conflicts import Tell
     from cute_emulator.machine.order import Agent
 
 
@@ -50,7 +51,7 @@ def after_sync(agent: Agent) -> None:
     agent.tensor_units = dict(agent.nearby)
 
 
-def check(report: Report, agent: Agent, entries: Iterable[int], line: int, strict: bool, frees: bool) -> None:
+def check(tell: Tell, agent: Agent, entries: Iterable[int], line: int, strict: bool, frees: bool) -> None:
     """Judges accesses that happened before another one by `agent`, entries of cells of tensor memory."""
     kept = kept_in(agent.warp.grid.program.module.text)
     if not (kept.before or kept.after or strict):
@@ -70,16 +71,7 @@ def check(report: Report, agent: Agent, entries: Iterable[int], line: int, stric
             judged = strict or kept.after or (passed and not frees) or (frees and not passed)
         if not judged or (passed and (seen or frees)):
             continue
-        missing = "after_thread_sync before this" if passed else "before_thread_sync after that"
-        theirs = entry >> 1 & LINE_MASK
-        report.add(
-            "tmem-fence",
-            f"no tcgen05.fence::{missing} between: line {report.place(line)} of {agent.warp} uses tensor "
-            f"memory that {parties[number].what} used in line {report.place(theirs)}",
-            line,
-            key=(line, theirs),
-            other=theirs,
-        )
+        tell(TensorUnfenced(agent, line, parties[number], entry >> 1 & LINE_MASK, passed))
 
 
 def _own_units(agent: Agent) -> set[int]:

@@ -1,43 +1,66 @@
-"""The rules: each is the object `RULE` of a file of this folder, and found there; nothing else lists them."""
+"""Rules: each is the object `RULE` of a file of this folder. No other file lists them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any
 
 from cute_emulator.rules.rule import Pair, Row, Rule
 
-__all__ = ["KINDS", "RULES", "Pair", "Row", "Rule", "listeners", "page"]
+__all__ = [
+    "CHECKS", "ENDS", "KINDS", "OPTIONAL_CHECKS", "RULES", "STRICT_CHECKS", "Pair", "Row", "Rule",
+    "listeners", "page",
+]  # fmt: skip
 
 
 def load(path: list[str], package: str = __name__) -> tuple[Rule, ...]:
-    """The rules of a folder, by kind."""
+    """Returns the rules of a folder, by kind."""
     modules = (import_module(f"{package}.{module.name}") for module in iter_modules(path))
     return tuple(sorted((m.RULE for m in modules if hasattr(m, "RULE")), key=lambda rule: rule.kind))
 
 
-RULES = load(__path__)
+_ALL = load(__path__)
+RULES = tuple(rule for rule in _ALL if not rule.ends)
+"""Rules that report findings."""
+ENDS = tuple(rule for rule in _ALL if rule.ends)
+"""Rules that end a run."""
 KINDS = tuple(rule.kind for rule in RULES)
 """Of findings."""
 
 
-def listeners(rules: tuple[Rule, ...]) -> dict[type, list[Callable[[Any, Any], None]]]:
-    """Class of an event -> what looks at it."""
-    found: dict[type, list[Callable[[Any, Any], None]]] = {}
+def _checks(setting: str) -> tuple[str, ...]:
+    return tuple(sorted({rule.check for rule in RULES if rule.check and rule.setting == setting}))
+
+
+CHECKS = _checks("default")
+STRICT_CHECKS = _checks("strict")
+"""Right by the letter, but kernels break them on purpose: they rely on the assembler's tracking of registers,
+or leave an mbarrier as it is when nothing is in flight to it and nobody waits."""
+OPTIONAL_CHECKS = tuple(sorted({rule.in_full for rule in RULES if rule.in_full}))
+"""Right by the letter, and broken by nearly every public kernel: only where they are named."""
+
+
+def listeners(
+    rules: tuple[Rule, ...], enabled: Collection[str]
+) -> dict[type, list[Callable[[Any, Any], None]]]:
+    """Class of an event -> what looks at it, of the rules that are on with some checks."""
+    looks: dict[type, list[Callable[[Any, Any], None]]] = {}
     for rule in rules:
-        for event, look in rule.on.items():
-            found.setdefault(event, []).append(look)
-    return found
+        if not rule.check or rule.check in enabled:
+            for event, look in rule.on.items():
+                looks.setdefault(event, []).append(look)
+    return looks
 
 
 def page(rules: tuple[Rule, ...] = RULES) -> str:
-    """The rows of the table in `docs/rules.md`."""
+    """Returns rows of a table in `docs/rules.md`: of `RULES` or of `ENDS`."""
     lines = []
     for rule in rules:
         for row in rule.rows:
             suite = f"`{row.suite}`" if row.suite else ""
             kinds, setting = row.kinds or f"`{rule.kind}`", row.setting or rule.setting
-            lines.append(f"| {row.text} | {kinds} | {setting} | {suite} |\n")
+            cells = (row.text, rule.ends, suite) if rule.ends else (row.text, kinds, setting, suite)
+            lines.append(f"| {' | '.join(cells)} |\n")
     return "".join(lines)

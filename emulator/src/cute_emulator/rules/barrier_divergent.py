@@ -57,14 +57,14 @@ def _pairs() -> tuple[Pair, ...]:
                  "bar.red.popc": "bar.red.popc.u32 %r30, 0, %p7;",
                  "bar.red.and": "bar.red.and.pred %p8, 0, %p7;",
                  "barrier.cta.red.or": "barrier.cta.red.or.aligned.pred %p8, 2, 64, %p7;"}  # fmt: skip
-    found = []
+    pairs = []
     for name, text in spellings.items():
         arms = f"{split} @|P| bra A; {text} bra E; A: {text} E:"
-        found.append(Pair(f"{name} in both arms of a branch", arms, {"|P|": "%p6"}, {"|P|": "%p1"}, kernel))
+        pairs.append(Pair(f"{name} in both arms of a branch", arms, {"|P|": "%p6"}, {"|P|": "%p1"}, kernel))
     for name, text in spellings.items():
         arm = f"{split} @|P| bra A; bra E; A: {text} E: {text}"
-        found.append(Pair(f"{name} twice for some lanes", arm, {"|P|": "%p6"}, {"|P|": "%p7"}, kernel))
-    return tuple(found)
+        pairs.append(Pair(f"{name} twice for some lanes", arm, {"|P|": "%p6"}, {"|P|": "%p7"}, kernel))
+    return tuple(pairs)
 
 
 RULE = Rule(

@@ -53,21 +53,21 @@ def _pairs() -> tuple[Pair, ...]:
     bar.warp.sync -1; {ask} {wait.format(0)} ld.shared.b128 %q1, [%r10];
     {query}is_canceled.pred.b128 %p11, %q1; setp.eq.b32 %p12, %r2, %r2;
     """
-    found = []
+    pairs = []
     for name, text in (
         ("get_first_ctaid", "get_first_ctaid.v4.b32.b128 {%r20, %r21, %r22, %r23}, %q1;"),
         ("get_first_ctaid::x", "get_first_ctaid::x.b32.b128 %r20, %q1;"),
         ("get_first_ctaid::y", "get_first_ctaid::y.b32.b128 %r20, %q1;"),
     ):
         body = f"{start} @|P| {query}{text}"
-        found.append(Pair(f"{name} of a request that failed", body, {"|P|": "%p12"}, {"|P|": "%p11"}, kernel))
+        pairs.append(Pair(f"{name} of a request that failed", body, {"|P|": "%p12"}, {"|P|": "%p11"}, kernel))
     again = f"{start} @|P| bra A; bra E; A: {ask} {wait.format(1)} E:"
-    found.append(
+    pairs.append(
         Pair(
             "another request after one that was seen to fail", again, {"|P|": "%p12"}, {"|P|": "%p11"}, kernel
         )
     )
-    return tuple(found)
+    return tuple(pairs)
 
 
 RULE = Rule(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from cute_emulator.machine.events import CtaGroupNamed
-from cute_emulator.rules.kernels import SM100, umma
+from cute_emulator.rules.ptx import SM100, umma
 from cute_emulator.rules.rule import Pair, Row, Rule
 
 KIND = "cta-group"

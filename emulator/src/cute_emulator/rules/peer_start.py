@@ -41,18 +41,18 @@ def _pairs() -> tuple[Pair, ...]:
         "a store of bytes": "st.shared::cluster.b8 [%r21], %h1;",
         "a vector store": "@%p0 st.shared::cluster.v2.b32 [%r21], {%r0, %r0};",
     }
-    found = []
+    pairs = []
     for name, text in texts.items():
         body = f"{peer} |B| {text} {meet}"
-        found.append(
+        pairs.append(
             Pair(f"{name} to a CTA that may not have begun", body, {"|B|": ""}, {"|B|": meet}, kernel)
         )
     body = f"{peer} |B| {texts['a store']} {meet}"
-    found.append(
+    pairs.append(
         Pair("a store to a CTA that may not have begun; relaxed arrivals are enough", body, {"|B|": ""},
              {"|B|": relaxed}, kernel)
     )  # fmt: skip
-    return tuple(found)
+    return tuple(pairs)
 
 
 RULE = Rule(

@@ -41,14 +41,14 @@ FREE = "ld.shared.b32 %r30, [slot]; tcgen05.dealloc.cta_group::2.sync.aligned.b3
 
 
 def _pairs() -> tuple[Pair, ...]:
-    found = []
+    pairs = []
     for columns in (32, 64, 512):
         for who, alone in (("the first", "%p4"), ("the second", "!%p4")):
             body = f"{MEET} @|W| bra A; bra E; A: {ALLOC} {FREE} E: {MEET}".replace("|N|", str(columns))
             body = f"setp.eq.b32 %p6, %r2, %r2; {body}"
             name = f"{who} CTA alone of a pair allocates {columns} columns for both"
-            found.append(Pair(name, body, {"|W|": alone}, {"|W|": "%p6"}, PAIR))
-    return tuple(found)
+            pairs.append(Pair(name, body, {"|W|": alone}, {"|W|": "%p6"}, PAIR))
+    return tuple(pairs)
 
 
 RULE = Rule(

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from cute_emulator.machine.events import TensorMemoryUsed
-from cute_emulator.rules.kernels import SM100, umma
+from cute_emulator.rules.ptx import SM100, umma
 from cute_emulator.rules.rule import Pair, Row, Rule
 
 KIND = "tmem-unallocated"
