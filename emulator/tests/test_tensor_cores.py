@@ -91,7 +91,7 @@ def test_the_exact_setting_adds_in_float32():
     others = np.zeros((8, 32), np.float32)
     others[:, 0], others[:, 1] = 448, 1
     shape = Wgmma(8, "e4m3", "e4m3", "f32")
-    assert shape.accumulate(ones, others, None, exact=True)[0, 0] == 448 * 448 + 1
+    assert shape.accumulate(ones, others, None, "exact")[0, 0] == 448 * 448 + 1
     assert shape.accumulate(ones, others, None)[0, 0] == 448 * 448
-    with pytest.raises(ValueError, match="sums='other' must be one of device, exact"):
+    with pytest.raises(ValueError, match="sums='other' must be one of device, exact, bitwise"):
         Machine("sm_90a", sums="other")

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 Dim3 = tuple[int, int, int]
 SM_COUNT = {"sm_90a": 132, "sm_100a": 148, "sm_103a": 148, "sm_120a": 188}
-SUMS = ("device", "exact")
+SUMS = ("device", "exact", "bitwise")
 TRIGGER = "griddepcontrol.launch_dependents"
 COPY_ENGINES = 16  # of each rank; as many copies as streams, for all that can be told
 
@@ -111,7 +111,8 @@ class Machine:
         roles: Names of a CTA's warps by their number, or a function of it; the default is the trace's.
         ignore: Kinds of findings that are not kept, such as `exit-pending`.
         sums: One of `SUMS`: whether products of fp8 accumulate with as few bits as the device has, or exactly
-            enough for float32.
+            enough for float32; "bitwise": those of 16-bit types, too, are added one instruction after the
+            other by a rule in which a value's place plays no part (`numbers.tensor_cores`).
 
     Attributes:
         memory: Registry of global memory.

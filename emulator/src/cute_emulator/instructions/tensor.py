@@ -24,7 +24,7 @@ from cute_emulator.machine.warp import Cta, Group, Warp
 from cute_emulator.machine.window import OFFSET, WINDOW
 from cute_emulator.numbers.lanes import FULL, as_array, lane_list, one
 from cute_emulator.ptx.ir import Function, Imm, Instruction, Mem, Vec
-from cute_emulator.units import smem_desc, tcgen05, tmem
+from cute_emulator.units import footprints, smem_desc, tcgen05, tmem
 from cute_emulator.units.block_scale import BLOCKS
 
 
@@ -217,7 +217,8 @@ class _Products(Event):
                 checks.tmem_use(c, ("ld", "st"), *product.d_cells(ctas), what, ins.line)
                 checks.tmem_use(c, ("st",), *product.a_cells(), what, ins.line)
         try:
-            product.run([c.smem for c in self._ctas], [c.tmem for c in self._ctas])
+            by_instruction = self.grid.machine.sums == "bitwise"
+            product.run([c.smem for c in self._ctas], [c.tmem for c in self._ctas], by_instruction)
         except (ValueError, IndexError) as why:
             raise fail(group, ins, str(why)) from None
 
@@ -226,7 +227,7 @@ def _note_product(group: Group, lane: int, product: tcgen05.Mma, ctas: list[Cta]
     """Tells the race detector what a product reads and writes: once for all K steps after one commit."""
     agent, unit, shared = group.warp.agent, _pipe(group.warp, lane), group.warp.grid.checks.shared
     assert shared is not None
-    footprint = tcgen05.footprint(product, len(ctas))
+    footprint = footprints.footprint(product, len(ctas))
     if not unit.first_time(footprint):
         return
     used = (footprint.d, *footprint.others)
@@ -295,7 +296,7 @@ def _mma(program: Any, f: Function, ins: Instruction) -> Op:
                 kind, len(ctas), d, a, a_in_tmem, b, descriptor, bool(enable), shift, block,
                 scales if block else None, off,
             )  # fmt: skip
-            spans = tcgen05.smem_spans(product, len(ctas))
+            spans = footprints.smem_spans(product, len(ctas))
         except ValueError as why:
             raise fail(group, ins, str(why)) from None
         checks, engine = cta.grid.checks, cta.grid.engine

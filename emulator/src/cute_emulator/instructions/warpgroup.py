@@ -206,11 +206,11 @@ class _Products(Event):
         if first.reads_d and accumulator.matrix is None:
             before = [mma.c_matrix(p, shape.d_type) for p in accumulator.parts if p is not None]
             accumulator.matrix = np.concatenate(before)
-        exact = cta.grid.machine.sums == "exact"
+        sums = cta.grid.machine.sums
         for n, product in enumerate(self._products):  # K steps are added one by one: each sum is rounded
             step = slice(n * shape.k, (n + 1) * shape.k)
             d = accumulator.matrix if product.reads_d else None
-            accumulator.matrix = shape.accumulate(a[:, step], b[:, step], d, exact)
+            accumulator.matrix = shape.accumulate(a[:, step], b[:, step], d, sums)
             product.done, product.end = True, self.end
         for warp in cta.warps:
             warp.wgmmas.wake()

@@ -74,6 +74,23 @@ def aligned_sum(a: F32, b: F32, c: F32, width: Width) -> F32:
     return np.where(np.isfinite(plain), result, plain.astype(np.float32))
 
 
+def add_steps(c: F32 | None, a: F32, b: F32, k: int, kind: str) -> F32:
+    """Returns ``c + a @ b.T`` of one instruction after the other: `aligned_sum` of each ``k`` elements.
+
+    Args:
+        c: ``[rows, columns]``; None: zeros.
+        a: ``[rows, steps * k]``, exact in fp32.
+        b: ``[columns, steps * k]``.
+        k: of one instruction.
+        kind: element type of A.
+    """
+    total = np.zeros((len(a), len(b)), np.float32) if c is None else c
+    for first in range(0, a.shape[1], k):
+        step = slice(first, first + k)
+        total = aligned_sum(a[:, step], b[:, step], total, HOPPER[kind])
+    return total
+
+
 def _power(x: NDArray[np.floating]) -> NDArray[np.floating]:
     """The power of two of a finite number's leading bit; 0 for 0."""
     fraction, exponent = np.frexp(x)

@@ -18,12 +18,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cute_emulator.numbers import formats
+from cute_emulator.numbers import formats, tensor_cores
 from cute_emulator.numbers.arrays import F32, I64
 from cute_emulator.units import operands
 from cute_emulator.units.block_scale import Scaling
@@ -187,12 +187,14 @@ class Mma:
     disabled_lanes: NDArray[np.bool_] | None = None
     further: tuple[tuple[SmemDescriptor | int, SmemDescriptor], ...] = ()
 
-    def run(self, smem: Sequence[Smem], tmem: Sequence[Tmem]) -> None:
+    def run(self, smem: Sequence[Smem], tmem: Sequence[Tmem], by_instruction: bool = False) -> None:
         """Multiplies and accumulates into D.
 
         Args:
             smem: shared memory of the CTAs of the group (one or two), in rank order.
             tmem: their tensor memories; changed in place.
+            by_instruction: whether 16-bit types are added as `tensor_cores` says of Hopper's, one instruction
+                after the other, rather than in NumPy's order.
 
         Raises:
             IndexError: an operand reaches beyond shared memory.
@@ -222,7 +224,12 @@ class Mma:
                 for block, cells in enumerate(_split_lanes(tmem[cta], lane, rows, ctas)):
                     d = cells[..., column : column + columns]
                     part = product[:, block * columns : (block + 1) * columns].reshape(d.shape)
-                    if self.disabled_lanes is None:
+                    if by_instruction and self._adds_as_hopper:
+                        values, half = d.view(np.float32), right[block * columns : (block + 1) * columns]
+                        old = values.reshape(rows, columns) if self.accumulate else None
+                        total = tensor_cores.add_steps(old, a, half, shape.k, shape.a_type)
+                        values[...] = total.reshape(d.shape)
+                    elif self.disabled_lanes is None:
                         self._accumulate(d, part)
                     else:
                         off = _split_lanes(self.disabled_lanes[cta][:, None], lane, rows, ctas)[block]
@@ -316,6 +323,12 @@ class Mma:
         ]
         return scaling.apply(a, left), scaling.apply(b, np.concatenate(right))
 
+    @property
+    def _adds_as_hopper(self) -> bool:
+        """Returns whether `tensor_cores` has a rule for its types, and nothing is scaled or left out."""
+        plain = self.shape.scaling is None and self.disabled_lanes is None and not self.scale_d
+        return plain and self.shape.d_type == "f32" and formats.ELEMENT_BYTES[self.shape.a_type] == 2
+
     def _accumulate(self, d: Tmem, product: NDArray[np.floating]) -> None:
         if self.shape.d_type == "s32":
             old = d.view(np.int32) if self.accumulate else None
@@ -363,36 +376,6 @@ def decode_mma(
         words = np.array(disabled, np.uint32).view(np.uint8)
         off = np.unpackbits(words, bitorder="little").reshape(ctas, TMEM_LANES).astype(np.bool_)
     return Mma(shape, d, left, decode_umma(b), accumulate, scale_d, scales, off)
-
-
-class Footprint(NamedTuple):
-    """What a product reads and writes in each of its CTAs; K steps that are alike have equal ones.
-
-    Attributes:
-        ctas: Number of these.
-        atoms: First and last chunk number of the whole swizzle atoms that hold A and B.
-        d: Cells of D, as `Mma.d_cells`.
-        others: Cells of A and of scale factors in tensor memory, where there are any.
-    """
-
-    ctas: int
-    atoms: tuple[tuple[int, int], ...]
-    d: Cells
-    others: tuple[Cells, ...]
-
-
-@lru_cache(maxsize=1024)
-def footprint(mma: Mma, ctas: int) -> Footprint:
-    """What a product reads and writes."""
-    atoms = [tile.atoms(*form) for tile, form in mma.smem_tiles(ctas)]
-    others = [cells for cells in (mma.a_cells(), *mma.scale_cells(ctas)) if cells[1]]
-    return Footprint(ctas, tuple([(a.start, a.stop) for a in atoms]), mma.d_cells(ctas), tuple(others))
-
-
-@lru_cache(maxsize=1024)
-def smem_spans(mma: Mma, ctas: int) -> list[tuple[int, int]]:
-    """Ranges of chunk numbers, first and end, that hold all of `Mma.smem_reads`."""
-    return [tile.span(*form) for tile, form in mma.smem_tiles(ctas)]
 
 
 @lru_cache(maxsize=1024)

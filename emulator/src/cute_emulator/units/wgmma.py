@@ -119,14 +119,15 @@ class Wgmma:
             total = self.accumulate(a, b, None if d is None else mma.c_matrix(d, self.d_type))
         return mma.c_registers(total, self.d_type)
 
-    def accumulate(self, a: F32, b: F32, d: mma.Matrix | None, exact: bool = False) -> mma.Matrix:
+    def accumulate(self, a: F32, b: F32, d: mma.Matrix | None, sums: str = "device") -> mma.Matrix:
         """D, or zero where it is `None`, plus `a @ b.T`; any number of rows.
 
         Of types of a byte with as few bits as the device has (`numbers.tensor_cores`): a kernel that must
-        add parts of K in registers is wrong without. Of wider ones, that have 25 bits, in fp32;
-        with `exact` all are.
+        add parts of K in registers is wrong without. Of wider ones, that have 25 bits, in fp32, in NumPy's
+        order; where `sums` is `exact` all are, where it is `bitwise` none.
         """
-        if formats.ELEMENT_BYTES[self.a_type] == 1 and self.d_type == "f32" and not exact:
+        widths = {"device": (1,), "exact": (), "bitwise": (1, 2)}[sums]
+        if formats.ELEMENT_BYTES[self.a_type] in widths and self.d_type == "f32":
             old = np.zeros((len(a), len(b)), np.float32) if d is None else np.asarray(d, np.float32)
             return tensor_cores.aligned_sum(a, b, old, tensor_cores.HOPPER[self.a_type])
         total = mma.add(a @ b.T, d, self.d_type, self.saturate)
