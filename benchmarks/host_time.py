@@ -10,7 +10,6 @@ calls are issued without waiting for the device, few enough that its queue does 
 
 import time
 from collections.abc import Callable
-from functools import partial
 from statistics import median
 from unittest import mock
 
@@ -19,13 +18,11 @@ import torch.distributed as dist
 
 import overlap_gemm
 from cute_emulator import Emulator
-from overlap_gemm.backends.fused import gather_plans
 from overlap_gemm.backends.fused import plan_cache as plans
 from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.spec import OPS
 
 CALLS, ROUNDS = 50, 20
-BLOCK = 128
 
 
 def host_seconds(call: Callable[[], object], synchronize: Callable[[], None]) -> tuple[float, float]:
@@ -66,24 +63,6 @@ def ways(backends: tuple[str, ...], x: torch.Tensor, weight: torch.Tensor, **sai
                 report(f"{op}, {backend}{name}", lambda c=call, o=own, h=how: c(x, o, **h), wait)
 
 
-def scaled(x: torch.Tensor, weight: torch.Tensor, **how: object) -> None:
-    """Reports fused calls on gathered rows of 16 bits, and on 8 bits with scales of rows and of blocks."""
-    wait = torch.cuda.synchronize if x.is_cuda else (lambda: None)
-    how |= {"backend": "fused", "rows": "equal"}
-    report("all_gather_gemm, fused", lambda: overlap_gemm.all_gather_gemm(x, weight, **how), wait)
-    quantized, scale_w = overlap_gemm.quantize_rows(weight)
-    shape = [-(-extent // BLOCK) for extent in weight.shape]
-    for block, of_weight in ((None, scale_w), (BLOCK, torch.ones(shape, device=x.device))):
-        values, scale_x = overlap_gemm.quantize_rows(x, block=block)
-        scales = {"scale_x": scale_x, "scale_w": of_weight, "block": block}
-        for op in (overlap_gemm.all_gather_gemm, overlap_gemm.gemm_reduce_scatter):
-            options = {**how, **scales}
-            if op is overlap_gemm.gemm_reduce_scatter:
-                del options["rows"]
-            call = partial(op, values, quantized, **options)
-            report(f"{op.__name__}, fused, scales of {'blocks' if block else 'rows'}", call, wait)
-
-
 def main() -> None:
     """Prints a table."""
     world = overlap_gemm.init()
@@ -93,19 +72,16 @@ def main() -> None:
         x = torch.randn(512, 1024 // world.size, device=world.device, dtype=torch.bfloat16)
         weight = torch.randn(1024, 1024 // world.size, device=world.device, dtype=torch.bfloat16)
         ways(("auto", "torch", "sequential", "fused"), x, weight)
-        scaled(x, weight)
     else:
         torch.set_num_threads(1)
         x, weight = torch.randn(16, 16).bfloat16(), torch.randn(16, 16).bfloat16()
         ways(("torch", "sequential"), x, weight)
         nothing = mock.patch.object(plans, "compiled_kernel", lambda *_: lambda *_: None)
-        gathers = mock.patch.object(gather_plans, "compiled_gather", lambda *_: lambda *_: None)
-        with nothing, gathers, Emulator("sm_90a", 2) as emulator, VirtualWorld(2, emulator=emulator) as ranks:
+        with nothing, Emulator("sm_90a", 2) as emulator, VirtualWorld(2, emulator=emulator) as ranks:
             call = overlap_gemm.gemm_reduce_scatter
             how = {"group": ranks.names[0], "backend": "fused"}
             for name, own in (("", weight), (", weight wants a gradient", weight.clone().requires_grad_())):
                 report(f"gemm_reduce_scatter, fused, no kernel{name}", lambda o=own: call(x, o, **how), int)
-            scaled(x, weight, group=ranks.names[0])
     overlap_gemm.finalize()
 
 

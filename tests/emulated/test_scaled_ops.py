@@ -25,7 +25,6 @@ from tests.support.emulated.scaled_cases import (
     RS,
     Scaled,
     check,
-    dequantised,
     gathers_hold,
     of_rank,
     queue,
@@ -120,28 +119,6 @@ def test_wide_tiles_of_a_gather_have_the_bits_of_narrow_ones(ranks, fields, tran
             world.synchronize()
     assert share_of_bound(case, results[0]) <= 1
     assert all(torch.equal(*outs) for outs in zip(*results, strict=True))
-
-
-@pytest.mark.parametrize("block", [None, 128])
-def test_wide_tiles_keep_gathered_rows(block):
-    """Compares the kept rows with x, and the product of a rank with float64, for shards of 67 and 66 rows."""
-    x, scale_x = overlap_gemm.quantize_rows(torch.randn(133, 400), block=block)
-    weight, scale_w = torch.randn(264, 400).to(E4M3), torch.rand(264, 1) + 0.5
-    if block:
-        scale_w = torch.rand(3, 4) + 0.5
-    with world_of("sm_90a", 2, WIDE[0], mode="random") as world:
-        results = [
-            overlap_gemm.all_gather_gemm(
-                x[rows], weight, scale_x=scale_x[rows], scale_w=scale_w, block=block, rows=133,
-                group=name, backend="fused", return_gathered=True,
-            )
-            for rows, name in zip((slice(67), slice(67, 133)), world.names, strict=True)
-        ]  # fmt: skip
-        world.synchronize()
-    exact = dequantised(x, scale_x, block or 0) @ dequantised(weight, scale_w, block or 0).t()
-    for out, gathered in results:
-        assert torch.equal(gathered.view(torch.uint8), x.view(torch.uint8))
-        assert (out.double() - exact).abs().max() <= 2**-8 * exact.abs().max()
 
 
 def test_scales_of_blocks_that_no_kernel_has_are_refused_by_name():

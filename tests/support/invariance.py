@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 import overlap_gemm
-from overlap_gemm.testing.cases import Case, Operands, operands
+from overlap_gemm.testing.cases import LAYOUTS, Case, Operands, operands
 from tests.support.gradients import forward_and_backward
 
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
@@ -37,6 +37,34 @@ def adversarial(case: Case) -> Operands:
         )
     bias = None if given.bias is None else spread(given.bias.double()).to(case.dtype)
     return Operands(x.to(case.dtype), weight.to(case.dtype), bias, grad.to(case.dtype))
+
+
+def rows_and_what_is_below(
+    case: Case, world: Any, inputs: Operands | None = None, **options: Any
+) -> list[Tensor]:
+    """Returns all rows of the result of a fused op that sums, on virtual ranks, and that of a second call.
+
+    That one's bias, one for all columns, takes away what the first row is: it shows the bits below those of
+    the result.
+    """
+    inputs, layout = inputs or adversarial(case), LAYOUTS[case.op]
+    results: list[Tensor] = []
+    for _ in range(2):
+        bias = -results[0][0] if results else None
+        outs = []
+        for rank, group in enumerate(world.names):
+            x, weight = (
+                layout.part(one, dim, rank, len(world.names))
+                for one, dim in ((inputs.x, layout.x), (inputs.weight, layout.weight))
+            )
+            outs.append(
+                getattr(overlap_gemm, case.op)(x, weight, group=group, bias=bias, backend="fused", **options)
+            )
+        world.synchronize()
+        results.append(outs[0] if layout.out is None else torch.cat(outs, layout.out))
+        if layout.out is None:
+            assert all(same_bits(outs[0], other) for other in outs)
+    return results
 
 
 def shares(rank: int, size: int, case: Case, backend: str, invariant: Any) -> list[Shared]:

@@ -11,7 +11,15 @@ from typing import Literal
 
 from overlap_gemm.config.arch import Arch, Mma, MmaKind, arch_of
 from overlap_gemm.config.naming import name_of
-from overlap_gemm.config.rules import BARRIER_BYTES, PROMOTED_VALUES, InDtype, Launch, OutDtype, check
+from overlap_gemm.config.rules import (
+    BARRIER_BYTES,
+    MOST_IN_REGISTERS,
+    PROMOTED_VALUES,
+    InDtype,
+    Launch,
+    OutDtype,
+    check,
+)
 from overlap_gemm.config.scale_blocks import (
     ATOM_BYTES,
     ATOM_ROWS,
@@ -65,6 +73,7 @@ class GemmConfig:
         blocks: 8-bit types alone: how many rows of A, rows of B and elements of K share a scale: `PROMOTED`
             or `MX`; None: they have none of these kinds.
         k_split: CTAs that share a tile, each of which multiplies a part of K (`kernel.split`).
+        leaves: parts of a rank's K, summed by a tree (`mainloop.leaves`), as ranks' sums are; 0: no tree.
         launch: when the kernel begins: ``"ordered"``, after the stream's kernel before it has ended, or as
             its programmatic dependent (`kernel.dependent_launch`): ``"dependent"``, or
             ``"dependent_weights"``, swapped kernels alone, which reads B before that kernel's end, so
@@ -85,6 +94,7 @@ class GemmConfig:
     inflight: int = 2
     raster_group: int = 8
     k_split: int = 1
+    leaves: int = 0
     fast_accum: bool = False
     launch: Launch = "ordered"
     blocks: Blocks | None = None
@@ -158,6 +168,26 @@ class GemmConfig:
     def tile_k(self) -> int:
         """K extent of one A/B stage, in elements."""
         return TILE_K_BYTES // DTYPE_BYTES[self.in_dtype]
+
+    @cached_property
+    def accumulations(self) -> int:
+        """Returns the number of sums from zero that a tile is made of: leaves of K."""
+        return max(self.leaves, 1)
+
+    @cached_property
+    def levels(self) -> int:
+        """Returns the number of nodes of the leaves' tree that a tile keeps at once."""
+        return self.accumulations.bit_length() - 1
+
+    @cached_property
+    def parks_in_memory(self) -> bool:
+        """Returns whether nodes are kept out of registers: a small accumulator leaves some for one."""
+        return self.accumulators * (self.levels + 1) > MOST_IN_REGISTERS
+
+    @cached_property
+    def parked_bytes(self) -> int:
+        """Returns the local memory of a thread that nodes take at most."""
+        return 4 * self.accumulators * max(self.levels, 2) if self.levels else 0
 
     @cached_property
     def is_dependent(self) -> bool:
@@ -401,8 +431,8 @@ class GemmConfig:
         return name_of(self)
 
 
-FACTS = ("arch", "in_dtype", "b_dtype", "out_dtype", "a_major", "b_major", "epilogue", "blocks")
-"""Fields that the device and the operands of a call decide."""
+FACTS = ("arch", "in_dtype", "b_dtype", "out_dtype", "a_major", "b_major", "epilogue", "blocks", "leaves")
+"""Fields that the device, the operands of a call and its promises decide."""
 
 CHOICES = tuple(field.name for field in fields(GemmConfig) if field.name not in FACTS)
 """Fields that callers may choose (`configured`)."""

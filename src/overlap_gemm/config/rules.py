@@ -32,6 +32,12 @@ MAX_WORLD = 112
 PROMOTED_VALUES = 64
 """Accumulators of a thread that one instruction adds up where they are promoted: it holds them, too."""
 
+MOST_IN_REGISTERS = 128
+"""Values of a tile's sums, and of nodes of its tree, for which a thread has registers."""
+
+LEAVES = (0, 1, 2, 4, 8)
+"""Parts of a rank's K that a tree may have; 0: there is none."""
+
 K_SPLITS = (1, 2, 4)
 """Into how many parts K may be cut where `may_split`."""
 
@@ -75,6 +81,7 @@ def check(config: GemmConfig) -> None:
         )
     splits = K_SPLITS if may_split(config.mma, config.tile) else (1,)
     _require_in(f"k_split for mma={config.mma!r}, tile={config.tile}", config.k_split, splits)
+    _check_leaves(config)
     if not 0 < config.inflight < config.ring_stages:
         raise ValueError(
             f"inflight={config.inflight} bulk groups must be at least 1 and fewer than "
@@ -92,6 +99,19 @@ def check(config: GemmConfig) -> None:
         raise ValueError(
             f"{config.ring_stages} ring stages of {config.stage_bytes} bytes leave room for "
             f"{config.ab_stages} A/B stages of {config.ab_stage_bytes} bytes; at least 2 are needed"
+        )
+
+
+def _check_leaves(config: GemmConfig) -> None:
+    """Raises ValueError for kernels whose sums a tree cannot add: it is in float32, on the wire, too."""
+    if not config.leaves:
+        return
+    _require_in("leaves", config.leaves, LEAVES)
+    if config.is_swap_ab or config.has_bytes or config.slot_dtype != "f32":
+        raise ValueError(
+            f"leaves={config.leaves} are summed in float32, of 16-bit operands, in kernels with float32 "
+            f"partial sums; got mma={config.mma!r}, in_dtype={config.in_dtype!r}, "
+            f"slot_dtype={config.slot_dtype!r}"
         )
 
 

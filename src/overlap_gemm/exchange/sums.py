@@ -1,7 +1,8 @@
 """The part of a receive role that sums: of an own tile, the partials of all ranks.
 
 waits on    every source's flag of the tile, or, where data is its own flag, for each partial
-produces    the sum of the sources' partials in rank order in fp32, the epilogue applied, rounded once
+produces    the sum of the sources' partials in rank order in fp32, or by a binary tree where K has leaves
+            (`GemmConfig.leaves`), the epilogue applied, rounded once
 signals     nobody; or, where results go on to other ranks (`copies.Results`), releases a flag per unit
 and peer
 """
@@ -17,6 +18,7 @@ import cutlass
 from cutlass import Int32, Int64, cute
 
 from overlap_gemm.config.gemm_config import GemmConfig
+from overlap_gemm.config.rules import LEAVES
 from overlap_gemm.device.failure import Role
 from overlap_gemm.device.memory import CHUNK_BYTES, DTYPES, LANES
 from overlap_gemm.device.traced import Address, Extras, Fragment, Predicate, Scalar
@@ -25,6 +27,9 @@ from overlap_gemm.exchange.send import place_of
 from overlap_gemm.kernel.epilogue import StageChunks, Visits
 from overlap_gemm.kernel.work import CtaTile, shard_tiles
 from overlap_gemm.transports.interface import Transport
+
+MOST_LEAVES = max(LEAVES)
+"""Ranks at most whose sums a tree adds."""
 
 
 class Lane(NamedTuple):
@@ -148,7 +153,12 @@ class Sums:
     @cute.jit
     def _sum(self, lane: Lane, extras: Extras) -> None:
         world = lane.world
-        if cutlass.const_expr(self.config.receives_with_few and self.results is not None):
+        if cutlass.const_expr(self.config.leaves > 0):
+            if world <= 2:
+                self._sum_few(lane, extras, 2)
+            else:
+                self._sum_in_tree(lane, extras)
+        elif cutlass.const_expr(self.config.receives_with_few and self.results is not None):
             self._sum_many(lane, extras)  # with a loop for each number of ranks it spills
         elif world <= 2:
             self._sum_few(lane, extras, 2)
@@ -170,8 +180,11 @@ class Sums:
         for i in cutlass.range(0, chunks, window, unroll=1):
             for c in cutlass.range_constexpr(window):
                 total = cute.make_rmem_tensor(self.chunks.elements, cutlass.Float32)
-                total.fill(0.0)
-                self._add(total, lane, i + c, 0, loaded[(None, None, c)])
+                if cutlass.const_expr(self.config.leaves > 0):
+                    self._add_in_tree(total, lane, i + c, 0, loaded[(None, None, c)])
+                else:
+                    total.fill(0.0)
+                    self._add(total, lane, i + c, 0, loaded[(None, None, c)])
                 if i + window < chunks:
                     self._load(lane, i + window + c, 0, loaded[(None, None, c)])
                 self._store(lane, i + c, total, extras)
@@ -187,6 +200,54 @@ class Sums:
                 self._load(lane, i, first, loaded)
                 self._add(total, lane, i, first, loaded)
             self._store(lane, i, total, extras)
+
+    @cute.jit
+    def _sum_in_tree(self, lane: Lane, extras: Extras) -> None:
+        """Sums up to `MOST_LEAVES` ranks, a power of two: first as many as loads are in flight."""
+        for i in cutlass.range(self.config.lane_chunks, unroll=1):
+            total = self._subtree(lane, i, 0, MOST_LEAVES)
+            self._store(lane, i, total, extras)
+
+    def _subtree(self, lane: Lane, chunk: Scalar, first: int, ranks: int) -> Any:
+        """Returns the sum of a chunk's partials of ``ranks`` ranks from ``first``, of those that exist."""
+        total = cute.make_rmem_tensor(self.chunks.elements, cutlass.Float32)
+        if ranks <= self._in_flight:
+            loaded = self._registers(ranks, 1)[(None, None, 0)]
+            self._load(lane, chunk, first, loaded)
+            self._add_in_tree(total, lane, chunk, first, loaded)
+            return total
+        half = ranks // 2
+        total.store(self._subtree(lane, chunk, first, half).load())
+        self._add_other_half(total, lane, chunk, first + half, half)
+        return total
+
+    @cute.jit
+    def _add_other_half(
+        self, total: cute.Tensor, lane: Lane, chunk: Int32, first: cutlass.Constexpr, ranks: cutlass.Constexpr
+    ) -> None:
+        if first < lane.world:
+            total.store(total.load() + self._subtree(lane, chunk, first, ranks).load())
+
+    @cute.jit
+    def _add_in_tree(
+        self, total: cute.Tensor, lane: Lane, chunk: Int32, first: cutlass.Constexpr, loaded: cute.Tensor
+    ) -> None:
+        """Sums a chunk's partials of the ranks from ``first`` by a binary tree; overwrites ``total``.
+
+        As ranks are a power of two, what exists of a right half is all of it.
+        """
+        number = cutlass.const_expr(cute.size(loaded, mode=[1]))
+        sources = [_last_again(lane, first + s) for s in range(number)]
+        self.transport.take(lane.arrival, partial(self._places, lane, chunk, sources), loaded, sources)
+        sums = [cute.make_rmem_tensor(total.shape, cutlass.Float32) for _ in range(number)]
+        for s in cutlass.range_constexpr(number):
+            sums[s].store(loaded[(None, s)].load().to(cutlass.Float32))
+        for level in cutlass.range_constexpr(number.bit_length() - 1):
+            half = 1 << level
+            for s in cutlass.range_constexpr(0, number, 2 * half):
+                if first + s + half < lane.world:
+                    sums[s].store(sums[s].load() + sums[s + half].load())
+        total.store(sums[0].load())
 
     @property
     def _in_flight(self) -> int:

@@ -70,12 +70,19 @@ class JointLoads(NamedTuple):
 def tiles_at(
     ops: OperandViews, row: Int32, col: Int32, tile: tuple[int, int], tile_k: int
 ) -> tuple[Any, Any]:
-    """The k tiles ``(m or n, k, k tiles)`` of the rows of A that begin at ``row``, of B at ``col``."""
-    (tile_m, tile_n), a, b = tile, (row, 0), (col, 0)
-    return (
-        cute.local_tile(cute.domain_offset(a, ops.a), (tile_m, tile_k), (0, None)),
-        cute.local_tile(cute.domain_offset(b, ops.b), (tile_n, tile_k), (0, None)),
-    )
+    """The k tiles ``(m or n, k, k tiles)`` of the rows of A that begin at ``row``, of B at ``col``.
+
+    Where K has leaves, its third dimension: those of one leaf after the other.
+    """
+    return _k_tiles(ops.a, row, tile[0], tile_k), _k_tiles(ops.b, col, tile[1], tile_k)
+
+
+def _k_tiles(operand: Any, row: Int32, rows: int, tile_k: int) -> Any:
+    if cute.rank(operand) == 2:
+        return cute.local_tile(cute.domain_offset((row, 0), operand), (rows, tile_k), (0, None))
+    of_leaves = cute.domain_offset((row, 0, 0), operand)
+    tiles = cute.local_tile(of_leaves, (rows, tile_k, 1), (0, None, None))
+    return cute.group_modes(tiles[(None, None, 0, None, None)], 2, 4)
 
 
 @cute.jit

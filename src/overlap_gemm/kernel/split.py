@@ -81,7 +81,7 @@ def setup(config: cutlass.Constexpr, barriers: Any, smem: Any) -> Parts:
 
 
 def num_k_tiles(config: GemmConfig, a: Any) -> Any:
-    """Of one part: as many as of every other, whole steps, so that the last one may load zeros."""
+    """Of one part, or one leaf: as many as of every other, whole steps, so the last one may load zeros."""
     number = cute.ceil_div(cute.size(a, mode=[1]), config.tile_k * config.k_split * config.k_step)
     return number * config.k_step
 

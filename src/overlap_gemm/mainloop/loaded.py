@@ -56,6 +56,6 @@ class LoadedMainloop:
         res.ab.producer_tail(state)
 
     def part_of_k(self, ops: OperandViews) -> tuple[Any, Any]:
-        """The first k tile of this CTA's, and how many they are."""
-        number = split.num_k_tiles(self.config, ops.a)
+        """The first k tile of this CTA's, and how many they are, of all leaves."""
+        number = split.num_k_tiles(self.config, ops.a) * self.config.accumulations
         return split.part_of_k() * number if self.config.k_split > 1 else Int32(0), number

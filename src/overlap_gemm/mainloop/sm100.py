@@ -40,7 +40,7 @@ from overlap_gemm.kernel.operand_views import OperandViews, as_accumulated
 from overlap_gemm.kernel.roles import SubtileWriter
 from overlap_gemm.kernel.split import part_of_k
 from overlap_gemm.kernel.work import Work
-from overlap_gemm.mainloop import mx
+from overlap_gemm.mainloop import leaves, mx
 from overlap_gemm.mainloop.loaded import LoadedMainloop
 
 EPILOGUE_WARPS = 4
@@ -65,11 +65,15 @@ class Sm100Resources:
 
 @dataclass(frozen=True)
 class Accumulator:
-    """One thread's view of a finished accumulator: TMEM source per subtile, and how to load it."""
+    """One thread's view of a finished accumulator: TMEM source per subtile, and how to load it.
+
+    Where it is the last leaf's, with the nodes of all others (`leaves`): ``(values, subtiles, levels)``.
+    """
 
     copy: Any
     tmem: Any  # ((T2R), 1, 1, subtiles)
     shape: Any
+    nodes: Any
 
 
 @dataclass(frozen=True)
@@ -103,6 +107,7 @@ class MainloopSm100(LoadedMainloop):
 
     def operands(self, a: cute.Tensor, b: cute.Tensor, extras: Extras) -> OperandViews:
         """TMA descriptors for A (M x K) and B (N x K), multicast along the cluster; scales of blocks."""
+        a, b = leaves.cut(self.config, a), leaves.cut(self.config, b)
         scales = mx.scales_of(self.config, *extras[:NUM_MATRICES]) if self.config.blocks == MX else None
         return OperandViews(self.tiled_mma(), *self._tma(a, 0), *self._tma(b, 1), scales)
 
@@ -205,7 +210,7 @@ class MainloopSm100(LoadedMainloop):
 
     @cute.jit
     def mma_role(self, res: Sm100Resources, ops: OperandViews, work: Work) -> None:
-        """Per tile: waits for a free accumulator and each k tile, accumulates, hands over.
+        """Per tile, or leaf of one: waits for a free accumulator and each k tile, accumulates, hands over.
 
         Allocates tensor memory first, frees it when every epilogue warp has read its last accumulator.
         """
@@ -223,7 +228,7 @@ class MainloopSm100(LoadedMainloop):
         acc_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.acc_stages)
         k_tiles, depth = split.num_k_tiles(self.config, ops.a), cute.size(ops.a, mode=[1])
         if self._place_in_cluster % self.config.cta_group == 0:
-            for _ in cutlass.range(work.num_tiles, unroll=1):
+            for _ in cutlass.range(work.num_tiles * self.config.accumulations, unroll=1):
                 tCtAcc = accumulators[(None, None, None, acc_state.index)]
                 res.acc.producer_acquire(acc_state)
                 mma.set(tcgen05.Field.ACCUMULATE, False)
@@ -257,14 +262,27 @@ class MainloopSm100(LoadedMainloop):
         res.tmem.wait_for_alloc()
         return pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.config.acc_stages)
 
+    @cute.jit
     def accumulate(
         self, res: Sm100Resources, ops: OperandViews, state: pipeline.PipelineState
     ) -> tuple[Accumulator, pipeline.PipelineState]:
-        """Waits for the next finished accumulator."""
-        copy, tmem, shape = self._accumulator_views(res, ops)
+        """Waits for the next finished accumulator; of leaves for all, of which it parks all but the last."""
+        cfg = self.config
+        copy, stages, shape = self._accumulator_views(res, ops)
+        nodes = leaves.nodes_of(cfg, cute.size(shape), cfg.subtiles)
+        if cutlass.const_expr(nodes is not None):
+            for leaf in cutlass.range(cfg.leaves - 1, unroll=1):
+                res.acc.consumer_wait(state)
+                acc = Accumulator(copy, _of_stage(stages, state.index), shape, nodes)
+                for index in cutlass.range(cfg.subtiles, unroll=1):
+                    fragment = self._load_subtile(acc, index)
+                    cute.arch.fence_view_async_tmem_load()
+                    leaves.park(cfg, fragment, nodes[(None, index, None)], leaf)
+                with cute.arch.elect_one():
+                    res.acc.consumer_release(state)
+                state.advance()
         res.acc.consumer_wait(state)
-        tmem = cute.group_modes(tmem[(None, None, None, None, None, state.index)], 3, 5)
-        return Accumulator(copy, tmem, shape), state
+        return Accumulator(copy, _of_stage(stages, state.index), shape, nodes), state
 
     @cute.jit
     def drain(
@@ -283,6 +301,9 @@ class MainloopSm100(LoadedMainloop):
             if index == subtiles - step:
                 with cute.arch.elect_one():
                     res.acc.consumer_release(state)
+            if cutlass.const_expr(acc.nodes is not None):
+                for part in cutlass.range_constexpr(step):
+                    leaves.finish(self.config, fragments[part], acc.nodes[(None, index + part, None)])
             if cutlass.const_expr(self.config.k_split > 1):
                 ring_state = self._write_split(res, fragments[0], state, writer, ring_state)
             else:
@@ -294,12 +315,12 @@ class MainloopSm100(LoadedMainloop):
 
     def _load(self, acc: Accumulator, index: Scalar) -> list[Any]:
         """Starts to load the subtiles of the product that make one of the output."""
-        fragments = []
-        for part in range(self.config.subtile_step):
-            fragment = cute.make_rmem_tensor(acc.shape, cutlass.Float32)
-            cute.copy(acc.copy, acc.tmem[(None, None, None, index + part)], fragment)
-            fragments.append(fragment)
-        return fragments
+        return [self._load_subtile(acc, index + part) for part in range(self.config.subtile_step)]
+
+    def _load_subtile(self, acc: Accumulator, index: Scalar) -> Any:
+        fragment = cute.make_rmem_tensor(acc.shape, cutlass.Float32)
+        cute.copy(acc.copy, acc.tmem[(None, None, None, index)], fragment)
+        return fragment
 
     @cute.jit
     def _write_split(
@@ -408,3 +429,8 @@ class MainloopSm100(LoadedMainloop):
         source = part.partition_S(subtiles)
         shape = part.partition_D(cute.make_identity_tensor(epi_tile)).shape
         return copy, source, shape
+
+
+def _of_stage(tmem: Any, stage: Scalar) -> Any:
+    """Returns a thread's source of all subtiles of one accumulator."""
+    return cute.group_modes(tmem[(None, None, None, None, None, stage)], 3, 5)

@@ -42,7 +42,7 @@ from overlap_gemm.kernel.loads import OperandLoads, tiles_at
 from overlap_gemm.kernel.operand_views import OperandViews, as_accumulated
 from overlap_gemm.kernel.roles import SubtileWriter
 from overlap_gemm.kernel.split import part_of_k
-from overlap_gemm.mainloop import blocks
+from overlap_gemm.mainloop import blocks, leaves
 from overlap_gemm.mainloop.loaded import LoadedMainloop
 from overlap_gemm.mainloop.promotion import accumulate_promoted, multiply
 
@@ -109,6 +109,7 @@ class MainloopSm90(LoadedMainloop):
     def operands(self, a: cute.Tensor, b: cute.Tensor, extras: Extras) -> OperandViews:
         """TMA descriptors for A (M x K) and B (N x K), multicast along the cluster; scales of blocks."""
         cfg = self.config
+        a, b = leaves.cut(cfg, a), leaves.cut(cfg, b)
         _, b_layout = self._smem_layouts()
         scales = blocks.scales_of(cfg, *extras[:NUM_MATRICES]) if cfg.blocks else None
         return OperandViews(
@@ -220,7 +221,7 @@ class MainloopSm90(LoadedMainloop):
         ab = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.config.ab_stages)
         turn = None
         if self.config.epilogue_groups > 1:
-            ab.advance(group * split.num_k_tiles(self.config, ops.a))
+            ab.advance(group * self.part_of_k(ops)[1])
             turn = res.turn.state
         first_thread = None
         if self.config.promotes:
@@ -248,8 +249,9 @@ class MainloopSm90(LoadedMainloop):
         tCrA = mma.make_fragment_A(operands_of.partition_A(stages[first]))
         tCrB = mma.make_fragment_B(operands_of.partition_B(stages[second]))
         acc = cute.make_rmem_tensor(mma.partition_shape_C(self.mma_tile), cutlass.Float32)
+        nodes = leaves.nodes_of(cfg, cute.size(acc))
         first_k, k_tiles = self.part_of_k(ops)
-        operands, num_blocks = (tCrA, tCrB), cute.size(tCrA, mode=[2])
+        operands = (tCrA, tCrB)
         freed = read.clone()
 
         if cutlass.const_expr(pingpong):
@@ -260,26 +262,52 @@ class MainloopSm90(LoadedMainloop):
                 scales = partial(res.scales.factors, cfg, blocks.rows_of(part, cfg.tile))
             read = accumulate_promoted(cfg, mma, acc, operands, ab, read, first_k, k_tiles, scales)
         else:
-            ab.consumer_wait(read)
-            mma = multiply(mma, acc, operands, range(num_blocks), read)
-            read.advance()
-            for _ in cutlass.range(1, k_tiles, unroll=1):
-                ab.consumer_wait(read)
-                mma = multiply(mma, acc, operands, range(num_blocks), read, adds=True)
-                warpgroup.wait_group(1)
-                ab.consumer_release(freed)
-                freed.advance()
-                read.advance()
+            of_leaf = k_tiles // cfg.accumulations
+            if cutlass.const_expr(nodes is not None):
+                for leaf in cutlass.range(cfg.leaves - 1, unroll=1):
+                    mma, read, freed = self._accumulate(mma, acc, operands, ab, read, freed, of_leaf)
+                    warpgroup.wait_group(0)
+                    ab.consumer_release(freed)
+                    freed.advance()
+                    leaves.park(cfg, acc, nodes, leaf)
+            mma, read, freed = self._accumulate(mma, acc, operands, ab, read, freed, of_leaf)
         next_turn = state.turn
         if cutlass.const_expr(pingpong):
             next_turn = self._arrive(turn, next_turn)
         if cutlass.const_expr(not cfg.promotes):
             warpgroup.wait_group(0)
             ab.consumer_release(freed)
+        if cutlass.const_expr(nodes is not None):
+            leaves.finish(cfg, acc, nodes)
         if cutlass.const_expr(pingpong):
             read.advance(k_tiles)
             turn.wait(next_turn)
         return acc, ConsumerState(read, next_turn, state.first_thread)
+
+    @cute.jit
+    def _accumulate(
+        self,
+        mma: Any,
+        acc: cute.Tensor,
+        operands: tuple[Any, Any],
+        ab: Any,
+        read: pipeline.PipelineState,
+        freed: pipeline.PipelineState,
+        k_tiles: Int32,
+    ) -> tuple[Any, pipeline.PipelineState, pipeline.PipelineState]:
+        """Sums k tiles from zero; returns with the last one's products in flight, and its stage not freed."""
+        num_blocks = cute.size(operands[0], mode=[2])
+        ab.consumer_wait(read)
+        mma = multiply(mma, acc, operands, range(num_blocks), read)
+        read.advance()
+        for _ in cutlass.range(1, k_tiles, unroll=1):
+            ab.consumer_wait(read)
+            mma = multiply(mma, acc, operands, range(num_blocks), read, adds=True)
+            warpgroup.wait_group(1)
+            ab.consumer_release(freed)
+            freed.advance()
+            read.advance()
+        return mma, read, freed
 
     def drain(
         self,

@@ -65,7 +65,7 @@ class Settings(NamedTuple):
     @property
     def names_kernels(self) -> bool:
         """Whether the caller says anything of which kernels there shall be, so that nothing else may."""
-        kernel = any(field[0] != "launch" and field not in PROMISED for field in self.fields)
+        kernel = any(f[0] not in ("launch", "leaves") and f not in PROMISED for f in self.fields)
         return bool(kernel or self.algorithm or self.tile_transport)
 
     def agreed(self, op: OpSpec) -> tuple[tuple[str, Any], ...]:
@@ -97,7 +97,7 @@ class Settings(NamedTuple):
 
 
 PROMISED = (("k_split", 1), ("slot_dtype", "f32"))
-"""Fields that `promised` sets. Like the one that says when a kernel begins, they name no kernel."""
+"""Fields that `promised` sets, but for ``leaves``. Like when a kernel begins, they name no kernel."""
 
 _DEFAULT = Settings()
 
@@ -229,30 +229,47 @@ def promising(*, partials: Partials | None = None, invariant: Invariant | None =
 
 
 @contextmanager
-def promised(promises: Promises, op: OpSpec) -> Iterator[None]:
+def promised(promises: Promises, op: OpSpec, world: int) -> Iterator[None]:
     """Within the block kernels of an op are those that keep what a call promises.
 
-    Of kernels, those that cut K sum it in another order.
+    Of kernels, those that cut K sum it in another order. Those of an op that sums over ranks have a rank's
+    leaves of K; an op that gathers has all of K on each rank, in one order.
+
+    Args:
+        promises: of the call.
+        op: whose kernels.
+        world: ranks.
 
     Raises:
-        InvarianceError: the caller's fields ask for such kernels.
+        InvarianceError: the caller's fields ask for other kernels.
     """
     before = settings()
     fields: dict[str, Any] = {"k_split": 1} if promises.leaves else {}
-    for name, value in fields.items():
-        if dict(before.fields).get(name, value) != value:
-            raise InvarianceError(
-                f"configured({name}={dict(before.fields)[name]}) sums K in another order than "
-                f"invariant={promises.invariant!r} promises: {name}={value}"
-            )
     if promises.has_wide_partials and op.sums:
         fields["slot_dtype"] = "f32"
+    if promises.has_tree and op.sums:
+        fields["leaves"] = promises.own_leaves(world)
+    if promises.leaves:
+        _check_promised(dict(before.fields), fields, promises)
     if fields:
         _keep(before._replace(fields=tuple({**dict(before.fields), **fields}.items())))
     try:
         yield
     finally:
         _keep(before)
+
+
+def _check_promised(chosen: dict[str, Any], fields: dict[str, Any], promises: Promises) -> None:
+    """Raises an InvarianceError where `configured` asks for what the promise rules out."""
+    wanted = {name: value for name, value in chosen.items() if name in fields and value != fields[name]}
+    if "leaves" in fields and chosen.get("mma") == "swap_ab":
+        wanted["mma"] = "swap_ab"
+    for name, value in wanted.items():
+        rule = f"{name}={fields[name]}" if name in fields else "kernels with float32 partial sums"
+        raise InvarianceError(
+            f"configured({name}={value}) sums K otherwise than invariant={promises.invariant!r} "
+            f"promises: {rule}"
+        )
 
 
 @contextmanager

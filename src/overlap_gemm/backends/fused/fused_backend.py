@@ -141,10 +141,21 @@ class Fused:
                     f"N={width} in {problem.world_size} parts is {columns} columns a rank, which must "
                     f"be a multiple of {ROW_ELEMENTS}: tiles are stored 16 bytes at a time"
                 )
-        if problem.promises.has_tree:
-            return f"fused kernels have no leaves of K (invariant={problem.promises.invariant!r})"
+        if reason := self.why_no_tree(problem):
+            return reason
         if problem.world_size > MAX_WORLD:
             return f"a workspace has words for {MAX_WORLD} ranks, not {problem.world_size}"
+        return None
+
+    def why_no_tree(self, problem: Problem) -> str | None:
+        """Returns why fused kernels do not sum K in the leaves of a promise, None where they do."""
+        promises = problem.promises
+        if not promises.has_tree or not problem.spec.sums:
+            return None
+        if problem.is_scaled:
+            return f"fused kernels sum leaves of K (invariant={promises.invariant!r}) of 16-bit operands"
+        if problem.k is not None and (reason := promises.why_no_cut(problem.k, ROW_ELEMENTS)):
+            return f"{reason}: TMA's strides are whole 16 bytes"
         return None
 
     def why_no_scaled_kernel(self, problem: Problem) -> str | None:
@@ -174,7 +185,7 @@ class Fused:
         self, problem: Problem, x: Tensor, weight: Any, bias: Any, shards: Shards, group: Group
     ) -> Callable[..., Any]:
         """See `Backend.bind`: what is left is where the tensors lie, the output, and the launch."""
-        with promised(problem.promises, problem.spec):
+        with promised(problem.promises, problem.spec, group.size):
             return self._bind(problem, x, weight, bias, shards, group)
 
     def _bind(

@@ -1,0 +1,98 @@
+"""Leaves of K: equal parts whose sums, each made from zero, are added by a binary tree.
+
+    sums                a thread's fp32 values of a tile: of one leaf after the other
+    nodes of the tree   the sums of finished subtrees that await their sibling: one for each level, in the
+                        thread's local memory
+
+    after leaf 0: level 0; after leaf 1: level 1; after leaf 2: levels 0 and 1; after leaf 3: level 2
+
+So the tree depends on the leaves alone, not on the tile, nor on who computes it. Where leaf ``i`` has been
+summed, the subtrees that end with it are as many as ``i`` has ones at its end in binary.
+
+The host cuts K: A and B have the leaf as their third dimension (`cut`). What TMA loads of a leaf's last k
+tile, after the leaf's end, are zeros.
+
+Why local memory: a node is as large as the accumulator. Two do not fit in a Hopper thread's registers, nor
+those of all threads in shared memory next to the stages.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32, cute
+
+from overlap_gemm.config.gemm_config import GemmConfig
+from overlap_gemm.device.registers import computed_here
+
+ALIGNED = 8
+"""Elements of 16 bits that a leaf must be a multiple of: TMA's strides are whole 16 bytes."""
+
+
+RUN = 4
+"""Values that are added, or moved, at a time: 16 bytes."""
+
+
+def cut(config: GemmConfig, operand: cute.Tensor) -> cute.Tensor:
+    """Returns an operand ``(rows, K)`` as ``(rows, K of a leaf, leaves)``, on the host."""
+    leaves = config.accumulations
+    if leaves == 1:
+        return operand
+    rows, depth = operand.shape
+    leaf = cute.assume(depth // leaves, divby=ALIGNED)
+    step, pitch = operand.stride[1], operand.stride[0]
+    return cute.make_tensor(
+        operand.iterator, cute.make_layout((rows, leaf, leaves), stride=(pitch, step, leaf * step))
+    )
+
+
+def nodes_of(config: GemmConfig, *shape: int) -> Any:
+    """Allocates the nodes of a thread's sums of this shape; returns None where there is no tree."""
+    if not config.levels:
+        return None
+    # Of one level the number would be known, and all nodes in registers.
+    return cute.make_rmem_tensor((*shape, max(config.levels, 1 + config.parks_in_memory)), Float32)
+
+
+@cute.jit
+def park(config: cutlass.Constexpr, sums: cute.Tensor, nodes: cute.Tensor, leaf: Int32) -> None:
+    """Adds to a leaf's sums the subtrees that end with it, and keeps the result; not of the last leaf.
+
+    Args:
+        config: the kernel's configuration.
+        sums: a thread's, of the leaf; overwritten.
+        nodes: ``(values, levels)``. A level that is a run-time value keeps them out of registers.
+        leaf: the leaf's number.
+    """
+    level = Int32(0)
+    if cutlass.const_expr(config.parks_in_memory):
+        level = computed_here(level)
+    while ((leaf >> level) & 1) != 0:
+        _add(sums, nodes, level)
+        level += 1
+    node = nodes[(None, level)]
+    for first in cutlass.range_constexpr(0, cute.size(sums), RUN):
+        _run(node, first).store(_run(sums, first).load())
+
+
+@cute.jit
+def finish(config: cutlass.Constexpr, sums: cute.Tensor, nodes: cute.Tensor) -> None:
+    """Adds to the last leaf's sums all other subtrees; arguments as `park`'s.
+
+    One level after the other: all that are loaded at once would take the sums' registers.
+    """
+    for level in cutlass.range(config.levels, unroll=1):
+        _add(sums, nodes, level)
+
+
+def _add(sums: cute.Tensor, nodes: cute.Tensor, level: Any) -> None:
+    node = nodes[(None, level)]
+    for first in range(0, cute.size(sums), RUN):
+        total, kept = _run(sums, first), _run(node, first)
+        total.store(kept.load() + total.load())
+
+
+def _run(values: cute.Tensor, first: int) -> Any:
+    """Returns a few values: all of a node's at a time would take as many registers as the sums."""
+    return cute.make_tensor(values.iterator + first, cute.make_layout(RUN))
