@@ -7,7 +7,7 @@ import torch.distributed as dist
 import overlap_gemm
 from overlap_gemm.nn import ColumnParallelLinear, RowParallelLinear
 from overlap_gemm.runtime import bootstrap
-from overlap_gemm.runtime.group import LAUNCHERS, forget_groups
+from overlap_gemm.runtime.group import LAUNCHERS, clear_groups
 from overlap_gemm.spec import OPS
 
 X, W = torch.ones(4, 3), torch.ones(5, 3)
@@ -17,9 +17,9 @@ X, W = torch.ones(4, 3), torch.ones(5, 3)
 def clean(monkeypatch):
     for variable in LAUNCHERS:
         monkeypatch.delenv(variable, raising=False)
-    forget_groups(alone=False)
+    clear_groups(alone=False)
     yield
-    forget_groups(alone=False)
+    clear_groups(alone=False)
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -42,7 +42,7 @@ def test_version():
         (["bench", "--op", "all_gather"], r"Invalid value for --op: \['all_gather'\] not among"),
         (["demo", "--backend", "decompsed"], r"Invalid value for '--backend': .*'auto', 'torch', 'seq"),
         (["demo", "--text", "no/such/file"], r"no/such/file"),
-        (["demo", "--device", "cuda:1"], r"init\(device='cuda:1'\): give 'cpu' or 'cuda'"),
+        (["demo", "--device", "cuda:1"], r"init\(device='cuda:1'\): device must be 'cpu' or 'cuda'"),
         (["dmeo"], r"No such command 'dmeo'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -137,7 +137,7 @@ def test_styles_refuse_what_they_could_never_do():
 
 
 def test_init_refuses_devices_that_are_not_there():
-    with pytest.raises(ValueError, match=r"init\(device='cuda:1'\): give 'cpu' or 'cuda'"):
+    with pytest.raises(ValueError, match=r"init\(device='cuda:1'\): device must be 'cpu' or 'cuda'"):
         overlap_gemm.init(device="cuda:1")
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match=r"init\(device='cuda'\): this machine has no CUDA device"):

@@ -16,7 +16,7 @@ from overlap_gemm.exchange.geometry import MAX_WORLD, ExchangeShape
 from overlap_gemm.runtime import peers
 from overlap_gemm.runtime.agree import DisagreementError
 from overlap_gemm.runtime.group import Group, resolve
-from overlap_gemm.runtime.peers import Agreed, common, reserved_sms, timeout_ns
+from overlap_gemm.runtime.peers import Agreed, merge_proposals, reserved_sms, timeout_ns
 from overlap_gemm.tuning.space import default_config
 from tests.support.problems import problem
 
@@ -30,11 +30,11 @@ GROUP = Group("three", 0, 3)
 
 def test_the_fewest_sms_and_the_longest_wait_hold_for_all():
     others = [replace(OWN, num_sms=114), replace(OWN, timeout_ns=90_000_000_000)]
-    assert common(GROUP, [OWN, *others]) == Agreed("sm_90a", "c0ffee", 114, 90_000_000_000)
+    assert merge_proposals(GROUP, [OWN, *others]) == Agreed("sm_90a", "c0ffee", 114, 90_000_000_000)
 
 
 def test_no_limit_on_one_rank_is_none_on_all():
-    assert common(GROUP, [OWN, replace(OWN, timeout_ns=0)]).timeout_ns == 0
+    assert merge_proposals(GROUP, [OWN, replace(OWN, timeout_ns=0)]).timeout_ns == 0
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_no_limit_on_one_rank_is_none_on_all():
 )
 def test_what_must_be_equal_is_refused_with_who_has_what(change, words):
     with pytest.raises(DisagreementError, match=words):
-        common(GROUP, [OWN, replace(OWN, **change), OWN])
+        merge_proposals(GROUP, [OWN, replace(OWN, **change), OWN])
 
 
 def test_ranks_of_different_sizes_would_have_chosen_differently():
@@ -93,7 +93,7 @@ def test_ranks_agree_once(meet):
 def test_memory_of_a_group_whose_name_another_one_has_stays(meet, monkeypatch, is_open):
     """A graph may still store into it; of an emulator that has ended there is none."""
     left = []
-    monkeypatch.setattr(peers, "left_behind", left)
+    monkeypatch.setattr(peers, "orphaned", left)
     first = meet(Exchange(OWN, OWN))
     first.workspaces.update(a="one", b="one", c="two")
     first.executor.is_open = is_open
@@ -179,7 +179,9 @@ def test_a_reserve_that_is_no_number_is_refused(monkeypatch, text):
 
 def test_a_reserve_of_everything_is_refused(meet, monkeypatch):
     monkeypatch.setenv("OVERLAP_GEMM_RESERVE_SMS", "132")
-    with pytest.raises(DisagreementError, match="rank 0: ValueError: .*leaves no SM"):
+    with pytest.raises(
+        DisagreementError, match="rank 0: ValueError: OVERLAP_GEMM_RESERVE_SMS=.* must be less than"
+    ):
         meet(Exchange(OWN, OWN))
 
 

@@ -91,8 +91,8 @@ def obtained(monkeypatch):
     monkeypatch.setattr(workspace, "check_network_writes", lambda device: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(peers, "_peers", {("answers", CPU): side})
-    monkeypatch.setattr(peers, "left_behind", left := [])
-    monkeypatch.setattr(workspace, "left_behind", left)
+    monkeypatch.setattr(peers, "orphaned", left := [])
+    monkeypatch.setattr(workspace, "orphaned", left)
     return obtain
 
 
@@ -215,7 +215,7 @@ def test_a_group_that_comes_again_shares_nothing_with_the_last_of_its_name(obtai
     first = workspace.obtain(peers.peers_of(old, CPU, lambda arch: ""), SIZE)
     assert workspace.obtain(peers.peers_of(old, CPU, lambda arch: ""), SIZE) is first
     assert workspace.obtain(peers.peers_of(new, CPU, lambda arch: ""), SIZE) is not first
-    assert peers.left_behind == [first] and first.memory.local is not None
+    assert peers.orphaned == [first] and first.memory.local is not None
     assert workspace.workspace_bytes() == 2 * first.memory.local.numel()
 
 

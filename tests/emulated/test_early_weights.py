@@ -13,7 +13,7 @@ from overlap_gemm.api.kept_weights import STORED, Stored
 from overlap_gemm.api.quantization import quantize_rows
 from overlap_gemm.backends.fused import gather_plans as gather
 from overlap_gemm.backends.fused import plan_cache as plans
-from overlap_gemm.runtime.peers import sides
+from overlap_gemm.runtime.peers import local_peers
 from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.spec import ARGUMENTS, OPS
 from overlap_gemm.tuning.settings import configured
@@ -110,7 +110,7 @@ def test_weights_quantised_at_the_call_are_not_read_early_and_kept_ones_are(grou
 def test_ranks_prepare_one_kernel_whether_it_reads_early_or_not(op, group, launched):
     """A rank whose weight is copied would otherwise wait for its peers to prepare another one."""
     call(op, group, weights())
-    (peers,) = sides(group)
+    (peers,) = local_peers(group)
     before = set(peers.prepared)
     call(op, group, weights(offset=4))
     assert launched == [EARLY, LATE] and peers.prepared == before

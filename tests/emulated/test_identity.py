@@ -99,7 +99,7 @@ def test_a_call_that_raised_on_one_rank_is_not_paired_with_its_next(arch, way):
     calls = [call_of(way, 130, 64, 2, seed) for seed in range(3)]
     found = run(arch, calls, [steps(0, 1, 2), [Step(0), Step(1, "skip"), Step(2)]])
     assert isinstance(found.error, MismatchedCallsError) and not found.wrong, found
-    assert "after 1 that raised before their launch" in str(found.error)
+    assert "after 1 calls that raised before their launch" in str(found.error)
     assert found.finished == 2, "both ranks' first call"
 
 

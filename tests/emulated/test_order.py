@@ -106,7 +106,7 @@ def test_ranks_of_different_sizes_run_the_same_kernel(own_choice, agreed):
             launched = list(run_launches(case, world, 2))
         except (EmulatorError, CommTimeoutError):
             launched = []
-        chosen = {plan.products[0].config for side in peers.sides() for plan in side.plans.values()}
+        chosen = {plan.products[0].config for side in peers.local_peers() for plan in side.plans.values()}
     verdicts = [judge(case, given, outs, torch.bfloat16) for given, outs in launched]
     assert len(chosen) == (1 if agreed else 2)
     assert (len(verdicts) == 2 and all(verdict.holds for verdict in verdicts)) == agreed, verdicts
@@ -126,7 +126,9 @@ def test_sms_that_are_left_to_others_change_no_bit():
             world.synchronize()
             outs.append(out)
             assert judge(case, given, out, torch.bfloat16).holds
-        grids = [[plan.products[0].num_clusters for plan in side.plans.values()] for side in peers.sides()]
+        grids = [
+            [plan.products[0].num_clusters for plan in side.plans.values()] for side in peers.local_peers()
+        ]
     assert grids == [[3, 2, 1]] * 2
     assert all(torch.equal(a, b) for out in outs for a, b in zip(out, outs[0], strict=True))
 

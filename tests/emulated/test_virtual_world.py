@@ -64,7 +64,7 @@ def test_shards_are_equal_for_virtual_ranks_which_cannot_ask(world, op, what, ro
     world.synchronize()
     for out in outs:
         assert torch.equal(out, torch.full(shape, 32.0, dtype=torch.bfloat16))
-    with pytest.raises(ValueError, match=f"virtual ranks cannot ask each other for {what}; pass the total"):
+    with pytest.raises(ValueError, match=f"virtual ranks cannot exchange their {what}; pass {what}=<total>"):
         call(x, weight, group=world.names[0], backend="fused", **{what: "exchange"})
 
 

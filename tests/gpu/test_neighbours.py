@@ -14,7 +14,7 @@ from overlap_gemm.backends.fused import fused_backend as fused
 from overlap_gemm.backends.fused.launch_plan import Plan
 from overlap_gemm.nn import ColumnParallelLinear, RowParallelLinear
 from overlap_gemm.runtime.group import group_name, resolve
-from overlap_gemm.runtime.peers import sides
+from overlap_gemm.runtime.peers import local_peers
 from overlap_gemm.testing.cases import LAYOUTS, Case, operands
 from overlap_gemm.tuning.settings import configured, settings
 
@@ -50,7 +50,7 @@ def beside_nccl(rank, size, reserve):
             assert torch.equal(gathered.view(size, -1), every[:, None].expand(size, 1 << 22))
     grids = [
         product.num_clusters * product.config.cluster_size
-        for side in sides()
+        for side in local_peers()
         for plan in side.plans.values()
         if plan.is_open and isinstance(plan, Plan)  # not the caller's products, shard by shard
         for product in plan.products

@@ -172,6 +172,6 @@ def test_a_peer_that_never_comes_is_named(backend, known, world, tmp_path):
     for rank, answer in enumerate(answers):
         if rank != 1:
             message, seconds = answer
-            words = "rank 1 is gone, or does something else: it did not say what it calls"
+            words = "rank 1 has exited or makes no matching call"
             assert f"on rank {rank}: {words}" in message, message
             assert seconds < 9, "the time-out is 3"

@@ -62,7 +62,10 @@ def refused_in_capture(rank, size):
     with (
         mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: True),
         mock.patch.dict(reach._known, clear=True),
-        pytest.raises(RuntimeError, match=r"while a CUDA graph is captured: call overlap_gemm.warmup"),
+        pytest.raises(
+            RuntimeError,
+            match=r"while a CUDA graph is captured: before the capture, call overlap_gemm.warmup",
+        ),
     ):
         reach.reach_of(resolve(group_name(None)), CUDA)
 

@@ -101,7 +101,7 @@ def other_calls(rank, size):
     x = torch.ones(4, WIDTH)
     error = failing(x, group, "torch")  # on all ranks
     with (
-        pytest.raises(ValueError, match=r"that raised was gemm_all_gather of x \[4, 8\].* this one is"),
+        pytest.raises(ValueError, match=r"that raised, gemm_all_gather of x \[4, 8\].* got "),
         overlap_gemm.retry(error),
     ):
         layer(torch.ones(6, WIDTH), group, "torch")
@@ -169,7 +169,7 @@ def two_threads(rank, size, backend):
         run()
         (error,) = errors
         assert isinstance(error, overlap_gemm.GroupThreadError)
-        assert "called in 'the other', but the group is of 'MainThread'" in str(error)
+        assert "called in thread 'the other', but the group belongs to thread 'MainThread'" in str(error)
     with pytest.raises(DisagreementError, match="rank 1 has 1 .*GroupThreadError"):
         layer(x, group, backend)
     fresh = dist.new_group()

@@ -57,7 +57,7 @@ def unequal(rank, size, op, what, kind, checking):
         with mock.patch.object(agree, "_checking", checking), WATCHED.get(kind, nullcontext)():
             call = with_length(op, many[rank], kind)
             for _ in range(2):  # what was refused is not known
-                with pytest.raises(ValueError, match=expected + r"\d+, cut as torch.chunk does: ") as error:
+                with pytest.raises(ValueError, match=expected + r"\d+, split as by torch.chunk: ") as error:
                     call(backend=backend)
                 same_on_all(error, size)
             call = with_length(op, few[rank], kind)
@@ -110,7 +110,7 @@ def otherwise(rank, size, said, checking):
     for number, backend in enumerate(BACKENDS):
         x, weight = torch.ones(4, 5 + number), torch.ones(4, 5 + number)
         options = {"rows": said} if rank == 1 else {}
-        words = r"disagree on what they know of each other's shards: .*rank 0 2 has no rows=, to be compared"
+        words = r"disagree on how the lengths of shards are determined: .*rank 0 2 has no rows=, compared"
         with (
             mock.patch.object(agree, "_checking", checking),
             pytest.raises(DisagreementError, match=words) as error,

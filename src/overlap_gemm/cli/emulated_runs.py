@@ -68,7 +68,7 @@ def run_emulated(
     from cute_emulator.trace import Trace
 
     from ..runtime.memory.workspace import CommTimeoutError
-    from ..runtime.peers import sides
+    from ..runtime.peers import local_peers
     from ..runtime.virtual import VirtualWorld
     from ..testing.emulated import judge, run_launches
 
@@ -92,7 +92,7 @@ def run_emulated(
             verdicts = [
                 judge(case, given, outs, case.dtype) for given, outs in run_launches(case, world, launches)
             ]
-            (side,) = sides(world.names[0])
+            (side,) = local_peers(world.names[0])
             (plan,) = side.plans.values()  # the launches are alike
         except (EmulatorError, CommTimeoutError, ValueError) as error:
             console.print(f"[red]{type(error).__name__}[/]: {error}")

@@ -1,1 +1,1 @@
-"""The process and its peers: how it started, which group it talks to, whether the ranks agree."""
+"""The process and its peers: startup, process groups, agreement between ranks, execution, shared memory."""

@@ -1,15 +1,20 @@
-"""What the ranks of a group must know of each other before they communicate.
+"""Agreement between the ranks of a group before they communicate.
 
 The rule: between two collectives nothing may raise on one rank alone, since its peers would wait for it.
-Whatever one rank may fail at by itself (its environment, files, devices, memory, compiler) is an attempt of
-`together` or `gather`, at a call that all ranks make: each is told who failed, and why.
+Environment, files, devices, memory and compiler may fail on one rank alone. Code that uses them is passed
+to `together` or `gather`, in a call that all ranks make. Every rank then gets the failed ranks and reasons.
 
-`same` compares what they call at the first call of each kind, and `equal_length` the lengths of their shards;
-`total_length` asks for these in every call. What the ranks call travels with lengths. `of_calls` compares
-portable calls in front of each transfer, with the number of calls that raised before. With
-`OVERLAP_GEMM_CHECK=1` in every rank's environment (the debug mode) all ranks compare the facts of every call
-before it, and raise together, each naming the rank that differs, where otherwise the call would hang until
-the group's timeout or compute nonsense; `report` lets them know of a rank whose arguments do not fit.
+| function | compares | when |
+|---|---|---|
+| `same` | facts of the call | first call with these facts |
+| `equal_length` | facts, and equal lengths of the shards | first call with these facts and this length |
+| `total_length` | facts, and lengths of the shards | every call |
+| `of_calls` | facts, transfer, number of calls that raised | before each transfer of a portable call |
+
+With `OVERLAP_GEMM_CHECK=1` in every rank's environment (debug mode) all ranks compare the facts of every call
+before it. They raise together, and each names the rank that differs. Without debug mode such a call can hang
+until the group's timeout, or compute wrong results. `report` notifies the other ranks that this rank's
+arguments are invalid.
 """
 
 import hashlib
@@ -30,11 +35,11 @@ from .order import is_capturing
 Facts: TypeAlias = tuple[tuple[str, Any], ...]
 T = TypeVar("T")
 
-ASKS = "what they know of each other's shards"
-"""The fact that ranks ask each other for lengths, or compare them."""
+LENGTHS = "how the lengths of shards are determined"
+"""Name of the fact that ranks exchange lengths, or compare them."""
 
-REFUSED = "the number of calls that raised before their first transfer"
-"""The fact by which a call that one rank has left out is known from the peers' next one."""
+SKIPPED = "the number of calls that raised before their first transfer"
+"""Name of the fact that shows a call which one rank has skipped, in the peers' next call."""
 
 CHECK_VARIABLE = "OVERLAP_GEMM_CHECK"
 
@@ -43,7 +48,7 @@ _checking: bool | None = None
 
 
 class DisagreementError(RuntimeError):
-    """The ranks of a group differ where they must not, or one of them failed; raised on every rank."""
+    """Ranks of a group differ where they must be equal, or one of them failed. Raised on every rank."""
 
     is_on_every_rank = True
 
@@ -51,51 +56,54 @@ class DisagreementError(RuntimeError):
 def gather(
     group: Group, what: str, attempt: Callable[[], T], error: type[DisagreementError] = DisagreementError
 ) -> list[T]:
-    """Every rank's result of an attempt, if it worked on all of them.
+    """Returns every rank's result of an attempt if it succeeded on all ranks.
 
     Args:
-        group: Every rank of which must call.
-        what: Names the attempt in the error.
-        attempt: May raise. Its result travels. It must not communicate, unless what fails in it on one rank
-            fails on all.
-        error: Raised where it failed.
+        group: Group of which every rank must call.
+        what: Name of the attempt in the error.
+        attempt: Function that may raise; its result is sent to all ranks. It must not communicate, unless a
+            failure on one rank is a failure on all.
+        error: Exception class if the attempt failed on some ranks.
 
     Raises:
-        DisagreementError: On every rank, with the ranks that failed and why. Where all failed for the same
-            reason, each raises what its attempt raised.
+        DisagreementError: On every rank, with the failed ranks and the reasons. If all ranks failed for the
+            same reason, each raises the exception of its attempt.
     """
-    if "cpu" in group.device_types and group.has_gloo:  # a peer may be in another call
+    if "cpu" in group.device_types and group.has_gloo:  # a peer may be in a different call
         _exchange(group, torch.device("cpu"), 0, facts := (("op", what),), facts)
     result: tuple[T, ...] = ()
     failure: Exception | None = None
     try:
         result = (attempt(),)
-    except Exception as caught:  # any failure must reach the peers, who would otherwise wait for this rank
+    except Exception as caught:  # any failure must be sent to the waiting peers
         failure = caught
-    mine = None if failure is None else f"{type(failure).__name__}: {failure}"
-    everyone = group.all_gather_object((mine, result))
+    local_reason = None if failure is None else f"{type(failure).__name__}: {failure}"
+    everyone = group.all_gather_object((local_reason, result))
     reasons = [reason for reason, _ in everyone]
-    if failure is not None and all(reason == mine for reason in reasons):
+    if failure is not None and all(reason == local_reason for reason in reasons):
         raise failure
     if any(reasons):
         failed = [f"rank {group.global_rank(r)}: {reason}" for r, reason in enumerate(reasons) if reason]
         raise error(
             f"{what} failed on {len(failed)} of {group.size} ranks ({'; '.join(failed)})"
         ) from failure
-    return [theirs for _, (theirs,) in everyone]
+    return [value for _, (value,) in everyone]
 
 
 def together(
     group: Group, what: str, attempt: Callable[[], T], error: type[DisagreementError] = DisagreementError
 ) -> T:
-    """This rank's result of an attempt, which stays here, if it worked on every rank; else as `gather`."""
+    """Returns this rank's result of an attempt if it succeeded on all ranks; results are not sent.
+
+    Errors are those of `gather`.
+    """
     results: list[T] = []
     gather(group, what, lambda: results.append(attempt()), error)
     return results[0]
 
 
 def checking() -> bool:
-    """Whether the debug mode is on: what the environment said at the first call."""
+    """Returns whether debug mode is on; the environment is read at the first call."""
     global _checking
     if _checking is None:
         _checking = os.environ.get(CHECK_VARIABLE, "0") not in ("", "0")
@@ -103,9 +111,9 @@ def checking() -> bool:
 
 
 def _compare(group: Group, facts: dict[str, Any]) -> None:
-    """Raises on every rank if one of them has other facts, or has left out another number of calls."""
-    own = {**facts, REFUSED: group.progress.skipped}, str(group.progress)
-    everyone, progress = zip(*group.all_gather_object(own), strict=True)
+    """Raises on every rank if ranks have different facts or numbers of skipped calls."""
+    local = {**facts, SKIPPED: group.progress.skipped}, str(group.progress)
+    everyone, progress = zip(*group.all_gather_object(local), strict=True)
     failures = [
         f"rank {group.global_rank(rank)} failed in {theirs['op']}: {theirs['error']}"
         for rank, theirs in enumerate(everyone)
@@ -113,10 +121,12 @@ def _compare(group: Group, facts: dict[str, Any]) -> None:
     ]
     if failures:
         raise DisagreementError("; ".join(failures))
-    # Some may ask for lengths where others make a call that they know: what all say comes first.
-    said = dict.fromkeys(key for theirs in everyone for key in theirs)
+    # Ranks that exchange lengths have other facts than those that do not: common facts are reported first.
+    names = dict.fromkeys(key for theirs in everyone for key in theirs)
     differing = []
-    for fact in sorted(said, key=lambda fact: (any(fact not in theirs for theirs in everyone), fact != ASKS)):
+    for fact in sorted(
+        names, key=lambda fact: (any(fact not in theirs for theirs in everyone), fact != LENGTHS)
+    ):
         holders: dict[str, list[int]] = {}
         for rank, theirs in enumerate(everyone):
             view = str(theirs.get(fact, "nothing to compare"))
@@ -124,30 +134,31 @@ def _compare(group: Group, facts: dict[str, Any]) -> None:
         if len(holders) > 1:
             views = ", ".join(
                 f"rank {' '.join(str(group.global_rank(rank)) for rank in ranks)} has "
-                f"{progress[ranks[0]] if fact == REFUSED else value}"
+                f"{progress[ranks[0]] if fact == SKIPPED else value}"
                 for value, ranks in sorted(holders.items(), key=lambda item: len(item[1]))
             )
             differing.append(f"{fact}: {views}")
     if differing:
-        refused = [words for words in differing[1:] if words.startswith(REFUSED)]
-        words = "; and on ".join(differing[:1] + refused)
+        skipped = [words for words in differing[1:] if words.startswith(SKIPPED)]
+        words = "; and on ".join(differing[:1] + skipped)
         raise DisagreementError(f"{facts['op']}: the ranks of the group disagree on {words}")
 
 
 def same(group: Group, device: torch.device, facts: Facts, every_time: bool = False) -> None:
-    """Raises on every rank unless all make a call of the same facts; in debug mode at every call.
+    """Raises on every rank unless all make a call with the same facts.
 
-    Otherwise at the first one of these facts, so that ranks which differ from the start learn it by name and
-    not from a transport that finds bytes it did not expect, or garbage. Not while a CUDA graph is captured.
+    Facts are compared at the first call with them; in debug mode, or with `every_time`, at every call. Ranks
+    that differ from the start are then named, instead of a transport error or wrong results. Nothing is
+    compared while a CUDA graph is captured.
 
     Args:
-        group: Every rank of which must call.
-        device: Where the op's tensors live.
-        facts: (name, value), of which the first is the op.
-        every_time: Ask at every call, debug mode or not.
+        group: Group of which every rank must call.
+        device: Device of the op's tensors.
+        facts: (name, value) pairs; the first is the op.
+        every_time: Compare at every call.
 
     Raises:
-        DisagreementError: The ranks disagree; the message names the fact, and which rank has what.
+        DisagreementError: The ranks disagree; the message names the fact and each rank's value.
     """
     if group.process_group is None or group.size == 1:
         return
@@ -162,30 +173,29 @@ def same(group: Group, device: torch.device, facts: Facts, every_time: bool = Fa
 
 
 def differences(group: Group, values: Sequence[Any]) -> str | None:
-    """What each rank of a group has, in words; None where all have the same of these, in rank order."""
+    """Returns a text with each rank's value, or None if all values (in rank order) are equal."""
     if len(set(values)) < 2:
         return None
     return ", ".join(f"rank {group.global_rank(rank)} has {value}" for rank, value in enumerate(values))
 
 
 def failure(error: Exception) -> tuple[str, str]:
-    """The fact that a rank fails; among those of `same` it is told to the others by name."""
+    """Returns the fact by which a rank reports its failure to the others through `same`."""
     return "error", f"{type(error).__name__}: {error}"
 
 
 def of_calls(group: Group, device: torch.device, facts: Facts) -> Group:
-    """`group`, whose transfers are compared with the peers' before they begin (`Group.enter`).
+    """Returns `group` with a function that compares each transfer with the peers' before it (`Group.enter`).
 
-    On CPUs over gloo, by a message of 16 bytes to each peer: facts, transfer, and number of refused calls.
-    Elsewhere later, by a thread (`runtime.ledger`).
-    Without it, ranks that call different things which each of them has called before would take each other's
-    bytes for their own, or abort in gloo; and what follows a call that raised on one rank alone would be
-    taken for that call.
+    On CPUs over gloo it sends 16 bytes to each peer: the number of skipped calls, and a digest of facts and
+    transfer. On other devices a thread compares later (`runtime.ledger`). Without the comparison, ranks in
+    different calls, each of them made before, would take each other's bytes as their own, or abort in gloo.
+    The call after one that raised on one rank alone would be paired with that call on the peers.
 
     Args:
-        group: Every rank of which makes such a call.
-        device: Where the op's tensors live.
-        facts: As for `same`.
+        group: Group of which every rank makes such a call.
+        device: Device of the op's tensors.
+        facts: (name, value) pairs that are equal on all ranks; the first is the op.
     """
     if group.process_group is None or group.size == 1:
         return group
@@ -199,8 +209,9 @@ def of_calls(group: Group, device: torch.device, facts: Facts) -> Group:
         if ledger.difference is not None:
             raise DisagreementError(f"{facts[0][1]}: {ledger.difference}")
         if kind not in noted:
-            told = (*facts, ("transfer", kind[0]), (REFUSED, progress))
-            noted[kind] = _digest((*facts, kind)), ", ".join(f"{name}={value}" for name, value in told)
+            described = (*facts, ("transfer", kind[0]), (SKIPPED, progress))
+            text = ", ".join(f"{name}={value}" for name, value in described)
+            noted[kind] = _digest((*facts, kind)), text
         ledger.note(*noted[kind])
 
     def enter(transfer: str) -> None:
@@ -219,39 +230,39 @@ def of_calls(group: Group, device: torch.device, facts: Facts) -> Group:
 
 
 def report(op: str, group: Group, error: Exception) -> None:
-    """In debug mode, tells the other ranks, which are about to call `op`, that this one will not."""
+    """Notifies the other ranks, in debug mode, that this rank will not make their call of `op`."""
     if checking() and group.process_group is not None:
         group.all_gather_object((dict([("op", op), failure(error)]), ""))
 
 
 def total_length(op: str, what: str, length: int, device: torch.device, group: Group, facts: Facts) -> int:
-    """The sum of the ranks' `length`, exchanged between them.
+    """Returns the sum of the ranks' `length`, which they exchange.
 
-    The exchange goes through host memory where the group has a backend for it (gloo, or "cpu:gloo,cuda:nccl")
-    and costs a stream synchronisation where it has none.
+    The exchange uses host memory if the group has a backend for it (gloo, or "cpu:gloo,cuda:nccl"). Otherwise
+    it costs a stream synchronisation.
 
     Args:
-        op: For messages.
-        what: The name of the sharded extent, for messages.
-        length: This rank's share of it.
-        device: Where the op's tensors live.
-        group: Every rank of which must call.
-        facts: As for `same`; they travel with the length.
+        op: Name of the op, for messages.
+        what: Name of the sharded extent, for messages.
+        length: This rank's share of the extent.
+        device: Device of the op's tensors.
+        group: Group of which every rank must call.
+        facts: (name, value) pairs that are sent with the length and must be equal; the first is the op.
 
     Raises:
-        ValueError: On every rank, if the lengths are not shards as `torch.chunk` cuts them.
-        RuntimeError: On every rank, if they call with different facts.
+        ValueError: On every rank, if the lengths are not those of `torch.chunk`.
+        RuntimeError: On every rank, if the facts differ.
     """
     if group.size == 1:
         return length
     if group.process_group is None:
-        raise ValueError(f"{op}: virtual ranks cannot ask each other for {what}; pass the total")
-    facts = (*facts, (ASKS, f"{what}='exchange'"))
-    found = _exchange(group, device, length, facts, facts)
-    total = sum(found)
-    if found != (wanted := Shards.even(total, group.size).sizes):
+        raise ValueError(f"{op}: virtual ranks cannot exchange their {what}; pass {what}=<total>")
+    facts = (*facts, (LENGTHS, f"{what}='exchange'"))
+    lengths = _exchange(group, device, length, facts, facts)
+    total = sum(lengths)
+    if lengths != (expected := Shards.even(total, group.size).sizes):
         raise ValueError(
-            f"{op}: the ranks hold {found} {what}; {total} must be cut as torch.chunk does: {wanted}"
+            f"{op}: the ranks hold {lengths} {what}; {total} must be split as by torch.chunk: {expected}"
         )
     return total
 
@@ -259,58 +270,61 @@ def total_length(op: str, what: str, length: int, device: torch.device, group: G
 def equal_length(
     op: str, what: str, length: int, device: torch.device, group: Group, facts: Facts, unit: int = 1
 ) -> int:
-    """`total_length` of ranks that have as much as each other, which they compare at the first such call.
+    """Returns `total_length` for shards of equal length, which the ranks compare at the first such call.
 
-    A rank whose length changes later asks the others, who do not: they learn of it in front of the transfer,
-    where transfers are compared (`of_calls`), else from what carries it out, or by the group's timeout.
+    If the length changes later on one rank, that rank compares again, but the others do not. They notice it
+    before the transfer where transfers are compared (`of_calls`), otherwise by an error of the backend or by
+    the group's timeout.
 
     Args:
-        op: For messages.
-        what: The name of the sharded extent, for messages.
-        length: This rank's share of it.
-        device: Where the op's tensors live.
-        group: Every rank of which must call.
-        facts: As for `same`; they travel with the length.
-        unit: Which multiple of the length the facts of `same` have by the name `what`.
+        op: Name of the op, for messages.
+        what: Name of the sharded extent, for messages.
+        length: This rank's share of the extent.
+        device: Device of the op's tensors.
+        group: Group of which every rank must call.
+        facts: (name, value) pairs that are sent with the length and must be equal; the first is the op.
+        unit: Factor between the total length and the fact named `what`.
 
     Raises:
         ValueError: On every rank, if the lengths are not equal.
-        RuntimeError: On every rank, if they call with different facts.
+        RuntimeError: On every rank, if the facts differ.
     """
-    facts = (*facts, (ASKS, f"no {what}=, to be compared"))
+    facts = (*facts, (LENGTHS, f"no {what}=, compared"))
     total, known = length * group.size, (length, facts)
     if group.process_group is None or group.size == 1 or (known in group.agreed and not checking()):
         return total
-    found = _exchange(group, device, length, facts, (*facts, (what, total * unit)))
-    if len(set(found)) > 1:
-        total, wanted = sum(found), Shards.even(sum(found), group.size).sizes
-        way = "" if found == wanted else f", cut as torch.chunk does: {wanted}"
+    lengths = _exchange(group, device, length, facts, (*facts, (what, total * unit)))
+    if len(set(lengths)) > 1:
+        total, expected = sum(lengths), Shards.even(sum(lengths), group.size).sizes
+        split = "" if lengths == expected else f", split as by torch.chunk: {expected}"
         raise ValueError(
-            f"{op}: the ranks hold {found} {what}; without {what}= all must hold as many. "
-            f"Pass {what}={total}{way}; or {what}='exchange', if ranks know their own {what} only"
+            f"{op}: the ranks hold {lengths} {what}; without {what}= all must hold as many. "
+            f"Pass {what}={total}{split}; or {what}='exchange', if a rank has no total"
         )
     group.agreed.add(known)
     return total
 
 
-def _exchange(group: Group, device: torch.device, length: int, facts: Facts, told: Facts) -> list[int]:
-    """The ranks' lengths, if all have the same facts; these travel as a digest; if it differs, as `told`.
+def _exchange(group: Group, device: torch.device, length: int, facts: Facts, described: Facts) -> list[int]:
+    """Returns the ranks' lengths if all have the same facts.
 
-    By messages (`runtime.messages`) where gloo carries them. In debug mode the facts go first, whole.
+    Lengths and a digest of `facts` are sent by messages (`runtime.messages`) over gloo, otherwise by a
+    collective. If digests differ, the facts `described` are compared and reported. In debug mode `facts` are
+    compared first.
     """
     if checking():
         _compare(group, dict(facts))
     on_host = "cpu" in group.device_types
     carrier = torch.device("cpu") if on_host else device
-    own = torch.tensor([length, _digest(facts)], dtype=torch.int64, device=carrier)
+    local = torch.tensor([length, _digest(facts)], dtype=torch.int64, device=carrier)
     if on_host and group.has_gloo:
-        everyone = exchange(group, own, facts[0][1])
+        everyone = exchange(group, local, facts[0][1])
     else:
-        everyone = own.repeat(group.size, 1)
-        group.all_gather(everyone, own)
+        everyone = local.repeat(group.size, 1)
+        group.all_gather(everyone, local)
     lengths, digests = everyone.t().tolist()
     if len(set(digests)) > 1:
-        _raise_difference(group, told)
+        _raise_difference(group, described)
     return list(lengths)
 
 
@@ -321,6 +335,6 @@ def _raise_difference(group: Group, facts: Facts) -> None:
 
 @lru_cache(maxsize=1024)
 def _digest(facts: Facts) -> int:
-    """The same in every process for the same facts."""
+    """Returns a 64-bit digest of facts, the same in every process."""
     text = repr(facts).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)

@@ -1,8 +1,6 @@
-"""How a process finds its peers: torchrun, mpirun, slurm's srun, or alone.
+"""Startup of a process and its peers: torchrun, mpirun, slurm's srun, or a single process.
 
-import overlap_gemm
-world = overlap_gemm.init()      # the same script under any launcher
-...
+import overlap_gemm world = overlap_gemm.init()      # the same script under any launcher ...
 overlap_gemm.finalize()
 """
 
@@ -19,29 +17,30 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from .group import forbid_forked, forget_groups, is_forked
+from .group import clear_groups, forbid_forked, is_forked
 from .memory.workspace import close_workspaces
 
 Launcher = Literal["torchrun", "mpirun", "slurm", "none", "torch.distributed"]
 
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""What torchrun, and whoever does as it does, says of a process and where it meets the others."""
+"""Environment variables that torchrun and compatible launchers set for rank and rendezvous."""
 
-GLOO_LETS_GO = 0.05
-"""Seconds that `finalize` leaves torch's communication threads to drop what they hold."""
+GLOO_RELEASE_SECONDS = 0.05
+"""Time in which torch's communication threads release their tensors in `finalize`."""
 
 
 @dataclass(frozen=True)
 class World:
-    """The processes of this job, as `init` found them.
+    """Processes of this job, as returned by `init`.
 
     Attributes:
-        rank: This process's number, 0 to size - 1.
-        size: Processes.
-        local_rank: This process's number on its machine; the index of its GPU.
-        device: Where this process's tensors belong.
-        launcher: Who started the processes; "torch.distributed" if its process group was there already.
+        rank: Number of this process, 0 to size - 1.
+        size: Number of processes.
+        local_rank: Number of this process on its machine; index of its GPU.
+        device: Device of this process's tensors.
+        launcher: Launcher that started the processes; "torch.distributed" if the process group already
+            existed.
     """
 
     rank: int
@@ -51,13 +50,15 @@ class World:
     launcher: Launcher
 
     def mesh(self, name: str = "tp") -> DeviceMesh:
-        """All ranks in a row, for `parallelize` and whatever else takes a DeviceMesh. Collective.
+        """Returns a 1-D mesh of all ranks, for `parallelize` and other code that takes a DeviceMesh.
 
-        A mesh wants a process group. Alone, where `init` made none, this makes one of one process, which
-        `finalize` destroys.
+        Collective.
+
+        A mesh needs a process group. For a single process, where `init` creates none, this method creates a
+        group of one, which `finalize` destroys.
 
         Args:
-            name: Of the mesh's one dimension.
+            name: Name of the mesh dimension.
         """
         global _owns_process_group
         if self.launcher == "none" and not dist.is_initialized():
@@ -68,7 +69,7 @@ class World:
 
 @dataclass(frozen=True)
 class _Placement:
-    """What a launcher tells a process about itself, and where the ranks meet."""
+    """Position of a process in its job, as its launcher defines it, and the store for the rendezvous."""
 
     launcher: Launcher
     rank: int
@@ -82,30 +83,32 @@ _owns_process_group = False
 
 
 def init(*, device: str | None = None, timeout: float | None = None) -> World:
-    """Joins this process to its peers and picks its device. Calling it again returns the same `World`.
+    """Connects this process with its peers and selects its device. Later calls return the same `World`.
 
-    Reads, in this order: a process group that is already initialised; torchrun's environment; Open MPI's or
-    another PMI launcher's environment (rank, size and rendezvous then come from mpi4py; gloo or NCCL carries
-    the tensors); slurm's srun. With none of them the process is a world of one and torch.distributed stays
-    untouched.
+    The first of these that applies is used:
+
+    1. A process group that is already initialised. 2. torchrun's environment. 3. The environment of Open MPI
+    or another PMI launcher: mpi4py gives rank, size and rendezvous; gloo or NCCL communicates. 4. slurm's
+    srun. 5. None of them: a world of one process, without torch.distributed.
 
     Args:
-        device: "cpu" or "cuda", whose number is the local rank; default CUDA where there is a device.
+        device: "cpu" or "cuda", whose index is the local rank; default CUDA if there is a device.
         timeout: Seconds after which an operation that waits for a peer fails; default torch.distributed's.
 
     Returns:
-        This process's place.
+        World of this process.
 
     Raises:
-        ValueError: No such device, or already initialised on another kind of device.
-        RuntimeError: The launcher's environment is incomplete, there are fewer GPUs than ranks on this
-            machine, or this process was forked from one that had joined its peers.
+        ValueError: The device does not exist, or the process is already initialised on another kind of
+            device.
+        RuntimeError: The launcher's environment is incomplete, the machine has fewer GPUs than local ranks,
+            or this process was forked from an initialised one.
     """
     global _world, _owns_process_group
     forbid_forked()
     if device not in (None, "cpu", "cuda"):
         raise ValueError(
-            f"init(device={device!r}): give 'cpu' or 'cuda'; a GPU's number is its process's local rank"
+            f"init(device={device!r}): device must be 'cpu' or 'cuda'; a GPU's index is the local rank"
         )
     if _world is not None:
         if device is not None and torch.device(device).type != _world.device.type:
@@ -130,16 +133,16 @@ def init(*, device: str | None = None, timeout: float | None = None) -> World:
             device_id=target if target.type == "cuda" else None,
         )
         _owns_process_group = True
-    forget_groups(alone=placement.launcher == "none")
+    clear_groups(alone=placement.launcher == "none")
     _world = World(placement.rank, placement.size, placement.local_rank, target, placement.launcher)
     return _world
 
 
 def finalize() -> None:
-    """Frees the workspaces and leaves the world; destroys the process group if `init` made it.
+    """Frees the workspaces and leaves the world; destroys the process group if `init` created it.
 
-    Collective where workspaces are left. A second call does nothing. In a process that was forked from one
-    that had joined its peers it frees nothing: workspaces and process group are the parent's.
+    Collective if workspaces exist. A second call does nothing. In a process that was forked from an
+    initialised one it frees nothing, because workspaces and process group belong to the parent.
     """
     global _world, _owns_process_group
     is_parents = is_forked()
@@ -147,11 +150,11 @@ def finalize() -> None:
         close_workspaces()
     if _owns_process_group and dist.is_initialized() and not is_parents:
         dist.destroy_process_group()
-        # Where something else, a DeviceMesh say, keeps the group, its threads live on. One of them may still
-        # hold a tensor of the last collective, and aborts the process if it drops it while Python shuts down.
-        # Nothing tells when it has let go; it takes microseconds.
-        time.sleep(GLOO_LETS_GO)
-    forget_groups(alone=False)
+        # If another object, such as a DeviceMesh, keeps the group, its threads continue. One of them may
+        # still hold a tensor of the last collective, and aborts the process if it releases the tensor while
+        # Python shuts down. There is no signal for the release; it takes microseconds.
+        time.sleep(GLOO_RELEASE_SECONDS)
+    clear_groups(alone=False)
     _world, _owns_process_group = None, False
 
 
@@ -167,20 +170,21 @@ def _find_placement(env: Mapping[str, str]) -> _Placement:
         return _placement_from_slurm(env)
     stray = [name for name in ("TORCHELASTIC_RUN_ID", *TORCHRUN[:2]) if name in env]
     if stray and env.get("WORLD_SIZE") != "1":
-        said = ", ".join(f"{name}={env[name]}" for name in stray)
+        present = ", ".join(f"{name}={env[name]}" for name in stray)
         missing = ", ".join(name for name in TORCHRUN if name not in env)
         raise RuntimeError(
-            f"the environment has {said}, but not {missing}: torchrun sets all of {', '.join(TORCHRUN)}. "
-            f"Start this process by a launcher, or, if it is to be alone, without {' '.join(stray)}"
+            f"the environment has {present}, but not {missing}: torchrun sets all of "
+            f"{', '.join(TORCHRUN)}. Start this process by a launcher, or unset {' '.join(stray)} for a "
+            f"single process"
         )
     return _Placement("none", 0, 1, 0)
 
 
 def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
-    """A rank or a number of processes that a launcher says."""
+    """Returns a rank or a number of processes from a launcher's environment variable."""
     text = env.get(name, str(default))
     if not text.isdecimal():
-        raise RuntimeError(f"{name} must be a whole number, 0 or more, as launchers set it; got {text!r}")
+        raise RuntimeError(f"{name} must be a whole number, 0 or more, set by a launcher; got {text!r}")
     return int(text)
 
 
@@ -193,7 +197,7 @@ def _placement_from_mpi() -> _Placement:
         ) from error
     world = MPI.COMM_WORLD
     local_rank = world.Split_type(MPI.COMM_TYPE_SHARED).rank
-    # Rank 0 binds a port that the system picks and tells the others: no fixed port to collide on.
+    # Rank 0 binds a port that the system selects, and sends it to the others, so that ports cannot collide.
     address = port = store = None
     if world.rank == 0:
         machines = world.gather(socket.gethostname())
@@ -211,7 +215,7 @@ def _placement_from_mpi() -> _Placement:
 def _placement_from_slurm(env: Mapping[str, str]) -> _Placement:
     rank, size = _number(env, "SLURM_PROCID"), _number(env, "SLURM_STEP_NUM_TASKS")
     address = env.get("MASTER_ADDR") or first_host(env["SLURM_STEP_NODELIST"])
-    # Two steps of one job, or two jobs on one machine, must not meet: the port follows from both ids.
+    # Two steps of one job, or two jobs on one machine, need different ports: it is computed from both ids.
     ids = int(env["SLURM_JOB_ID"]) * 64 + int(env.get("SLURM_STEP_ID", 0))
     port = int(env.get("MASTER_PORT", 20000 + ids % 40000))
     store = dist.TCPStore(address, port, size, is_master=rank == 0, wait_for_workers=False)
@@ -219,7 +223,7 @@ def _placement_from_slurm(env: Mapping[str, str]) -> _Placement:
 
 
 def first_host(nodelist: str) -> str:
-    """The first host of slurm's compressed list: "node[007-012,031],login" -> "node007"."""
+    """Returns the first host of slurm's compressed list: "node[007-012,031],login" -> "node007"."""
     match = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\]([^,\[]*))?", nodelist)
     if match is None:
         raise ValueError(f"not a slurm node list: {nodelist!r}")

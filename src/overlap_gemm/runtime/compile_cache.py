@@ -1,23 +1,30 @@
-"""Compile each kernel configuration once: in memory for the process, on disk for the machine.
+"""Cache of compiled kernels: in memory for the process, on disk for the machine.
 
-A disk entry is the DSL's own export of a compiled function (an ELF object with host launcher and cubin)
-alongside a JSON file that says what it is. The JSON is written last, so an entry that has it is whole;
-its digest is checked before the object is loaded, because a damaged ELF object would bring the process down.
-Functions are TVM-FFI functions (``OPTIONS``): their calls cost a few microseconds, where the DSL's own
-argument conversion costs about a hundred, and they check the arguments they are given.
+**Entry.** The DSL's export of a compiled function (an ELF object with host launcher and cubin), and a JSON
+file that describes it. The JSON is written last, so an entry with a JSON is complete. The object's digest is
+checked before it is loaded, because a damaged ELF object would crash the process. Functions are TVM-FFI
+functions (``OPTIONS``). A call of one costs a few microseconds and checks the arguments; the DSL's own
+argument conversion costs about a hundred microseconds.
 
-The key is everything that could change the machine code: the configuration's ``repr`` (a frozen dataclass
-prints its fields), the GPU's and the CPU's architecture, the versions of the DSL and of TVM-FFI, and the text
-of all source that makes device code.
+**Key.** All inputs that may change the machine code:
 
-An entry is executed, so it must be this user's or root's, and nobody else may be able to write to it or to
-its folder (the rule of ssh for its keys). A folder that may not be used, or cannot be written (read-only, a
-full disk), costs compile time and nothing else: functions are kept in memory, and one warning names the
-folder and the cause. What is in the folder is kept below a limit; entries not used for longest go first.
+- the configuration's ``repr`` (a frozen dataclass prints its fields)
+- the architectures of GPU and CPU
+- the versions of the DSL and of TVM-FFI
+- the text of all source that makes device code
 
-Environment: ``OVERLAP_GEMM_CACHE_DIR`` moves the folder (default: the user cache folder),
-``OVERLAP_GEMM_CACHE=0`` keeps everything in memory, ``OVERLAP_GEMM_CACHE_LIMIT`` bounds it (bytes, or
-``"500 MB"``; default 1 GiB).
+**Trust.** Entries are executed. Therefore an entry and its folder must belong to this user or root, and no
+other user may have write permission (ssh's rule for keys). If the folder cannot be trusted or written
+(read-only, full disk), functions are kept in memory, and one warning names the folder and the cause. The only
+cost is compile time.
+
+**Size.** The folder is kept below a limit; entries that were not used for longest are removed first.
+
+| variable | meaning |
+|---|---|
+| ``OVERLAP_GEMM_CACHE_DIR`` | folder; default: the user's cache folder |
+| ``OVERLAP_GEMM_CACHE=0`` | memory only |
+| ``OVERLAP_GEMM_CACHE_LIMIT`` | limit in bytes, or ``"500 MB"``; default 1 GiB |
 """
 
 from __future__ import annotations
@@ -50,27 +57,27 @@ DEVICE_SOURCES = (
     "build.py", "config", "device", "epilogues", "exchange", "gather",
     "kernel", "mainloop", "pipelines", "spec", "transports",
 )  # fmt: skip
-"""Files and folders of the package whose source text decides what a kernel compiles to."""
+"""Files and folders of the package whose source text determines the compiled kernels."""
 
 OPTIONS = "--enable-tvm-ffi"
-"""What to pass to ``cute.compile`` for a function that this cache shall keep."""
+"""Options of ``cute.compile`` for functions that this cache stores."""
 
 SYMBOL = "overlap_gemm"
-"""Name of the exported function; each entry is its own object, so one name serves all."""
+"""Name of the exported function; each entry is an object of its own, so all use the same name."""
 
 LIMIT = 1 << 30
-"""Bytes that the folder may hold; an entry takes 50 to 200 KiB."""
+"""Limit of the folder in bytes; an entry takes 50 to 200 KiB."""
 
-PATIENCE = 120.0
-"""Seconds that a process waits for another one that compiles the same; then it compiles by itself."""
+LOCK_TIMEOUT = 120.0
+"""Seconds that a process waits for another one that compiles the same kernel, before it compiles itself."""
 
-ABANDONED = 3600.0
-"""Seconds after which a file that is neither object nor description has been left by a process that died."""
+ABANDONED_AFTER = 3600.0
+"""Age in seconds after which a partial file belongs to a process that has died."""
 
 
 @cache
 def source_digest() -> str:
-    """SHA-256 over the source files of ``DEVICE_SOURCES``, by path and text."""
+    """Returns the SHA-256 over the source files of ``DEVICE_SOURCES``, by path and text."""
     package = Path(__file__).parent.parent
     digest = hashlib.sha256()
     for source in DEVICE_SOURCES:
@@ -83,7 +90,7 @@ def source_digest() -> str:
 
 @cache
 def dsl_version() -> str:
-    """Version and flavour of the installed CuTe DSL, ``4.8.1+cu12``: each flavour has its own ptxas."""
+    """Returns version and flavour of the CuTe DSL, ``4.8.1+cu12``: each flavour has its own ptxas."""
     from cutlass._mlir._mlir_libs import _cutlass_ir
 
     flavour = Path(_cutlass_ir.__file__).name.split(".")[1]
@@ -92,12 +99,12 @@ def dsl_version() -> str:
 
 @cache
 def host() -> str:
-    """What the host half of an entry is made for: the CPU's architecture, and TVM-FFI's version."""
+    """Returns the target of an entry's host code: the CPU's architecture and TVM-FFI's version."""
     return f"{platform.machine()} tvm-ffi {importlib.metadata.version('apache-tvm-ffi')}"
 
 
 def cache_folder() -> Path | None:
-    """Where entries live on disk, or None where the disk cache is switched off."""
+    """Returns the folder of the disk cache, or None if it is disabled."""
     if os.environ.get("OVERLAP_GEMM_CACHE", "1") == "0":
         return None
     if folder := os.environ.get("OVERLAP_GEMM_CACHE_DIR"):
@@ -106,7 +113,7 @@ def cache_folder() -> Path | None:
 
 
 def load_function(binary: Path) -> Any:
-    """The function of an object file."""
+    """Returns the function of an object file."""
     from cutlass.cute.runtime import load_module
 
     return load_module(str(binary), enable_tvm_ffi=True)[SYMBOL]
@@ -114,11 +121,11 @@ def load_function(binary: Path) -> Any:
 
 @dataclass
 class CompileCache:
-    """Maps a configuration to its compiled host function.
+    """Map from a configuration to its compiled host function.
 
     Attributes:
-        folder: folder of the disk cache; None for memory only.
-        log: one line per function obtained: (where it came from, seconds, configuration).
+        folder: Folder of the disk cache; None: memory only.
+        log: One entry per function: (origin, seconds, configuration).
     """
 
     folder: Path | None = field(default_factory=cache_folder)
@@ -128,20 +135,20 @@ class CompileCache:
     _warned: bool = False
 
     def has(self, config: Hashable, arch: str) -> bool:
-        """Whether `get` would find the function in memory."""
+        """Returns whether `get` would return the function from memory."""
         return (config, arch) in self._loaded
 
     def get(self, config: Hashable, arch: str, build: Callable[[], Any]) -> Any:
-        """The compiled function of ``config`` for ``arch``.
+        """Returns the compiled function of ``config`` for ``arch``, from memory, from disk or newly compiled.
 
         Args:
-            config: anything hashable whose ``repr`` states every compile-time choice.
-            arch: target, e.g. ``"sm_90a"``.
-            build: compiles it (``cute.compile`` with `OPTIONS`); called at most once per process and key, and
-                not at all where the disk has the entry.
+            config: Hashable whose ``repr`` contains every compile-time choice.
+            arch: Target architecture, for example ``"sm_90a"``.
+            build: Function that compiles it (``cute.compile`` with `OPTIONS`). It is called at most once per
+                process and key, and not if the disk has the entry.
 
         Returns:
-            The DSL's callable, from memory, from disk or fresh.
+            The DSL's callable.
         """
         if (function := self._loaded.get((config, arch))) is not None:
             return function
@@ -164,7 +171,7 @@ class CompileCache:
                     limit = nbytes("OVERLAP_GEMM_CACHE_LIMIT", LIMIT)
                     store(folder, key, name, function)
                     prune(folder, limit, keep=key)
-            except Exception as error:  # whatever it is, the function is there
+            except Exception as error:  # any failure to store: the function is compiled and usable
                 reason = error
             if reason is not None:
                 self._keep_in_memory(reason)
@@ -172,16 +179,22 @@ class CompileCache:
 
     @contextmanager
     def _entry(self, key: str) -> Iterator[tuple[Path | None, Exception | None]]:
-        """The folder, None where it may not be read; and why its entry is not this process's to write."""
+        """Yields the folder of an entry and the reason not to write there.
+
+        The folder is None if it must not be read; the reason is None if it may be written.
+        """
         folder, lock = self.folder, None
         reason: Exception | None = None
         if folder is not None:
             try:
                 folder.mkdir(parents=True, exist_ok=True, mode=0o700)
                 check_owner(folder)
-                lock = filelock.FileLock(folder / f"{key}.lock", timeout=PATIENCE)
+                lock = filelock.FileLock(folder / f"{key}.lock", timeout=LOCK_TIMEOUT)
                 lock.acquire()
-            except (OSError, NotImplementedError) as error:  # the latter where a file system has no locks
+            except (
+                OSError,
+                NotImplementedError,
+            ) as error:  # the latter: no file locks
                 reason, lock = error, None
                 folder = None if isinstance(error, OwnerError) else folder
         try:
@@ -194,7 +207,7 @@ class CompileCache:
         if not self._warned:
             logger.warning(
                 "compile cache: folder %s cannot be used (%s: %s); compiled kernels stay in this process's "
-                "memory. OVERLAP_GEMM_CACHE_DIR names another folder, OVERLAP_GEMM_CACHE=0 none",
+                "memory. Set OVERLAP_GEMM_CACHE_DIR to another folder, or OVERLAP_GEMM_CACHE=0",
                 self.folder,
                 type(reason).__name__,
                 reason,
@@ -202,7 +215,7 @@ class CompileCache:
             self._warned = True
 
     def _load(self, folder: Path, key: str) -> Any | None:
-        """The function of a whole entry; None where there is none or it cannot be used (and said so)."""
+        """Returns the function of a complete entry, or None; logs a warning if the entry is damaged."""
         description, binary = folder / f"{key}.json", folder / f"{key}.o"
         try:
             check_owner(description)
@@ -213,39 +226,41 @@ class CompileCache:
             function = load_function(binary)
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except Exception as error:  # of many kinds where an object does not load
+        except Exception as error:  # loading an object may raise errors of many types
             logger.warning(
                 "compile cache: entry %s in %s is damaged (%s); compiling it again", key[:12], folder, error
             )
             return None
         with suppress(OSError):
-            os.utime(description)  # used now, so not the next one to go
+            os.utime(description)  # time of the last use, for `prune`
         return function
 
 
 class OwnerError(OSError):
-    """Somebody else could have written what would be executed."""
+    """A file or folder of executable entries that another user could have written."""
 
 
 def check_owner(path: Path) -> None:
-    """Raises unless a file or folder is this user's or root's, and only its owner may write to it.
+    """Raises unless a file or folder belongs to this user or root and only its owner may write to it.
 
     Raises:
-        OwnerError: it is not; the message says what would mend it.
-        OSError: it cannot be looked at.
+        OwnerError: The owner or the permissions are wrong; the message names the fix.
+        OSError: The file cannot be read.
     """
-    found, user = path.stat(), os.geteuid()
-    if found.st_uid not in (user, 0):
-        raise OwnerError(f"{path} belongs to user {found.st_uid}, and this process is user {user}'s")
-    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise OwnerError(f"others may write to {path} (mode {found.st_mode & 0o777:o}): chmod go-w it")
+    status, user = path.stat(), os.geteuid()
+    if status.st_uid not in (user, 0):
+        raise OwnerError(f"{path} must belong to user {user} of this process, got user {status.st_uid}")
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise OwnerError(
+            f"other users may write to {path} (mode {status.st_mode & 0o777:o}): run chmod go-w on it"
+        )
 
 
 def store(folder: Path, key: str, name: str, function: Any) -> None:
     """Writes an entry.
 
     Raises:
-        OSError: it could not be written.
+        OSError: The entry could not be written.
     """
     with tempfile.TemporaryDirectory() as scratch:
         exported = Path(scratch) / "kernel.o"
@@ -263,41 +278,41 @@ def store(folder: Path, key: str, name: str, function: Any) -> None:
 
 
 def prune(folder: Path, limit: int, keep: str) -> None:
-    """Removes what dead processes left, and the entries not used for longest, until a limit holds.
+    """Removes partial files of dead processes, and the least recently used entries until the limit holds.
 
     Args:
-        folder: of the entries.
-        limit: bytes that may stay.
-        keep: an entry that stays.
+        folder: Folder of the entries.
+        limit: Bytes that may remain.
+        keep: Key of an entry that is not removed.
 
     Raises:
-        OSError: the folder cannot be read.
+        OSError: The folder cannot be read.
     """
     entries: dict[str, list[Path]] = {}
     sizes: dict[str, int] = {}
     used: dict[str, float] = {}
     for file in folder.iterdir():
-        with suppress(FileNotFoundError):  # another process is at it, too
-            found, name = file.stat(), file.name.partition(".")[0]
+        with suppress(FileNotFoundError):  # another process may prune at the same time
+            status, name = file.stat(), file.name.partition(".")[0]
             if file.suffix not in (".o", ".json", ".lock"):
-                if time.time() - found.st_mtime > ABANDONED:
+                if time.time() - status.st_mtime > ABANDONED_AFTER:
                     file.unlink()
                 continue
             entries.setdefault(name, []).append(file)
-            sizes[name] = sizes.get(name, 0) + found.st_size
-            used[name] = max(used.get(name, 0.0), found.st_mtime)
+            sizes[name] = sizes.get(name, 0) + status.st_size
+            used[name] = max(used.get(name, 0.0), status.st_mtime)
     total = sum(sizes.values())
     for name in sorted(entries, key=lambda name: used[name]):
         if total <= limit:
             return
         if name != keep:
             total -= sizes[name]
-            for file in sorted(entries[name], key=lambda file: file.suffix != ".json"):  # no entry by halves
+            for file in sorted(entries[name], key=lambda file: file.suffix != ".json"):  # JSON first
                 file.unlink(missing_ok=True)
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """Write a file, for its owner alone, so that a reader sees the old text or the new, never a part."""
+    """Writes a file that only its owner may read; readers see the old or the new text, never a part."""
     partial = path.with_name(f"{path.name}.{os.getpid()}")
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     try:

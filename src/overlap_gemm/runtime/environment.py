@@ -1,7 +1,7 @@
-"""What users say in the environment: numbers with their rule, and which variable broke it.
+"""Environment variables with numbers or choices: parsing, and errors that name the variable and the rule.
 
-Every `OVERLAP_GEMM_` variable that holds a number or a choice is read here, when it is needed. Ranks may have
-different environments, so where others wait for this one the reading is an attempt of `agree.together`.
+Every such `OVERLAP_GEMM_` variable is read through this module, when it is needed. Ranks may have different
+environments; therefore, if other ranks wait for this one, the variable is read within `agree.together`.
 """
 
 from __future__ import annotations
@@ -19,65 +19,65 @@ UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12,
 
 
 def nbytes(variable: str, default: int) -> int:
-    """A size in bytes: a number, with a unit or without.
+    """Returns a size in bytes, written as a number with or without a unit.
 
     Raises:
-        ValueError: it is none.
+        ValueError: The text is not a size.
     """
 
     def parsed(text: str) -> int | None:
-        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", text, re.IGNORECASE)
-        return None if found is None else int(Fraction(found[1]) * UNITS[(found[2] or "").lower()])
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", text, re.IGNORECASE)
+        return None if match is None else int(Fraction(match[1]) * UNITS[(match[2] or "").lower()])
 
-    rule = "a number of bytes, as 8589934592, or with a unit, as 8GB (10^9) or 8GiB (2^30)"
+    rule = "a number of bytes, such as 8589934592, 8GB (10^9) or 8GiB (2^30)"
     return _read(variable, default, rule, parsed)
 
 
 def seconds(variable: str) -> float | None:
-    """A number of seconds, 0 for no limit; None where the variable is not set.
+    """Returns a number of seconds, 0 for no limit; None if the variable is not set.
 
     Raises:
-        ValueError: it is none.
+        ValueError: The text is not a number of seconds.
     """
 
     def parsed(text: str) -> float | None:
         try:
-            found = float(text)
+            value = float(text)
         except ValueError:
             return None
-        return found if 0 <= found < 2**32 else None
+        return value if 0 <= value < 2**32 else None
 
     return _read(variable, None, "a number of seconds, 0 for no limit", parsed)
 
 
 def count(variable: str, of: str) -> int:
-    """A whole number, 0 or more; 0 where the variable is not set.
+    """Returns a whole number, 0 or more; 0 if the variable is not set.
 
     Args:
-        variable: its name.
-        of: what is counted, for the message.
+        variable: Name of the variable.
+        of: Name of the counted objects, for the message.
 
     Raises:
-        ValueError: it is none.
+        ValueError: The text is not such a number.
     """
     return _read(variable, 0, f"a number of {of}", lambda text: int(text) if text.isdecimal() else None)
 
 
 def choice(variable: str, choices: Sequence[str]) -> str:
-    """One of several words; the first where it is not set.
+    """Returns one of several words; the first if the variable is not set.
 
     Raises:
-        ValueError: it is none of them.
+        ValueError: The text is none of the words.
     """
     return _read(variable, choices[0], " or ".join(choices), lambda text: text if text in choices else None)
 
 
 def _read(variable: str, default: T, rule: str, parsed: Callable[[str], T | None]) -> T:
-    """What a variable says; `parsed`: of its text, None where it is against the rule."""
+    """Returns the parsed value of a variable, or the default; `parsed` returns None for invalid text."""
     text = os.environ.get(variable)
     if text is None:
         return default
-    found = parsed(text)
-    if found is None:
+    value = parsed(text)
+    if value is None:
         raise ValueError(f"{variable} must be {rule}; got {text!r}")
-    return found
+    return value

@@ -1,6 +1,6 @@
-"""Where a rank's kernels run: a CUDA device, or whatever else registers itself, as the emulator does.
+"""Executors, which run a rank's kernels: a CUDA device, or a registered alternative such as the emulator.
 
-The fused backend and the virtual ranks know a device only through this surface.
+The fused backend and the virtual ranks use a device only through this interface.
 """
 
 from __future__ import annotations
@@ -23,93 +23,94 @@ class Executor(Protocol):
 
     @property
     def arch(self) -> str:
-        """What to compile for."""
+        """Returns the architecture to compile for, for example "sm_90a"."""
 
     @property
     def device(self) -> torch.device:
-        """Where tensors live."""
+        """Returns the device of the tensors."""
 
     @property
     def is_open(self) -> bool:
-        """Whether launches are still possible; an emulator ends."""
+        """Returns whether kernels can still be launched; an emulator can be closed."""
 
     @property
     def num_sms(self) -> int:
-        """SMs this rank's persistent grids may fill; all its CTAs must fit at once."""
+        """Returns the number of SMs for this rank's persistent grids; all their CTAs must be co-resident."""
 
     @property
     def is_whole_device(self) -> bool:
-        """Whether the SMs are a whole device's, so that a cooperative launch knows whether a grid fits."""
+        """Returns whether the rank has a full device, so that cooperative launches can check the grid."""
 
     @property
     def order(self) -> LaunchOrder:
-        """In which all fused launches of the device run."""
+        """Returns the order of all fused launches of the device."""
 
     @property
     def flavour(self) -> str:
-        """What tells its compiled kernels from a CUDA device's of the same configuration; "" for nothing."""
+        """Returns a key that separates its compiled kernels from a CUDA device's; "" if they are the same."""
 
     def max_clusters(self, size: int) -> int:
-        """Clusters of `size` CTAs that are resident at once, one CTA per SM."""
+        """Returns the number of clusters of `size` CTAs that are resident at once, one CTA per SM."""
 
     def active(self, *used: torch.Tensor | None) -> AbstractContextManager[int]:
-        """Makes this executor the target of kernel launches; gives the stream handle to pass to them.
+        """Makes this executor the target of kernel launches; yields the stream handle for them.
 
         Args:
-            *used: the caller's tensors that the launches read or write, kept from being reused before.
+            *used: Tensors of the caller that the launches read or write; their memory is not reused before.
         """
 
     def fork(self) -> AbstractContextManager[int]:
-        """A second stream for kernels that run alongside those launched in the block, inside `active`.
+        """Yields the handle of a second stream for kernels that run concurrently with the block's launches.
 
-        Gives its handle. It begins where the current stream is when the block is entered, and the current
-        stream goes on after both when the block is left.
+        Used within `active`. The second stream starts after the current stream's work at the entry of the
+        block. At the exit the current stream waits for both.
         """
 
     def copy(self, stream: int, target: int, source: int, nbytes: int) -> None:
-        """Queues a copy by a copy engine, which takes no SM; copies of a stream run one after the other.
+        """Queues a copy by a copy engine, which uses no SM; copies of one stream run in order.
 
         Args:
-            stream: its handle; of `active` or `fork`.
-            target: address, of this rank's or a peer's memory.
-            source: address.
-            nbytes: a multiple of 16, or 8: a flag.
+            stream: Stream handle from `active` or `fork`.
+            target: Address in this rank's or a peer's memory.
+            source: Address.
+            nbytes: Multiple of 16; or 8, for a flag.
         """
 
     @property
     def record(self) -> torch.Tensor:
-        """Int32 ``[RECORD_WORDS]`` in host memory: where a kernel writes why it gave up (`device.failure`).
+        """Returns the failure record, int32 ``[RECORD_WORDS]`` in host memory (`device.failure`).
 
-        One for all kernels, so that whichever fused call comes next says what happened.
+        A kernel that fails stores the reason there. All kernels share it, so that the next fused call,
+        whichever it is, reports the failure.
         """
 
 
 class Emulation(Protocol):
-    """Where kernels of CPU tensors run, as long as it is open."""
+    """Provider of executors for CPU tensors while it is open."""
 
     @property
     def emulator(self) -> Any:
-        """What was opened."""
+        """Returns the open emulator."""
 
     def executor(self, rank: int | None = None) -> Executor:
-        """A new one for a rank; None: for the one that calls."""
+        """Returns a new executor for a rank; None: for the calling rank."""
 
 
 emulation: Emulation | None = None
-"""The open one, as `integrations.cute_emulator` registered it. Calls read it, so it is no function."""
+"""Open emulation, registered by `integrations.cute_emulator`. Every call reads it, so it is a variable."""
 
 
-def register(opened: Emulation | None) -> None:
-    """Makes `opened` the place where kernels of CPU tensors run; None: there is none any more."""
+def register(provider: Emulation | None) -> None:
+    """Sets the provider of executors for CPU tensors; None: there is none."""
     global emulation
-    emulation = opened
+    emulation = provider
 
 
 @dataclass(frozen=True)
 class CudaExecutor:
-    """A CUDA device, or one of equal shares of it.
+    """A CUDA device, or one of several equal shares of it.
 
-    Launches go to torch's current stream, or to ``stream`` if one is given.
+    Launches use torch's current stream, or ``stream`` if it is not None.
     """
 
     arch: str
@@ -124,23 +125,23 @@ class CudaExecutor:
 
     @property
     def is_whole_device(self) -> bool:
-        """See `Executor.is_whole_device`; virtual ranks share one."""
+        """Returns True, except for virtual ranks, which share a device."""
         return self.stream is None
 
     def max_clusters(self, size: int) -> int:
-        """See `Executor.max_clusters`."""
+        """Returns the number of clusters of `size` CTAs that are resident at once in this share."""
         return _resident_clusters(self.device.index or 0, size) // self.shares
 
     def active(self, *used: torch.Tensor | None) -> AbstractContextManager[int]:
-        """See `Executor.active`."""
+        """Yields the handle of torch's current stream, or of ``stream``."""
         if self.stream is None:
             return nullcontext(torch._C._cuda_getCurrentRawStream(self.device.index))
-        return self._own_stream(used)
+        return self._on_own_stream(used)
 
     @contextmanager
-    def _own_stream(self, used: Sequence[torch.Tensor | None]) -> Iterator[int]:
+    def _on_own_stream(self, used: Sequence[torch.Tensor | None]) -> Iterator[int]:
         assert self.stream is not None
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))  # the operands are made there
+        self.stream.wait_stream(torch.cuda.current_stream(self.device))  # the operands are computed on it
         for tensor in used:
             if tensor is not None:
                 tensor.record_stream(self.stream)
@@ -149,7 +150,7 @@ class CudaExecutor:
 
     @contextmanager
     def fork(self) -> Iterator[int]:
-        """See `Executor.fork`; by events, so that a CUDA graph captures both branches."""
+        """Yields a second stream, forked and joined by events, so that graphs capture both branches."""
         current, second = torch.cuda.current_stream(self.device), _second_stream(self.device, self.stream)
         second.wait_stream(current)
         try:
@@ -158,7 +159,7 @@ class CudaExecutor:
             current.wait_stream(second)
 
     def copy(self, stream: int, target: int, source: int, nbytes: int) -> None:
-        """See `Executor.copy`."""
+        """Queues a copy by a copy engine."""
         from cuda.bindings import runtime
 
         kind = runtime.cudaMemcpyKind.cudaMemcpyDeviceToDevice
@@ -169,34 +170,34 @@ class CudaExecutor:
 
 @cache
 def _second_stream(device: torch.device, first: torch.cuda.Stream | None) -> torch.cuda.Stream:
-    """That of a device, or of a virtual rank's stream."""
+    """Returns the second stream of a device, or of a virtual rank's first stream."""
     return torch.cuda.Stream(device)
 
 
 @cache
 def cuda_executor(index: int) -> CudaExecutor:
-    """The executor of CUDA device ``index``.
+    """Returns the executor of CUDA device ``index``.
 
     Raises:
-        ValueError: No kernel of ours exists for its architecture.
+        ValueError: No kernel of this library supports the device's architecture.
     """
     if reason := why_no_cuda(index):
         raise ValueError(reason)
     properties = torch.cuda.get_device_properties(index)
     arch = arch_of_capability((properties.major, properties.minor))
-    assert arch is not None, "why_no_cuda has looked"
+    assert arch is not None, "why_no_cuda has checked the architecture"
     device = torch.device("cuda", index)
     order, record = cuda_order(device), cuda_record()
     return CudaExecutor(arch.name, device, properties.multi_processor_count, order, record)
 
 
 def cuda_record() -> torch.Tensor:
-    """A new `Executor.record`: pinned, so mapped into the devices' address space."""
+    """Returns a new `Executor.record`, pinned and therefore mapped into the devices' address space."""
     return torch.zeros(RECORD_WORDS, dtype=torch.int32, pin_memory=True)
 
 
 def cuda_order(device: torch.device) -> LaunchOrder:
-    """A new order of launches, with its word in the device's memory."""
+    """Returns a new order of launches with its word in the device's memory."""
     word = torch.zeros(1, dtype=torch.int32, device=device)
     torch.cuda.synchronize(device)  # a kernel on another stream may be the first to read it
     return LaunchOrder(CudaStreams(device), word)
@@ -204,9 +205,10 @@ def cuda_order(device: torch.device) -> LaunchOrder:
 
 @cache  # the DSL compiles and loads a probe kernel to find out
 def _resident_clusters(index: int, size: int) -> int:
-    """Clusters of `size` CTAs, each alone on its SM, that the device holds at once.
+    """Returns the number of clusters of `size` CTAs, one CTA per SM, that the device holds at once.
 
-    Not simply its SMs: MIG cuts it, and its parts need not make up whole clusters.
+    It can be less than SMs / size: MIG partitions the device, and its parts need not be multiples of
+    clusters.
     """
     from cutlass.utils import HardwareInfo
 
@@ -217,7 +219,7 @@ def _resident_clusters(index: int, size: int) -> int:
 
 @cache
 def why_no_cuda(index: int) -> str | None:
-    """Why fused kernels cannot run on CUDA device ``index``, None if they can."""
+    """Returns why fused kernels cannot run on CUDA device ``index``, or None if they can."""
     if not torch.cuda.is_available():
         return "there is no CUDA device"
     capability = torch.cuda.get_device_capability(index)

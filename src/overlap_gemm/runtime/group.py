@@ -1,4 +1,4 @@
-"""The group of ranks that carries out one op."""
+"""Groups: the ranks that make an op's calls together, and their lookup by process group, mesh or name."""
 
 import os
 import weakref
@@ -21,21 +21,21 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 GroupLike: TypeAlias = "dist.ProcessGroup | DeviceMesh | str | None"
 
 LOCAL = ""
-"""Name of the group of one that needs no torch.distributed."""
+"""Name of the group of one rank that needs no torch.distributed."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """A process group as the backends see it.
+    """A process group as the backends use it.
 
     Attributes:
-        name: What torch.ops calls carry instead of the object; `LOCAL` for a world of one.
-        rank: This process's rank within the group.
-        size: Ranks of the group, P.
-        calls: What is kept for calls that are alike (`overlap_gemm.dispatch.calls`).
-        agreed: What the ranks found that they agree on (`runtime.agree`).
-        progress: What became of the calls (`runtime.identity`).
-        enter: Compares a transfer, given its name, with that of the other ranks before it begins
+        name: Name that torch.ops calls pass in place of the object; `LOCAL` for a world of one.
+        rank: Rank of this process within the group.
+        size: Number of ranks P.
+        calls: Prepared data of calls, by call signature (`overlap_gemm.dispatch.calls`).
+        agreed: Facts on which the ranks have agreed (`runtime.agree`).
+        progress: Counters of the group's calls (`runtime.identity`).
+        enter: Function that compares a transfer, by its name, with that of the other ranks before it begins
             (`runtime.agree.of_calls`); None: transfers are not compared.
     """
 
@@ -50,37 +50,38 @@ class Group:
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """torch.distributed's object; None for `LOCAL`, for virtual ranks, and when it has been destroyed.
+        """Returns torch.distributed's object; None for `LOCAL`, virtual ranks and destroyed groups.
 
-        Not kept alive: a process group whose threads outlive `destroy_process_group` aborts the process.
+        The reference is weak: a process group whose threads outlive `destroy_process_group` aborts the
+        process.
         """
         return None if self._process_group is None else self._process_group()
 
     @property
     def is_virtual(self) -> bool:
-        """Whether this is a rank of a `runtime.virtual.VirtualWorld`."""
+        """Returns whether this is a rank of a `runtime.virtual.VirtualWorld`."""
         return self.name in _virtual
 
     def global_rank(self, rank: int) -> int:
-        """The world rank of the group's `rank`, the number a user knows a process by."""
+        """Returns the world rank of the group's `rank`, by which users identify a process."""
         return rank if self.process_group is None else dist.get_global_rank(self.process_group, rank)
 
-    def all_gather(self, out: Tensor, own: Tensor) -> None:
-        """Fills `out` with the ranks' equally sized `own`, one after the other."""
-        _all_gather_single(out, own, group=self.process_group)
+    def all_gather(self, out: Tensor, local: Tensor) -> None:
+        """Fills `out` with the ranks' equally sized `local` tensors, in rank order."""
+        _all_gather_single(out, local, group=self.process_group)
 
-    def all_gather_object(self, own: Any) -> list[Any]:
-        """The ranks' `own`, in rank order; a group without processes (virtual ranks) has just this one."""
+    def all_gather_object(self, local: Any) -> list[Any]:
+        """Returns the ranks' `local` objects in rank order; for virtual ranks and `LOCAL`, `[local]`."""
         if self.process_group is None:
-            return [own]
+            return [local]
         everyone: list[Any] = [None] * self.size
-        dist.all_gather_object(everyone, own, group=self.process_group)
+        dist.all_gather_object(everyone, local, group=self.process_group)
         return everyone
 
     def timeout(self, device_type: str) -> timedelta | None:
-        """How long the group's collectives on that type of device may take; None where nothing bounds them.
+        """Returns the timeout of the group's collectives on a type of device; None: there is none.
 
-        The first backend's, if none is for that type: a group of gloo on a machine with GPUs.
+        If no backend supports that type, it is the first backend's: a group of gloo on a machine with GPUs.
         """
         if self.process_group is None:
             return None
@@ -88,51 +89,51 @@ class Group:
         backend = self.process_group._get_backend(
             torch.device(device_type if device_type in known else known[0])
         )
-        options = getattr(backend, "options", None)  # not every backend has some
+        options = getattr(backend, "options", None)  # not every backend has options
         timeout: timedelta = getattr(options, "_timeout", default_pg_timeout)
         return timeout
 
     @property
     def has_gloo(self) -> bool:
-        """Whether gloo carries its tensors in host memory."""
+        """Returns whether gloo communicates tensors in host memory."""
         group = self.process_group
         return group is not None and group._get_backend(torch.device("cpu")).name() == "gloo"
 
     @property
     def device_types(self) -> set[str]:
-        """The device types whose tensors the group can carry."""
+        """Returns the device types whose tensors the group can communicate."""
         if self.process_group is None:
             return {"cpu", "cuda"}
         return {device.type for device in self.process_group._device_types}
 
 
 LAUNCHERS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
-"""Where launchers say how many processes they started."""
+"""Environment variables in which launchers store the number of processes."""
 
 _virtual: dict[str, Group] = {}
 _known: dict[str, Group] = {}
-_found: dict[int, Group] = {}
-"""By name, and by the process group's identity, which proves nothing but where to look."""
+_known_by_id: dict[int, Group] = {}
+"""Groups by `id` of the process group. An id may be reused, so `find` verifies the object."""
 
 _is_alone = False
 
 _inherited: list["weakref.ref[dist.ProcessGroup]"] = []
-"""Process groups that were the parent's when this process was forked: their threads stayed there."""
+"""Process groups of the parent when this process was forked; their threads run in the parent only."""
 
 
 def _after_fork() -> None:
-    """In the child: what is known of groups is the parent's."""
+    """Clears the known groups in a forked child: they are the parent's."""
     if dist.is_available() and dist.is_initialized():
         _inherited[:] = [weakref.ref(group) for group in dist.distributed_c10d._world.pg_map]
         _known.clear()
-        _found.clear()
+        _known_by_id.clear()
 
 
 os.register_at_fork(after_in_child=_after_fork)
 
 
 def is_forked(group: dist.ProcessGroup | None = None) -> bool:
-    """Returns whether a group, by default the world, is the parent's: its threads are not in this process."""
+    """Returns whether a group, by default the world, is the parent's; its threads are not in this process."""
     if not _inherited:
         return False
     group = dist.group.WORLD if group is None else group
@@ -140,39 +141,39 @@ def is_forked(group: dist.ProcessGroup | None = None) -> bool:
 
 
 def forbid_forked(group: dist.ProcessGroup | None = None) -> None:
-    """Raises where a group, by default the world, came by a fork; a collective on it would wait for ever.
+    """Raises if a group, by default the world, was inherited by a fork: a collective on it would never end.
 
     Raises:
-        RuntimeError: It did.
+        RuntimeError: The group was inherited.
     """
     if is_forked(group):
         raise RuntimeError(
-            f"process {os.getpid()} was forked from one that had joined its peers: torch.distributed's "
-            f"threads and connections stayed there. Start processes with multiprocessing's 'spawn' or "
-            f"'forkserver', or fork before overlap_gemm.init() (init_process_group)"
+            f"process {os.getpid()} was forked from one that had joined its peers: it lacks "
+            f"torch.distributed's threads and connections. Start processes with multiprocessing's 'spawn' "
+            f"or 'forkserver', or fork before overlap_gemm.init() (init_process_group)"
         )
 
 
 def add_virtual(group: Group) -> None:
-    """Makes `group`, a rank of a `runtime.virtual.VirtualWorld`, known to `resolve`."""
+    """Registers `group`, a rank of a `runtime.virtual.VirtualWorld`, for `resolve`."""
     _virtual[group.name] = group
 
 
 def remove_virtual(group: Group) -> None:
-    """Takes back `add_virtual`."""
+    """Reverts `add_virtual`."""
     del _virtual[group.name]
 
 
 def group_name(group: GroupLike) -> str:
-    """The name by which `resolve` finds `group` again.
+    """Returns the name by which `resolve` finds `group`.
 
     Args:
-        group: A process group, its name, a 1-D device mesh, or None for the world (which is one rank if
-            torch.distributed is not initialised).
+        group: Process group, its name, 1-D device mesh, or None for the world (one rank if torch.distributed
+            is not initialised).
 
     Raises:
         ValueError: The mesh has more than one dimension, or this rank is not in the group.
-        TypeError: `group` is something else.
+        TypeError: `group` has another type.
     """
     if group is None:
         return str(dist.distributed_c10d._get_default_group().group_name) if dist.is_initialized() else LOCAL
@@ -182,45 +183,48 @@ def group_name(group: GroupLike) -> str:
         if group.ndim != 1:
             raise ValueError(
                 f"group must be a 1-D DeviceMesh, got {group.ndim} dimensions {group.mesh_dim_names}: "
-                f"pass one of them, as in mesh['tp']"
+                f"pass one of them, such as mesh['tp']"
             )
         return str(group.get_group().group_name)
     if isinstance(group, dist.ProcessGroup):
         return str(group.group_name)
     if group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError("this rank is not a member of the group it was asked to communicate in")
+        raise ValueError("group: this rank is not a member of it; call the op on member ranks only")
     raise TypeError(f"group must be a ProcessGroup, a 1-D DeviceMesh or None, got {type(group).__name__}")
 
 
 def find(group: GroupLike) -> Group:
-    """`resolve(group_name(group))`, in a third of the time where it has been found before."""
+    """Returns `resolve(group_name(group))`, in a third of the time if the group is known."""
     if isinstance(group, str):
         return resolve(group)
     process_group = dist.GroupMember.WORLD if group is None else group
     if process_group is None and LOCAL in _known:
         return _known[LOCAL]
-    known = _found.get(id(process_group))
+    known = _known_by_id.get(id(process_group))
     if known is not None and known._process_group is not None and known._process_group() is process_group:
-        try:  # destroyed, it is no member of the world any more, whoever still has it
+        try:  # a destroyed group is no longer in torch's table, even if a reference remains
             if dist.distributed_c10d._resolve_process_group(known.name) is process_group:
                 return known
         except RuntimeError:
             pass
-    found = resolve(group_name(group))
-    if found.process_group is process_group:
-        _found[id(process_group)] = found
+    resolved = resolve(group_name(group))
+    if resolved.process_group is process_group:
+        _known_by_id[id(process_group)] = resolved
     elif isinstance(group, dist.ProcessGroup):
-        raise RuntimeError(f"process group {found.name!r} has been destroyed; another one has its name now")
-    return found
+        raise RuntimeError(
+            f"process group {resolved.name!r} has been destroyed, and another one has its name now"
+        )
+    return resolved
 
 
 def resolve(name: str) -> Group:
-    """The group called `name`. A pure host look-up: no communication.
+    """Returns the group called `name`, without communication.
 
-    The same object as long as the group lasts; a new one for a new process group of the same name.
+    It is the same object as long as the group exists; a new process group of the same name has a new one.
 
     Raises:
-        RuntimeError: There is no such group, or several processes were started and none has joined them.
+        RuntimeError: There is no such group, or several processes were started and this one has not joined
+            the others.
     """
     if name in _virtual:
         return _virtual[name]
@@ -233,8 +237,8 @@ def resolve(name: str) -> Group:
         process_group = dist.distributed_c10d._resolve_process_group(name)
     except RuntimeError as error:
         raise RuntimeError(
-            f"there is no process group {name!r} in this process: it was never made, or it has been "
-            f"destroyed (overlap_gemm.init() makes the world's)"
+            f"there is no process group {name!r} in this process: it was not created, or was destroyed "
+            f"(overlap_gemm.init() creates the world's)"
         ) from error
     if known is None or known.process_group is not process_group:
         forbid_forked(process_group)
@@ -246,29 +250,30 @@ def resolve(name: str) -> Group:
 
 
 def known_progress() -> dict[str, Progress]:
-    """Returns by name what became of each group's calls."""
+    """Returns the counters of each group's calls, by group name."""
     return {name: group.progress for name, group in (*_known.items(), *_virtual.items())}
 
 
-def forget_groups(alone: bool) -> None:
-    """Begins anew with what is known of groups: the world has been joined, or left.
+def clear_groups(alone: bool) -> None:
+    """Clears the known groups when the world is joined or left.
 
     Args:
-        alone: Whether `init` found that this process is the whole world, whatever its environment says.
+        alone: True if `init` determined that this process is the full world, whatever its environment
+            contains.
     """
     global _is_alone
     _known.clear()
-    _found.clear()
+    _known_by_id.clear()
     _is_alone = alone
 
 
 def _check_alone() -> None:
-    """Raises unless a world of one is meant: silently it would give wrong sums."""
+    """Raises unless a world of one is intended; otherwise sums would be wrong without an error."""
     if dist.is_initialized():
         if dist.get_world_size() > 1:
             raise RuntimeError(
                 f"group {LOCAL!r} is a world of one, but torch.distributed has {dist.get_world_size()} "
-                f"ranks: call overlap_gemm.init() (or init_process_group) before layers are built, and pass "
+                f"ranks: call overlap_gemm.init() (or init_process_group) before building layers, and pass "
                 f"group=None for the world"
             )
         return
@@ -276,24 +281,24 @@ def _check_alone() -> None:
         count = os.environ.get(variable, "")
         if not _is_alone and count.isdecimal() and int(count) > 1:
             raise RuntimeError(
-                f"{variable}={count} processes were started, but this one has joined no others: call "
-                f"overlap_gemm.init() first (and nothing after finalize())"
+                f"{variable}={count} processes were started, but this one has not joined the others: call "
+                f"overlap_gemm.init() first, and no ops after finalize()"
             )
 
 
 def _constant_to_compile(function: Callable[[str], int]) -> Callable[[str], int]:
-    """`torch.compiler.assume_constant_result` without the second that it takes to import torch._dynamo."""
+    """Marks a function like `torch.compiler.assume_constant_result`, which takes a second to import."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 @_constant_to_compile
 def group_size(name: str) -> int:
-    """Ranks of the group called `name`."""
+    """Returns the number of ranks of the group called `name`."""
     return resolve(name).size
 
 
 @_constant_to_compile
 def group_rank(name: str) -> int:
-    """This process's rank in the group called `name`."""
+    """Returns this process's rank in the group called `name`."""
     return resolve(name).rank

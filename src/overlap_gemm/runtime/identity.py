@@ -1,22 +1,27 @@
-"""Which call a call is: what ranks compare, on the device, before any of them gets its result.
+"""Identity of a call, which ranks compare on the device before any of them returns a result.
 
-Ranks that exchange data must be in the same call. On the device calls of a workspace are counted by its
-epoch, whoever launched them, also replays of a graph; what the epoch cannot see is in the *signature*, 32
-bits alongside it (:mod:`overlap_gemm.exchange.call`):
+Ranks that exchange data must be in the same call. On the device the epoch of a workspace counts its calls,
+whatever launched them, including replays of a graph. The *signature*, 32 bits next to the epoch, covers the
+rest (:mod:`overlap_gemm.exchange.call`):
 
-- what the ranks' calls must have in common, and nothing else (`call_signature`);
-- how many calls of the group raised before their launch (`Progress`): a call that one rank skipped is
-  otherwise paired with the peers' next one. It counts from where the op is entered, so also for arguments
-  that do not fit, or an output for which there was no memory. Calls that raise on all ranks differ in
-  nothing. A captured call carries the count as it was when it was captured.
+- the facts that the ranks' calls must have in common (`call_signature`);
+- the number of the group's calls that raised before their launch (`Progress`). Otherwise a call that one rank
+  skipped is paired with the peers' next call.
 
-Portable backends compare the same on the host, in front of each transfer (`runtime.agree.of_calls`).
+The count begins where the op is entered, so it includes invalid arguments and failed allocations of outputs.
+Calls that raise on all ranks do not make a difference. A captured call has the count of its capture.
 
-Since a call that is left out and one that is made again look alike, a retry is explicit (`retry`).
+Portable backends compare the same facts on the host before each transfer (`runtime.agree.of_calls`).
 
-What no signature sees: a replay of the same graph that one rank leaves out, one of several identical calls
-that never reached the library, and one that raised where only replays of calls like it follow, captured
-before. Then the last call waits for a peer that does not come.
+A skipped call and a repeated call look alike, so a retry must be explicit (`retry`).
+
+A signature does not detect:
+
+- a replay of the same graph that one rank omits;
+- one of several identical calls that never reached the library;
+- a call that raised if only replays of identical calls follow, which were captured before.
+
+In these cases the last call waits for a peer that does not come.
 """
 
 from __future__ import annotations
@@ -35,23 +40,23 @@ import torch
 BITS = 32
 
 _STEP = 0x9E3779B1
-"""From one count to the next, so that no count of one kind of calls is likely to be another kind's."""
+"""Step of the signature from one count to the next; it makes equal signatures of different calls unlikely."""
 
-_MOST_SKIPPED = 4096
-"""Counts among which `describe` looks."""
+_MAX_DESCRIBED_SKIPS = 4096
+"""Number of counts that `describe` tries."""
 
-LONGEST_WORDS = 300
-"""Characters of an error that peers are told."""
+MAX_ERROR_CHARS = 300
+"""Length to which an error is cut before it is sent to peers."""
 
 _described: dict[int, str] = {}
 
 
 def call_signature(op: str, **shared: Any) -> int:
-    """A digest of what the ranks' calls must have in common.
+    """Returns a digest of the facts that the ranks' calls must have in common.
 
     Args:
-        op: The op.
-        **shared: Facts that are equal on all ranks of such a call; their `str` states them.
+        op: Name of the op.
+        **shared: Facts that are equal on all ranks in such a call; the digest is over their `str`.
     """
     text = f"{op}({', '.join(f'{name}={value}' for name, value in shared.items())})"
     digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=BITS // 8).digest(), "little")
@@ -61,22 +66,22 @@ def call_signature(op: str, **shared: Any) -> int:
 
 @lru_cache(maxsize=4096)  # of every call
 def after_skipped(signature: int, skipped: int) -> int:
-    """The signature of a call before which so many raised on this rank, as an int32 kernels take."""
+    """Returns the signature of a call after `skipped` calls raised on this rank, as an int32 for kernels."""
     word = (signature + skipped * _STEP) % (1 << BITS)
     return word - (word >> (BITS - 1) << BITS)
 
 
 def describe(word: int) -> str:
-    """What a signature stands for, as far as this process has made such a call."""
-    for skipped in range(_MOST_SKIPPED):
+    """Returns a text for a signature if this process has made such a call."""
+    for skipped in range(_MAX_DESCRIBED_SKIPS):
         text = _described.get((word - skipped * _STEP) % (1 << BITS))
         if text is not None:
-            return text + (f" after {skipped} that raised before their launch" if skipped else "")
+            return text + (f" after {skipped} calls that raised before their launch" if skipped else "")
     return f"a call that this process has not made (signature {word % (1 << BITS):#010x})"
 
 
 class GroupThreadError(RuntimeError):
-    """A call was made on a group that is another thread's."""
+    """A thread made a call on a group that belongs to another thread."""
 
 
 @dataclass
@@ -84,9 +89,9 @@ class Refusal:
     """A call that raised before its first launch or transfer.
 
     Attributes:
-        progress: the group's.
-        call: op, shape and dtype.
-        is_open: whether its number may be used once more.
+        progress: Progress of the group.
+        call: Op, shape and dtype.
+        is_open: True if the call may still be retried.
     """
 
     progress: Progress
@@ -96,17 +101,18 @@ class Refusal:
 
 @dataclass
 class Progress:
-    """What became of a group's calls on this rank.
+    """Counters of a group's calls on this rank.
 
-    A call begins where `thread` is compared with the current one, and `admit` called if they differ.
+    A call begins by comparing `thread` with the current thread, and by calling `admit` if they differ.
 
     Attributes:
-        is_shared: whether there are peers, for whom calls of two threads have no order.
-        events: launches and transfers of calls, and the calls that raised before their first one.
-        skipped: the latter alone.
-        last: how the last of these ended; those that raised on all ranks are left out.
-        thread: the one whose group this is; None where `admit` decides.
-        retried: the call that comes next, once more.
+        is_shared: True if there are peers, for which calls of two threads would have no order.
+        events: Number of launches and transfers of calls, plus the number of calls that raised before their
+            first one.
+        skipped: Number of calls that raised before their first launch or transfer.
+        last: Error of the last skipped call; calls that raised on all ranks are not included.
+        thread: Identifier of the thread that the group belongs to; None: `admit` decides.
+        retried: Call that the next call repeats, or None.
     """
 
     is_shared: bool = False
@@ -119,42 +125,43 @@ class Progress:
     def admit(self, op: str, x: Any) -> None:
         """Begins a call that is the first of a thread, or a retry.
 
-        Autograd's threads make the calls of a backward pass, for which the thread that started it waits.
+        Calls of a backward pass come from autograd's threads; the thread that started the pass waits for
+        them.
 
         Args:
-            op: The op.
-            x: Its first tensor.
+            op: Name of the op.
+            x: First tensor of the call.
 
         Raises:
-            GroupThreadError: The group is the thread's that called first, which has not ended.
-            ValueError: The call is not the one to be retried.
+            GroupThreadError: The group belongs to another thread, which called first and has not ended.
+            ValueError: The call differs from the one to be retried.
         """
-        here = threading.get_ident()
+        current = threading.get_ident()
         owner = threading._active.get(self.thread)  # type: ignore[attr-defined]
-        if owner is not None and self.thread != here and self.is_shared:
+        if owner is not None and self.thread != current and self.is_shared:
             if torch._C._current_graph_task_id() != -1:
                 return
             raise GroupThreadError(
-                f"{op}: called in {threading.current_thread().name!r}, but the group is of {owner.name!r}, "
-                f"which called first. All calls of a group are made by one thread: those of two have no "
-                f"order that peers could know; give each thread a group of its own (dist.new_group)"
+                f"{op}: called in thread {threading.current_thread().name!r}, but the group belongs to "
+                f"thread {owner.name!r}, which called first. All calls of a group must be made by one "
+                f"thread, because peers need one order: create a group for each thread (dist.new_group)"
             )
-        self.thread = here
+        self.thread = current
         refusal, self.retried = self.retried, None
         if refusal is None:
             return
-        if (call := _words(op, x)) != refusal.call:
-            raise ValueError(f"retry: the call that raised was {refusal.call}, this one is {call}")
+        if (call := _call_text(op, x)) != refusal.call:
+            raise ValueError(f"retry: the call must be the one that raised, {refusal.call}, got {call}")
         refusal.is_open = False
         self.skipped -= 1
 
     def raised(self, before: int, op: str, x: Any) -> None:
-        """A call has raised: counts it if nothing of it was launched; of nested calls the innermost decides.
+        """Counts a call that has raised if nothing of it was launched; the innermost of nested calls counts.
 
         Args:
-            before: `events` as the call was entered.
-            op: The op.
-            x: Its first tensor.
+            before: `events` at the entry of the call.
+            op: Name of the op.
+            x: First tensor of the call.
         """
         if self.events != before:
             return
@@ -162,32 +169,32 @@ class Progress:
         self.skipped += 1
         error = sys.exc_info()[1]
         assert error is not None, "called while an error is handled"
-        error.refusal = Refusal(self, _words(op, x))  # type: ignore[attr-defined]
+        error.refusal = Refusal(self, _call_text(op, x))  # type: ignore[attr-defined]
         if not getattr(error, "is_on_every_rank", False):
-            self.last = f"{op}: {type(error).__name__}: {error}"[:LONGEST_WORDS]
+            self.last = f"{op}: {type(error).__name__}: {error}"[:MAX_ERROR_CHARS]
 
     def __str__(self) -> str:
-        """Returns how many calls were skipped, for messages."""
+        """Returns the number of skipped calls and the last error, for messages."""
         return f"{self.skipped} (the last: {self.last})" if self.last else str(self.skipped)
 
 
 @contextmanager
 def retry(error: BaseException) -> Iterator[None]:
-    """In the block, the next call of the group takes the place of the one that raised `error`.
+    """Makes the next call of the group, in the block, a repetition of the call that raised `error`.
 
-    A call that raised on one rank alone counts there, so that the rank's next call is not taken for it: like
-    layers of a model differ in nothing else. To make the same call again, in its place, is therefore said.
-    The other ranks, which wait in that call, do not take part.
+    A call that raised on one rank alone is counted there, so that peers do not pair that rank's next call
+    with it: calls of equal layers have equal facts. To repeat the call in its place must therefore be
+    explicit. The other ranks wait in the call and do not use `retry`.
 
     Args:
-        error: What a call of this rank raised before anything of it was launched or sent.
+        error: Exception of a call of this rank, raised before anything of it was launched or sent.
 
     Raises:
-        ValueError: No such call raised `error`, it was retried already, or the next call is another one.
+        ValueError: No such call raised `error`, it was retried already, or the next call is a different one.
     """
     refusal = getattr(error, "refusal", None)
     if not isinstance(refusal, Refusal) or not refusal.is_open:
-        reason = "raised it before its launch" if refusal is None else "raised it, and was not retried yet"
+        reason = "raised it before its launch" if refusal is None else "raised it and was not retried yet"
         raise ValueError(f"retry({type(error).__name__}): no call of a group {reason}")
     progress = refusal.progress
     progress.retried, thread, progress.thread = refusal, progress.thread, None
@@ -198,5 +205,5 @@ def retry(error: BaseException) -> Iterator[None]:
             progress.retried, progress.thread = None, thread
 
 
-def _words(op: str, x: Any) -> str:
+def _call_text(op: str, x: Any) -> str:
     return f"{op} of x {list(getattr(x, 'shape', ()))} of {getattr(x, 'dtype', type(x).__name__)}"

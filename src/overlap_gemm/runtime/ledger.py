@@ -1,10 +1,12 @@
-"""What the ranks of a group have called, compared afterwards: for transfers of which no rank waits.
+"""Comparison of the ranks' calls after the fact, for transfers that no rank waits for.
 
-Calls over NCCL are queued, and the host goes on: a message before each one would make it wait. So each rank
-keeps a ledger of its calls. A thread writes its end to the group's store, reads those of its peers, and
-compares. A difference is named on every rank within about a second: on stderr, since the host may be waiting
-for a stream that never ends, and as an error of the next call. Results between the difference and that error
-are not to be used. Replays of CUDA graphs are no calls.
+Calls over NCCL are queued and the host continues; a message before each call would make the host wait. So
+each rank records its calls in a ledger. A thread writes the latest entries to the group's store, reads those
+of its peers, and compares them.
+
+Every rank reports a difference within about a second: on stderr, because the host may be waiting for a stream
+that never completes, and as an error of the next call. Results between the difference and the error are
+invalid. Replays of CUDA graphs are not recorded.
 """
 
 from __future__ import annotations
@@ -23,23 +25,23 @@ import torch.distributed as dist
 from .group import Group
 
 PERIOD = 0.2
-"""Seconds between two looks at the store."""
+"""Seconds between two comparisons."""
 
 KEPT = 4096
-"""Calls whose number and identity are kept: as many as one rank may be ahead of another."""
+"""Number of calls that are kept: one rank may be this far ahead of another."""
 
 PUBLISHED = 32
-"""Calls that are written to the store, of which the first that differs is named."""
+"""Number of calls that are written to the store; the first that differs is reported."""
 
 _MASK = (1 << 64) - 1
 _STEP = 0x9E3779B97F4A7C15
 
 
 class Ledger:
-    """The calls of one rank in a group.
+    """Calls of one rank in a group.
 
     Attributes:
-        difference: how the ranks' calls differ; None: they do not, as far as is known.
+        difference: Description of how the ranks' calls differ; None: no difference is known.
     """
 
     def __init__(self, group: Group, store: Any) -> None:
@@ -55,11 +57,11 @@ class Ledger:
         atexit.register(_end, watcher)
 
     def note(self, word: int, text: str) -> None:
-        """Notes a call.
+        """Records a call.
 
         Args:
-            word: Digest of what ranks have in common.
-            text: The same for messages.
+            word: Digest of the facts that are equal on all ranks.
+            text: The facts, for messages.
         """
         self._chain = (self._chain * _STEP + word) & _MASK
         self._number += 1
@@ -71,7 +73,7 @@ class Ledger:
                 return
             try:
                 self._compare()
-            except Exception:  # the store is gone with the job
+            except Exception:  # the store ends with the job
                 return
 
     def _compare(self) -> None:
@@ -79,27 +81,27 @@ class Ledger:
         if calls and calls[-1][0] != self._written:
             self._store.set(self._key(self._group.rank), json.dumps(calls[-PUBLISHED:]))
             self._written = calls[-1][0]
-        said = self._key("difference")
-        if not self._store.check([said]):
-            own = {number: (chain, text) for number, chain, text in calls}
+        difference_key = self._key("difference")
+        if not self._store.check([difference_key]):
+            local = {number: (chain, text) for number, chain, text in calls}
             for peer in range(self._group.size):
                 key = self._key(peer)
                 if peer == self._group.rank or not self._store.check([key]):
                     continue
-                if words := self._differs(own, json.loads(self._store.get(key)), peer):
-                    self._store.compare_set(said, "", words)  # the first rank's words are everyone's
-        if self._store.check([said]):
-            self.difference = self._store.get(said).decode()
+                if words := self._differs(local, json.loads(self._store.get(key)), peer):
+                    self._store.compare_set(difference_key, "", words)  # the first one's text
+        if self._store.check([difference_key]):
+            self.difference = self._store.get(difference_key).decode()
             rank = self._group.global_rank(self._group.rank)
             print(f"overlap_gemm: rank {rank}: {self.difference}", file=sys.stderr, flush=True)
 
-    def _differs(self, own: dict[int, tuple[int, str]], theirs: list[Any], peer: int) -> str | None:
-        for number, chain, text in theirs:
-            if number in own and own[number][0] != chain:
-                here, there = (self._group.global_rank(rank) for rank in (self._group.rank, peer))
+    def _differs(self, local: dict[int, tuple[int, str]], remote: list[Any], peer: int) -> str | None:
+        for number, chain, text in remote:
+            if number in local and local[number][0] != chain:
+                my_rank, peer_rank = (self._group.global_rank(rank) for rank in (self._group.rank, peer))
                 return (
-                    f"the ranks of the group disagree on call {number}: rank {here} has {own[number][1]}; "
-                    f"rank {there} has {text}"
+                    f"the ranks of the group disagree on call {number}: rank {my_rank} has "
+                    f"{local[number][1]}; rank {peer_rank} has {text}"
                 )
         return None
 
@@ -108,7 +110,7 @@ class Ledger:
 
 
 def _end(watcher: threading.Thread) -> None:
-    """Ends a watcher before the interpreter: a thread that comes back from C++ later aborts the process."""
+    """Ends the thread before the interpreter: one that returns from C++ later aborts the process."""
     _ending.set()
     watcher.join(1.0)
 
@@ -118,7 +120,7 @@ _ledgers: WeakKeyDictionary[dist.ProcessGroup, Ledger] = WeakKeyDictionary()
 
 
 def ledger_of(group: Group) -> Ledger:
-    """Returns a group's ledger, which begins with the first call."""
+    """Returns a group's ledger; it is created at the group's first call."""
     process_group = group.process_group
     assert process_group is not None
     ledger = _ledgers.get(process_group)

@@ -1,9 +1,9 @@
-"""Two words from each rank of a group to every other one, on CPUs over gloo, in front of what they call.
+"""Exchange of two int64 values between all ranks of a group, on CPUs over gloo, before a call.
 
-gloo matches messages by (peer, tag), so a rank that is already in a collective of the data is waited for, and
-not mistaken for one that answers. Each message is awaited before it is sent: the receive for the next one is
-posted when the last one has come. gloo then sends at once what it would otherwise offer first, which takes a
-third of the time (benchmarks/results/cpu-identity.json).
+gloo matches messages by (peer, tag). A message of this module therefore never matches a data collective: a
+rank that is still in one is waited for. The receive of a peer's next message is posted when its last one has
+arrived. gloo then sends directly instead of offering the message first, which takes a third of the time
+(benchmarks/results/cpu-identity.json).
 """
 
 from weakref import WeakKeyDictionary
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from .group import Group
 
 TAG = (1 << 30) - 1
-"""Of the messages in which ranks tell each other what they call: above users' tags, below `decomposed`'s."""
+"""Tag of these messages: above users' tags, below those of the backend `decomposed`."""
 
 WORDS = 2
 
@@ -22,12 +22,12 @@ CPU = torch.device("cpu")
 
 
 class _Inbox:
-    """The receives of one rank that are posted.
+    """Posted receives of one rank.
 
     Attributes:
-        words: `[P, 2]`, where messages arrive; this rank's row is not written.
-        works: Of each peer's next message.
-        broken: How an exchange ended before all messages were there; None: none did.
+        words: `[P, 2]` int64, into which messages are received; this rank's row is unused.
+        works: Handle of the receive of each peer's next message.
+        broken: Error that ended an exchange before all messages arrived; None: there was none.
     """
 
     def __init__(self, group: Group, carrier: dist.Backend) -> None:
@@ -40,50 +40,50 @@ class _Inbox:
 
 
 _inboxes: "WeakKeyDictionary[dist.ProcessGroup, _Inbox]" = WeakKeyDictionary()
-"""By process group, and gone with it: a receive that outlives its group keeps connections open."""
+"""Inboxes by process group, and removed with it: a receive that outlives its group keeps connections open."""
 
 
-def exchange(group: Group, own: torch.Tensor, op: str) -> torch.Tensor:
-    """Returns what each rank has as `own`, `[P, 2]`; all ranks must call, in the same order.
+def exchange(group: Group, local: torch.Tensor, op: str) -> torch.Tensor:
+    """Returns every rank's `local` as `[P, 2]`. All ranks must call in the same order.
 
     Args:
-        group: The ranks, of which gloo carries tensors in host memory.
-        own: Two int64.
-        op: For messages.
+        group: Group whose gloo backend sends tensors in host memory.
+        local: Two int64 values of this rank.
+        op: Name of the op, for messages.
 
     Raises:
         RuntimeError: A peer is gone, or did not send within the group's timeout.
     """
     process_group = group.process_group
     assert process_group is not None
-    # Not through torch's dispatcher, which takes as long as the messages do.
+    # Call the backend directly: torch's dispatcher takes as long as the messages.
     carrier = process_group._get_backend(CPU)
     inbox = _inboxes.get(process_group)
     if inbox is None:
         inbox = _inboxes[process_group] = _Inbox(group, carrier)
-    here = group.rank
+    my_rank = group.rank
     if inbox.broken is not None:
         raise RuntimeError(
-            f"{op} on rank {group.global_rank(here)}: the ranks of the group are out of step since an "
-            f"earlier call ended in the middle: {inbox.broken}"
+            f"{op} on rank {group.global_rank(my_rank)}: the ranks of the group are out of step, because an "
+            f"earlier exchange ended before all messages arrived: {inbox.broken}. Create a new group"
         )
-    everyone = own.repeat(group.size, 1)
-    peer = here
+    everyone = local.repeat(group.size, 1)
+    peer = my_rank
     try:
-        sent = [(peer, carrier.send([own], peer, TAG)) for peer in range(group.size) if peer != here]
+        sent = [(peer, carrier.send([local], peer, TAG)) for peer in range(group.size) if peer != my_rank]
         for peer, work in enumerate(inbox.works):
             if work is not None:
                 work.wait()
                 everyone[peer] = inbox.words[peer]
                 inbox.works[peer] = carrier.recv([inbox.words[peer]], peer, TAG)
-        for peer, work in sent:  # noqa: B007  named below
+        for peer, work in sent:  # noqa: B007  used in the error message
             work.wait()
     except RuntimeError as error:
-        rank, there = group.global_rank(here), group.global_rank(peer)
+        rank, peer_rank = group.global_rank(my_rank), group.global_rank(peer)
         inbox.broken = f"{op}: {error}"
         raise RuntimeError(
-            f"{op} on rank {rank}: rank {there} is gone, or does something else: it did not say what it "
-            f"calls ({error})"
+            f"{op} on rank {rank}: rank {peer_rank} has exited or makes no matching call; its message did "
+            f"not arrive ({error})"
         ) from error
     except BaseException as error:
         inbox.broken = f"{op}: {type(error).__name__}"

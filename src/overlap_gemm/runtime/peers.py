@@ -1,9 +1,9 @@
-"""A rank's side of a group: where its kernels run, what all ranks agreed on, what they share.
+"""A rank's state of a group on one device: executor, agreed limits, shared memory.
 
-Ranks agree once, at the group's first fused call: on the architecture, on the model's constants, on how many
-SMs a kernel may count on and on how long it waits. The configuration of a kernel, and with it the layout of
-the memory that ranks share, follows from the first three, so ranks that each took their own would read each
-other's tiles wrongly: a GPU cut by MIG or a green context has fewer SMs than its neighbour.
+The ranks agree once, at the group's first fused call, on the architecture, the model's constants, the number
+of usable SMs, and the timeout. The first three determine a kernel's configuration, and with it the layout of
+shared memory. Ranks with different layouts would read wrong tiles; a GPU partitioned by MIG or a green
+context, for example, has fewer SMs than its neighbour.
 """
 
 from __future__ import annotations
@@ -30,18 +30,19 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 DEFAULT_TIMEOUT = timedelta(seconds=30)
-"""How long virtual ranks wait for each other; a process group has a time-out of its own."""
+"""Timeout of virtual ranks; a process group has its own timeout."""
 
 
 @dataclass(frozen=True)
 class Agreed:
-    """What ranks must agree on.
+    """Values that are equal on all ranks.
 
     Attributes:
-        arch: what kernels are compiled for; the same on all ranks.
-        constants: a digest of what else configurations are chosen by; the same on all ranks.
-        num_sms: SMs that every rank's kernels may fill: the fewest of any rank.
-        timeout_ns: how long a kernel waits for a peer, 0 for ever: the longest of any rank.
+        arch: Architecture that kernels are compiled for; the ranks' values must be equal.
+        constants: Digest of all other inputs of the choice of configurations; the ranks' values must be
+            equal.
+        num_sms: SMs that every rank's kernels may fill: the minimum over the ranks.
+        timeout_ns: Nanoseconds that a kernel waits for a peer, 0 for ever: the maximum over the ranks.
     """
 
     arch: str
@@ -52,17 +53,18 @@ class Agreed:
 
 @dataclass
 class Peers:
-    """A rank's side of a group on one device.
+    """State of one rank of a group on one device.
 
     Attributes:
-        group: the ranks.
-        executor: where this rank's kernels run.
-        agreed: what holds on all ranks.
-        reserve_sms: SMs of this rank that kernels leave to others, unless a call says otherwise.
-        workspaces: the memory the ranks share, by the size class of the calls that use it.
-        plans: what earlier calls prepared for those like them, by what tells calls apart.
-        prepared: what the ranks have prepared together (`prepare`).
-        lock: held while something is made that calls share; ranks make it together, so each must once.
+        group: Group of the ranks.
+        executor: Executor that runs this rank's kernels.
+        agreed: Values that are equal on all ranks.
+        reserve_sms: SMs of this rank that kernels leave free, unless a call passes another number.
+        workspaces: Memory shared by the ranks, by the size class of the calls that use it.
+        plans: Prepared calls, by call signature.
+        prepared: Keys of `prepare` on which the ranks have agreed.
+        lock: Held while an object that calls share is made. The ranks make it together, so each makes it
+            once.
     """
 
     group: Group
@@ -75,18 +77,19 @@ class Peers:
     lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
 
     def prepare(self, key: Hashable, what: str, attempt: Callable[[], T]) -> T:
-        """This rank's result of an attempt; where the ranks make the first one of its kind, of `together`.
+        """Returns this rank's result of an attempt; the first attempt with a key is made by `together`.
 
-        Later ones are this rank's affair: its operands may lie otherwise than those of its peers, who do not
-        ask again. Nor do ranks ask while a CUDA graph is captured.
+        Later attempts with the key are local: the strides of this rank's operands may differ from the peers',
+        which then make no attempt. Attempts during the capture of a CUDA graph are local, too.
 
         Args:
-            key: its kind, which follows from what all ranks know; so they all come to the first one at once.
-            what: names the attempt in the error.
-            attempt: may raise; must not communicate.
+            key: Kind of the attempt; it depends only on values that all ranks have, so that all make the
+                first one at the same call.
+            what: Name of the attempt in the error.
+            attempt: Function that may raise and must not communicate.
 
         Raises:
-            DisagreementError: on every rank, with the ranks that failed and why.
+            DisagreementError: On every rank, with the failed ranks and the reasons.
         """
         if key in self.prepared:
             return attempt()
@@ -96,56 +99,62 @@ class Peers:
         return result
 
     def holds(self, group: Group) -> bool:
-        """Whether this is about ``group``: names come again after a process group's or emulator's end."""
+        """Returns whether this state is valid for ``group``.
+
+        A later process group may have the name of a destroyed one, and an emulator may have been closed.
+        """
         return self.group.process_group is group.process_group and self.executor.is_open
 
 
 _lock = threading.Lock()
 _peers: dict[tuple[str, torch.device], Peers] = {}
-left_behind: list[Workspace] = []
-"""Of groups that ended without `close_workspaces`, or with captured calls. No call uses them, but their
-memory stays: a graph may still store into it."""
+orphaned: list[Workspace] = []
+"""Workspaces of groups that ended without `close_workspaces`, or with captured calls.
+
+No call uses them, but their memory is not freed: a graph may still store into it.
+"""
 
 
 def peers_of(group: Group, device: torch.device, constants: Callable[[str], str]) -> Peers:
-    """The rank's side of ``group`` on ``device``; at its first use the ranks agree, which is collective.
+    """Returns the rank's state of ``group`` on ``device``. The first call per group and device is collective.
 
     Args:
-        group: the ranks.
-        device: where this one's tensors are.
-        constants: an architecture's `Agreed.constants`.
+        group: Group of the ranks.
+        device: Device of this rank's tensors.
+        constants: Function that returns `Agreed.constants` of an architecture.
 
     Raises:
-        DisagreementError: on every rank, if they cannot; where all fail alike, what they failed with.
-        CaptureError: it is the first use, during CUDA graph capture.
+        DisagreementError: On every rank, if the ranks cannot agree. If all fail alike, each raises its own
+            exception.
+        CaptureError: The first call is made during CUDA graph capture.
     """
     key = (group.name, device)
     peers = _peers.get(key)
     if peers is not None and peers.holds(group):
         return peers
-    forbid_capture(device, "the ranks cannot agree")
+    forbid_capture(device, "ranks cannot agree on their first fused call")
     with _lock:
         peers = _peers.get(key)
         if peers is None or not peers.holds(group):
             if peers is not None and peers.executor.is_open:
-                left_behind.extend(dict.fromkeys(peers.workspaces.values()))
-            peers = _peers[key] = _meet(group, device, constants)
+                orphaned.extend(dict.fromkeys(peers.workspaces.values()))
+            peers = _peers[key] = _agree(group, device, constants)
         return peers
 
 
-def sides(name: str | None = None) -> list[Peers]:
-    """The sides of the group called ``name``, or all that there are."""
+def local_peers(name: str | None = None) -> list[Peers]:
+    """Returns the states of the group called ``name``, or of all groups, one per device."""
     return [peers for (group, _), peers in _peers.items() if name in (None, group)]
 
 
-def forget(peers: Peers) -> None:
-    """Drops a side that shares no memory any more; the ranks agree anew when it is needed again."""
+def remove_peers(peers: Peers) -> None:
+    """Removes a state that has no workspaces; the ranks agree again at the next fused call."""
     for key in [key for key, known in _peers.items() if known is peers]:
         del _peers[key]
 
 
 def executor_for(group: Group, device: torch.device) -> Executor:
-    """Where a rank's kernels run: with its virtual world, on its CUDA device, or in the open emulator."""
+    """Returns a rank's executor: of its virtual world, of its CUDA device, or of the open emulator."""
     if (virtual := virtual_ranks(group)) is not None:
         return virtual.executor(group.rank)
     if device.type == "cuda":
@@ -154,76 +163,76 @@ def executor_for(group: Group, device: torch.device) -> Executor:
     return executors.emulation.executor()
 
 
-def _meet(group: Group, device: torch.device, constants: Callable[[str], str]) -> Peers:
+def _agree(group: Group, device: torch.device, constants: Callable[[str], str]) -> Peers:
     if (virtual := virtual_ranks(group)) is not None:
         reserve = reserved_sms()
         everyone = [
-            _own_terms(group, virtual.executor(rank), reserve, constants) for rank in range(group.size)
+            _proposal(group, virtual.executor(rank), reserve, constants) for rank in range(group.size)
         ]
-        return Peers(group, virtual.executor(group.rank), common(group, everyone), reserve)
-    found: list[tuple[Executor, int]] = []
+        return Peers(group, virtual.executor(group.rank), merge_proposals(group, everyone), reserve)
+    local: list[tuple[Executor, int]] = []
 
-    def own_terms() -> Agreed:
+    def propose() -> Agreed:
         executor, reserve = executor_for(group, device), reserved_sms()
-        found.append((executor, reserve))
-        return _own_terms(group, executor, reserve, constants)
+        local.append((executor, reserve))
+        return _proposal(group, executor, reserve, constants)
 
-    everyone = gather(group, "preparing the first fused call", own_terms)
-    executor, reserve = found[0]
-    return Peers(group, executor, common(group, everyone), reserve)
+    everyone = gather(group, "preparing the first fused call", propose)
+    executor, reserve = local[0]
+    return Peers(group, executor, merge_proposals(group, everyone), reserve)
 
 
-def common(group: Group, everyone: Sequence[Agreed]) -> Agreed:
-    """What the ranks' own terms, in rank order, come to.
+def merge_proposals(group: Group, everyone: Sequence[Agreed]) -> Agreed:
+    """Returns the values for all ranks, from the ranks' proposals in rank order.
 
     Raises:
-        DisagreementError: they have different architectures or constants.
+        DisagreementError: The architectures or constants differ.
     """
     for what, theirs in (
-        ("architectures", [own.arch for own in everyone]),
+        ("architectures", [each.arch for each in everyone]),
         (
             "constants of the model (overlap-gemm tune, OVERLAP_GEMM_MACHINE)",
-            [own.constants for own in everyone],
+            [each.constants for each in everyone],
         ),
     ):
         if views := differences(group, theirs):
             raise DisagreementError(
-                f"the ranks of a fused call must run the same kernel, and have different {what}: {views}"
+                f"the ranks of a fused call must run the same kernel, but have different {what}: {views}"
             )
-    bounds, first = [own.timeout_ns for own in everyone], everyone[0]
+    bounds, first = [each.timeout_ns for each in everyone], everyone[0]
     timeout = 0 if 0 in bounds else max(bounds)
-    return Agreed(first.arch, first.constants, min(own.num_sms for own in everyone), timeout)
+    return Agreed(first.arch, first.constants, min(each.num_sms for each in everyone), timeout)
 
 
-def _own_terms(group: Group, executor: Executor, reserve: int, constants: Callable[[str], str]) -> Agreed:
+def _proposal(group: Group, executor: Executor, reserve: int, constants: Callable[[str], str]) -> Agreed:
     usable = executor.num_sms - reserve
     if usable < 1:
         raise ValueError(
-            f"OVERLAP_GEMM_RESERVE_SMS={reserve} leaves no SM: a kernel on {executor.device} may fill "
-            f"{executor.num_sms}"
+            f"OVERLAP_GEMM_RESERVE_SMS={reserve} must be less than the {executor.num_sms} SMs of "
+            f"{executor.device}"
         )
     return Agreed(executor.arch, constants(executor.arch), usable, timeout_ns(group, executor.device))
 
 
 def timeout_ns(group: Group, device: torch.device) -> int:
-    """How long a kernel waits for a peer, in nanoseconds; 0 for ever.
+    """Returns how long a kernel waits for a peer, in nanoseconds; 0 for ever.
 
-    ``OVERLAP_GEMM_TIMEOUT`` (seconds), else the process group's own time-out on that device.
+    It is ``OVERLAP_GEMM_TIMEOUT`` (seconds), otherwise the process group's timeout on that device.
 
     Raises:
-        ValueError: the variable is not a number of seconds.
+        ValueError: The variable is not a number of seconds.
     """
-    given = environment.seconds("OVERLAP_GEMM_TIMEOUT")
-    if given is None:
-        own = group.timeout(device.type)
-        return (DEFAULT_TIMEOUT if own is None else own) // timedelta(microseconds=1) * 1000
-    return int(given * 1e9)
+    configured = environment.seconds("OVERLAP_GEMM_TIMEOUT")
+    if configured is None:
+        of_group = group.timeout(device.type)
+        return (DEFAULT_TIMEOUT if of_group is None else of_group) // timedelta(microseconds=1) * 1000
+    return int(configured * 1e9)
 
 
 def reserved_sms() -> int:
-    """SMs that kernels leave to others, by ``OVERLAP_GEMM_RESERVE_SMS``; 0 without it.
+    """Returns the number of SMs that kernels leave free, ``OVERLAP_GEMM_RESERVE_SMS``; 0 if it is not set.
 
     Raises:
-        ValueError: the variable is not a number of SMs.
+        ValueError: The variable is not a number of SMs.
     """
     return environment.count("OVERLAP_GEMM_RESERVE_SMS", "SMs")

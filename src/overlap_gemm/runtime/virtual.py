@@ -1,19 +1,20 @@
 """Virtual ranks: P ranks of a group in one process, on one GPU or in the emulator.
 
-This is how the whole fused path, from the public op to the flags between ranks, runs where there is one GPU
-or none:
+They run the complete fused path, from the public op to the flags between ranks, with one GPU or none:
 
     with Emulator(arch="sm_100a", ranks=4) as emulator, VirtualWorld(4, emulator=emulator) as world:
         outs = [gemm_reduce_scatter(x[r], w[r], group=world.names[r], backend="fused") for r in range(4)]
         world.synchronize()
 
-A call queues its rank's kernel and returns at once, as on a CUDA stream; outputs are there after
-`synchronize`. On a GPU each rank has a stream, and the SMs are divided among the ranks, because kernels that
-wait for each other must be resident together. More than 7 ranks want ``CUDA_DEVICE_MAX_CONNECTIONS`` above
-its default of 8, set before CUDA starts: streams that share a hardware queue wait for each other. What else
-a call launches (it copies operands that TMA cannot read) must have run before: CUDA loads a kernel at its
-first launch, and may wait for the device to do so, where another rank's kernel waits for this one. What one
-GPU cannot show: ordering and visibility across NVLink (everything meets in one L2 cache).
+A call queues its rank's kernel and returns at once, as on a CUDA stream; outputs are complete after
+`synchronize`. On a GPU each rank has a stream and an equal share of the SMs, because kernels that wait for
+each other must be co-resident. Conditions on a GPU:
+
+- More than 7 ranks need ``CUDA_DEVICE_MAX_CONNECTIONS`` above its default of 8, set before CUDA starts.
+  Otherwise streams share a hardware queue and wait for each other.
+- Other kernels of a call (copies of operands that TMA cannot read) must have run once before. CUDA loads a
+  kernel at its first launch and may wait for the device, on which another rank's kernel waits for this rank.
+- One GPU cannot test ordering and visibility across NVLink, because all ranks share one L2 cache.
 """
 
 from __future__ import annotations
@@ -36,18 +37,18 @@ _numbers = itertools.count()
 
 
 class VirtualWorld(VirtualRanks):
-    """P ranks in this process.
+    """P ranks of a group in this process. Pass either `emulator` or `device`.
 
     Args:
-        size: P, at least 1.
-        emulator: an open emulator with ``ranks=size``; or
-        device: a CUDA device that the ranks share.
-        beyond_reach: no rank reaches a peer by loads and stores; NVSHMEM puts carry the tiles. For an
-            emulator opened with ``network=True``.
+        size: Number of ranks P, at least 1.
+        emulator: Open emulator with ``ranks=size``.
+        device: CUDA device that the ranks share.
+        beyond_reach: True: no rank has P2P access to a peer, and NVSHMEM puts send the tiles. The emulator
+            must be opened with ``network=True``.
 
     Raises:
-        ValueError: neither or both of emulator and device, an emulator that is not open, or a size that does
-            not fit.
+        ValueError: Both or none of emulator and device were passed, the emulator is not open, or the size
+            does not fit.
     """
 
     def __init__(
@@ -59,25 +60,23 @@ class VirtualWorld(VirtualRanks):
         beyond_reach: bool = False,
     ) -> None:
         if (emulator is None) == (device is None):
-            raise ValueError("a virtual world lives in an emulator or on a CUDA device: pass one of the two")
+            raise ValueError("VirtualWorld: pass either emulator= or device=, got both or none")
         if size < 1:
-            raise ValueError(f"size={size} must be at least 1")
+            raise ValueError(f"VirtualWorld: size must be at least 1, got {size}")
         if emulator is not None and emulator.ranks != size:
-            raise ValueError(
-                f"{size} virtual ranks need an emulator of as many; it has ranks={emulator.ranks}"
-            )
+            raise ValueError(f"VirtualWorld: the emulator must have ranks={size}, got ranks={emulator.ranks}")
         if beyond_reach and emulator is None:
-            raise ValueError("only an emulator can put peers beyond the reach of loads and stores")
+            raise ValueError("VirtualWorld: beyond_reach=True needs an emulator, got a CUDA device")
         number = next(_numbers)
         names = [f"virtual-{number}-{rank}-of-{size}" for rank in range(size)]
         super().__init__(names, _executors(size, emulator, device), emulator, beyond_reach)
 
     def synchronize(self) -> None:
-        """Runs or awaits everything the ranks have queued.
+        """Runs or awaits all queued work of the ranks.
 
         Raises:
-            CommTimeoutError: a wait in a kernel expired.
-            EmulatorError: the emulator found something.
+            CommTimeoutError: A wait in a kernel expired.
+            EmulatorError: The emulator detected an error.
         """
         try:
             if self._emulator is not None:
@@ -88,7 +87,7 @@ class VirtualWorld(VirtualRanks):
             raise_if_failed()
 
     def close(self) -> None:
-        """Forgets the ranks; their groups are unknown afterwards. Closing twice does nothing more."""
+        """Removes the ranks and their groups. A second call does nothing."""
         for group in self.ranks:
             if virtual_ranks(group) is self:
                 close_workspaces(group.name)
@@ -105,18 +104,21 @@ def _executors(size: int, emulator: Emulator | None, device: torch.device | None
     if emulator is not None:
         emulation = executors.emulation
         if emulation is None or emulation.emulator is not emulator:
-            raise ValueError("a virtual world lives in an emulator that is open, within its `with` block")
+            raise ValueError("VirtualWorld: the emulator must be open; use it within its `with` block")
         return tuple(map(emulation.executor, range(size)))
     assert device is not None
-    whole = cuda_executor(device.index or 0)
-    if whole.num_sms < size:
-        raise ValueError(f"{size} virtual ranks need as many SMs; {whole.device} has {whole.num_sms}")
-    share = replace(whole, num_sms=whole.num_sms // size, shares=size)
+    full_device = cuda_executor(device.index or 0)
+    if full_device.num_sms < size:
+        raise ValueError(
+            f"VirtualWorld: size must be at most {full_device.num_sms}, the number of SMs of "
+            f"{full_device.device}, got {size}"
+        )
+    share = replace(full_device, num_sms=full_device.num_sms // size, shares=size)
     return tuple(
         replace(
             share,
-            stream=torch.cuda.Stream(whole.device),
-            order=cuda_order(whole.device),
+            stream=torch.cuda.Stream(full_device.device),
+            order=cuda_order(full_device.device),
             record=cuda_record(),
         )
         for _ in range(size)

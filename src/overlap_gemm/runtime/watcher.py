@@ -1,9 +1,10 @@
-"""Names a trap of a kernel although no call follows: a thread that reads the failure record in host memory.
+"""Threads that report a failed kernel on stderr even if no call follows.
 
-A kernel that gives up writes its record and traps. The next call would raise it, but a replay of a graph, or
-a wait for the device, ends in torch's "unspecified launch failure" first, or in the abort of NCCL's watchdog.
-The thread writes the record's words to stderr within a tenth of a second. It is too late where the main
-thread holds the interpreter's lock in a C loop for longer than the watchdog waits.
+A kernel that fails writes the failure record in host memory and traps. The next call raises the record as an
+error. But a replay of a graph, or a wait for the device, fails earlier: with torch's "unspecified launch
+failure", or by the abort of NCCL's watchdog. A thread polls the record and writes its text to stderr within a
+tenth of a second. It is late if the main thread holds the interpreter's lock in a C loop for longer than
+NCCL's watchdog waits.
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ from . import environment
 VARIABLE = "OVERLAP_GEMM_WATCH"
 
 PERIOD = 0.1
-"""Seconds between two looks."""
+"""Seconds between two polls."""
 
 _ending = threading.Event()
 _watchers: dict[int, threading.Thread] = {}
 
 
 def watch(words: Array[c_uint32], address: int, describe: Callable[[], str]) -> None:
-    """Starts a record's thread, one for each record; none with ``OVERLAP_GEMM_WATCH=0``.
+    """Starts the thread of a record, unless it exists or ``OVERLAP_GEMM_WATCH=0``.
 
     Args:
-        words: the record, of which the first is not 0 when it is complete.
-        address: of the record.
-        describe: its words, once it is complete.
+        words: Failure record; its first word is not 0 when it is complete.
+        address: Address of the record, by which threads are distinguished.
+        describe: Function that returns the text of a complete record.
     """
     if address in _watchers or environment.choice(VARIABLE, ("1", "0")) == "0":
         return

@@ -35,7 +35,7 @@ from overlap_gemm.runtime.memory.workspace import (
     OverlappingCallsError,
     workspaces,
 )
-from overlap_gemm.runtime.peers import sides
+from overlap_gemm.runtime.peers import local_peers
 from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.testing.cases import LAYOUTS, Case, operands
 from overlap_gemm.testing.emulated import poisoned_allocations
@@ -177,7 +177,7 @@ def failing(how, group):
     with ExitStack() as stack:
         if how == "compile":
             find(group).calls.clear()
-            for side in sides(group):
+            for side in local_peers(group):
                 side.plans.clear()
         for place in FAILS.get(how, ()):
             stack.enter_context(planted(*place))

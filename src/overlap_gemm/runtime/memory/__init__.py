@@ -1,1 +1,1 @@
-"""Memory that the ranks of a group share: who allocates it, what it holds, who frees it."""
+"""Memory shared by the ranks of a group: allocation, contents, release."""

@@ -1,17 +1,14 @@
-"""Symmetric memory: a block of the same size on every rank of a group, at addresses its peers can reach.
+"""Symmetric memory: a block of the same size on every rank of a group, accessible by its peers.
 
-Three providers behind one surface, `SymmetricMemory`:
+| provider | memory | ranks |
+|---|---|---|
+| `TorchSymmetric` (default) | ``torch.distributed._symmetric_memory`` | a process group in an NVLink domain |
+| `NvshmemSymmetric` | nvshmem4py | all ranks of the job, with or without P2P access |
+| `VirtualSymmetric` | one device, or the emulator | all in this process (`virtual_ranks.py`) |
 
-- `TorchSymmetric`: ``torch.distributed._symmetric_memory``, CUDA backend. Inside one NVLink domain; per
-  process group; needs no further package. The default.
-- `NvshmemSymmetric`: nvshmem4py. Beyond peer access; world-collective (every rank of the job allocates
-  together).
-- `VirtualSymmetric`: all ranks in this process on one device, or in the emulator
-(`runtime.memory.virtual_ranks`).
-
-Allocation and `close` are collective and explicit; nothing is freed by the garbage collector, because a free
-that one rank's collector starts alone hangs the others. Before any rank goes on, all ranks have agreed that
-every allocation worked (`agree.together`), so one rank's failure is an error on every rank and not a hang.
+Allocation and `close` are collective and explicit. The garbage collector frees nothing: a collective free
+that one rank's collector starts alone would hang. Before any rank continues, all ranks have agreed that every
+allocation succeeded (`agree.together`). So one rank's failure is an error on every rank instead of a hang.
 """
 
 from __future__ import annotations
@@ -30,22 +27,27 @@ from ..agree import DisagreementError, together
 from ..group import Group
 
 PUTS_SINCE = (3, 7, 2)
-"""The oldest NVSHMEM whose puts CuTe DSL links. Its compiler refuses a section marker in those of 3.4.5,
-which torch 2.10 to 2.14 bring."""
+"""Oldest NVSHMEM version whose puts CuTe DSL can link.
+
+Its compiler refuses a section marker in the device code of 3.4.5, which torch 2.10 to 2.14 install.
+"""
 
 
 class SymmetricMemoryError(DisagreementError):
-    """A rank of the group could not allocate or map its block; raised on every rank, with who failed."""
+    """A rank of the group could not allocate or map its block.
+
+    Raised on every rank; names the failed ranks.
+    """
 
 
 class SymmetricMemory(Protocol):
     """A block of ``nbytes`` bytes on every rank.
 
     Attributes:
-        local: this rank's block, uint8 ``[nbytes]``.
-        bases: int64 ``[P]`` on the block's device: the address at which this rank's kernels reach each rank's
-            block; -1 - (its NVSHMEM PE) where they cannot.
-        by_put: the same with every peer as one that they cannot; None where the memory is not NVSHMEM's.
+        local: This rank's block, uint8 ``[nbytes]``.
+        bases: Int64 ``[P]`` on the block's device: address of each rank's block for this rank's kernels; -1 -
+            (NVSHMEM PE) if it is not P2P-accessible.
+        by_put: `bases` with every peer treated as not P2P-accessible; None if the memory is not NVSHMEM's.
     """
 
     local: Tensor
@@ -53,7 +55,7 @@ class SymmetricMemory(Protocol):
     by_put: Tensor | None
 
     def close(self) -> None:
-        """Frees the block. Collective; no rank's kernel may still use it."""
+        """Frees the block. Collective; no kernel of any rank may still use it."""
 
 
 NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
@@ -61,10 +63,10 @@ NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
 @contextmanager
 def without_multicast() -> Iterator[None]:
-    """Keeps torch from making a multicast object of the blocks that meet here.
+    """Disables torch's multicast objects for blocks mapped here, unless the user has set the variable.
 
-    Nothing here uses one, they are a resource of the whole host, and making one can take its GPUs out of
-    service. Whoever has set torch's variable has decided.
+    Nothing here uses multicast. Its objects are a resource of the host, and creating one can make GPUs of the
+    host unusable.
     """
     if NO_MULTICAST in os.environ:
         yield
@@ -80,12 +82,12 @@ class TorchSymmetric:
     """A block of torch's symmetric memory, CUDA backend.
 
     Args:
-        group: its ranks must share one NVLink (peer access) domain.
-        nbytes: size of each rank's block.
-        device: this rank's CUDA device.
+        group: Group whose ranks share one NVLink (peer access) domain.
+        nbytes: Size of each rank's block.
+        device: This rank's CUDA device.
 
     Raises:
-        SymmetricMemoryError: on every rank, if any of them could not allocate or map.
+        SymmetricMemoryError: On every rank, if one of them could not allocate or map.
     """
 
     name = "torch"
@@ -109,18 +111,18 @@ class TorchSymmetric:
             self.bases = torch.tensor(bases, dtype=torch.int64, device=device)
 
         self.local = together(group, f"allocating {nbytes} bytes", allocate, SymmetricMemoryError)
-        # It communicates, with a time-out of torch's own, so it is entered only by ranks that all have their
-        # block. After it every peer's mapping exists, and anybody may store through it.
+        # rendezvous communicates (with torch's own timeout), so it begins only after all ranks have their
+        # block. After it every peer's mapping exists, and every rank may store to its peers.
         together(group, f"mapping the peers' {nbytes} bytes", rendezvous, SymmetricMemoryError)
 
     @staticmethod
     def reaches_all(group: Group, device: torch.device) -> bool:
-        """Always: where a peer cannot be mapped, the constructor raises."""
+        """Returns True: if a peer cannot be mapped, the constructor raises."""
         return True
 
     @staticmethod
     def why_not(group: Group) -> str | None:
-        """Serves every group."""
+        """Returns None: it supports every group."""
         return None
 
     def close(self) -> None:
@@ -134,14 +136,14 @@ class NvshmemSymmetric:
     """A block of NVSHMEM's symmetric heap.
 
     NVSHMEM is one world per process: allocation and `close` are collective over all ranks of the job, in the
-    same order and of the same sizes. So it serves the group of all ranks (`why_not`): a part of them cannot
-    know when the others allocate, and stages of a pipeline need different sizes. PEs are world ranks
-    (`Group.global_rank`).
+    same order and with the same sizes. So it supports only the group of all ranks (`why_not`): the other
+    ranks do not know when a subgroup allocates, and stages of a pipeline need different sizes. PEs are world
+    ranks (`Group.global_rank`).
 
     Args:
-        group: the ranks that will use the block.
-        nbytes: size of each rank's block.
-        device: this rank's CUDA device; NVSHMEM must be initialised on it (`init_nvshmem`).
+        group: Group that will use the block.
+        nbytes: Size of each rank's block.
+        device: This rank's CUDA device, on which NVSHMEM must be initialised (`init_nvshmem`).
     """
 
     name = "nvshmem"
@@ -157,9 +159,9 @@ class NvshmemSymmetric:
 
         init_nvshmem(device)
         self._device = device
-        # Collective in NVSHMEM itself, which fails on all PEs together.
+        # NVSHMEM's allocation is collective and fails on all PEs together.
         self.local = nvshmem.tensor((nbytes,), dtype=torch.uint8)
-        # bindings.ptr, not get_peer_tensor: the latter leaks for the own PE and cannot say "not reachable".
+        # bindings.ptr, not get_peer_tensor, which leaks for this PE and cannot express "not accessible".
         address = self.local.data_ptr()
         pes = [group.global_rank(rank) for rank in range(group.size)]
         reached = [bindings.ptr(address, pe) or -1 - pe for pe in pes]
@@ -169,27 +171,28 @@ class NvshmemSymmetric:
 
     @staticmethod
     def why_not(group: Group) -> str | None:
-        """Why it cannot serve a group, None if it can."""
+        """Returns why NVSHMEM does not support a group, or None if it does."""
         ranks = dist.get_world_size() if dist.is_initialized() else group.size
         if group.size == ranks:
             return None
         members = ", ".join(str(group.global_rank(rank)) for rank in range(group.size))
         return (
-            f"NVSHMEM allocates on all {ranks} ranks of the job at once, and this group is ranks {members}: "
-            f"its neighbours need not call when it does, and would be waited for. For groups that are parts "
-            f"of the job (TP alongside DP or PP) use OVERLAP_GEMM_SYMMETRIC=torch, inside one NVLink domain"
+            f"NVSHMEM allocates on all {ranks} ranks of the job at once, but this group is ranks {members}: "
+            f"it would wait for ranks that make no call. For groups that are parts of the job (TP with DP "
+            f"or PP) use OVERLAP_GEMM_SYMMETRIC=torch, inside one NVLink domain"
         )
 
     @staticmethod
     def reaches_all(group: Group, device: torch.device) -> bool:
-        """Whether every rank of ``group`` reaches every other; found out with a block of one word.
+        """Returns whether every rank of ``group`` has P2P access to every other.
 
-        Collective over all ranks of the job. ``NVSHMEM_DISABLE_P2P=1`` makes it False.
+        It is tested with a block of one word. Collective over all ranks of the job. With
+        ``NVSHMEM_DISABLE_P2P=1`` the result is False.
         """
         probe = NvshmemSymmetric(group, 8, device)
-        reached = bool((probe.bases >= 0).all())
+        is_accessible = bool((probe.bases >= 0).all())
         probe.close()
-        return all(group.all_gather_object(reached))
+        return all(group.all_gather_object(is_accessible))
 
     def close(self) -> None:
         """Frees the block; collective over all ranks of the job."""
@@ -201,7 +204,7 @@ class NvshmemSymmetric:
 
 
 def why_no_puts() -> str | None:
-    """Why kernels cannot be linked with NVSHMEM's device code, None if they can."""
+    """Returns why kernels cannot be linked with NVSHMEM's device code, or None if they can."""
     try:
         version = importlib.metadata.version("nvidia-nvshmem-cu13")
     except importlib.metadata.PackageNotFoundError:
@@ -210,46 +213,49 @@ def why_no_puts() -> str | None:
         least = ".".join(map(str, PUTS_SINCE))
         return (
             f"CuTe DSL's compiler cannot link the device code of NVSHMEM {version}: install "
-            f"nvidia-nvshmem-cu13>={least} (torch 2.15 brings it)"
+            f"nvidia-nvshmem-cu13>={least} (torch 2.15 installs it)"
         )
     return None
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """The first three of a version, for comparing."""
+    """Returns the first three numbers of a version, for comparisons."""
     return tuple(map(int, version.split(".")[:3]))
 
 
 def check_network_writes(device: torch.device) -> None:
-    """Refuses a GPU on which a signal that a network delivers does not vouch for the data before it.
+    """Refuses a GPU on which a NIC's signal does not guarantee that the data before it is visible.
 
-    What NVSHMEM's own waits do after a signal from a network (its target-side consistency operation), our
-    kernels leave out: an sm_90 GEMM may hold no NVSHMEM call. It is needed where the writes of a NIC may
-    become visible to the GPU out of order; CUDA says where they may not, from Hopper on.
+    NVSHMEM's own waits run a target-side consistency operation after a signal from a network. Our kernels
+    omit it, because an sm_90 GEMM must contain no NVSHMEM call. It is needed if a NIC's writes may become
+    visible to the GPU out of order. CUDA reports the ordering; from Hopper on, writes are ordered.
 
     Raises:
-        RuntimeError: they may.
+        RuntimeError: The writes may become visible out of order.
     """
     from cuda.bindings import driver
 
     ordering = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING
     owner = driver.CUGPUDirectRDMAWritesOrdering.CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER
     if _cuda(driver.cuDeviceGetAttribute(ordering, device.index)) < int(owner):
-        raise RuntimeError(f"{device} does not order a NIC's writes for its own kernels, which tiles rely on")
+        raise RuntimeError(
+            f"{device} does not order a NIC's writes for its kernels, which the exchange of tiles over a "
+            f"network needs: use a Hopper GPU or newer"
+        )
 
 
 def init_nvshmem(device: torch.device) -> None:
     """Initialises NVSHMEM over torch.distributed's world, once. Collective.
 
     Args:
-        device: this rank's CUDA device, made current here (NVSHMEM binds the current one).
+        device: This rank's CUDA device; it becomes the current one, which NVSHMEM binds.
     """
     import nvshmem.core as nvshmem
     from cuda.core import Device
 
     if nvshmem.init_status() >= nvshmem.InitStatus.STATUS_IS_INITIALIZED:
         return
-    # Nothing here uses its collectives, and multicast objects are a resource of the whole host.
+    # No NVSHMEM collective is used here, and multicast objects are a resource of the host.
     os.environ.setdefault("NVSHMEM_DISABLE_NVLS", "1")
     torch.cuda.set_device(device)
     torch.zeros(1, device=device)  # NVSHMEM expects a live CUDA context
@@ -262,13 +268,13 @@ def init_nvshmem(device: torch.device) -> None:
 
 
 def init_nvshmem_library(compiled: Any) -> None:
-    """Gives a compiled kernel that calls NVSHMEM the device state it reads; once, before its first launch.
+    """Initialises the NVSHMEM device state of a compiled kernel, once, before its first launch.
 
-    Its kernels are loaded here and not at their first launch, because loading may wait for the device, and a
-    relay kernel is first launched while a GEMM waits for it (CUDA programming guide, lazy loading).
+    The kernels are also loaded here. Loading may wait for the device; a relay kernel is first launched while
+    a GEMM waits for it (CUDA programming guide, lazy loading).
 
     Args:
-        compiled: the DSL's compiled function. Loaded here, and to be kept until NVSHMEM is finalised.
+        compiled: The DSL's compiled function. The caller keeps it until NVSHMEM is finalised.
     """
     import nvshmem.core as nvshmem
     from cuda.bindings import driver
@@ -280,9 +286,9 @@ def init_nvshmem_library(compiled: Any) -> None:
         _cuda(driver.cuFuncLoad(_cuda(driver.cuKernelGetFunction(kernel))))
 
 
-def _cuda(answer: tuple[Any, ...]) -> Any:
-    """The value of a driver call; raises RuntimeError for an error."""
-    error, *values = answer
+def _cuda(result: tuple[Any, ...]) -> Any:
+    """Returns the value of a driver call's result; raises RuntimeError for an error."""
+    error, *values = result
     if int(error):
         raise RuntimeError(f"CUDA driver: {error!r}")
     return values[0] if values else None

@@ -1,4 +1,4 @@
-"""Virtual ranks' memory and devices, and which groups are theirs; `virtual` has the world of a user."""
+"""Memory, devices and groups of virtual ranks; `runtime.virtual` has the class for users."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ class VirtualSymmetric:
     is_open: bool = True
 
     def close(self) -> None:
-        """Drops this rank's view; the memory goes with the last one."""
+        """Drops this rank's view; the memory is freed with the last view."""
         del self.local, self.bases, self.by_put
         self.is_open = False
 
 
 class VirtualRanks:
-    """Ranks of a group in this process: their executors and their symmetric memory.
+    """Ranks of a group in this process, with executors and symmetric memory.
 
     Args:
         names: Name of each rank's group.
         executors: Executor of each rank.
-        emulator: Open emulator that they run in; None: they share a CUDA device.
-        beyond_reach: No rank has addresses of a peer's memory.
+        emulator: Open emulator of the ranks; None: they share a CUDA device.
+        beyond_reach: True: no rank has P2P access to a peer's memory.
 
     Attributes:
-        ranks: a `Group` per rank.
-        names: their names, to be passed as ``group=`` of an op.
+        ranks: `Group` of each rank.
+        names: Names of the groups, to be passed as ``group=`` to an op.
     """
 
     def __init__(
@@ -63,15 +63,15 @@ class VirtualRanks:
             _ranks[group.name] = self
 
     def executor(self, rank: int) -> Executor:
-        """Where ``rank``'s kernels run."""
+        """Returns the executor of ``rank``."""
         return self._executors[rank]
 
     def symmetric(
         self, key: Hashable, rank: int, nbytes: int, prepare: Callable[[Tensor], None]
     ) -> VirtualSymmetric:
-        """``rank``'s view of the block called ``key``, allocated on all ranks when the first one asks.
+        """Returns ``rank``'s view of the block called ``key``; the first request allocates it on all ranks.
 
-        Every rank's block is prepared then, since from then on the first one's kernels may store into it.
+        Every rank's block is prepared then, since the first rank's kernels may store into it at once.
         """
         if key not in self._blocks or not self._blocks[key][rank].is_open:
             self._blocks[key] = self._allocate(nbytes)
@@ -79,7 +79,7 @@ class VirtualRanks:
                 prepare(block.local)
         view = self._blocks[key][rank]
         assert view.local.numel() == nbytes, (
-            f"{key} has {view.local.numel()} bytes, rank {rank} wants {nbytes}"
+            f"{key} has {view.local.numel()} bytes, rank {rank} needs {nbytes}"
         )
         return view
 
@@ -92,20 +92,20 @@ class VirtualRanks:
             blocks = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(size)]
         views = []
         for rank, block in enumerate(blocks):
-            near = torch.tensor([b.data_ptr() for b in blocks], dtype=torch.int64, device=block.device)
+            addresses = torch.tensor([b.data_ptr() for b in blocks], dtype=torch.int64, device=block.device)
             by_put = -1 - torch.arange(size, dtype=torch.int64, device=block.device)
-            by_put[rank] = near[rank]
-            bases = by_put if self.beyond_reach else near
+            by_put[rank] = addresses[rank]
+            bases = by_put if self.beyond_reach else addresses
             views.append(VirtualSymmetric(block, bases, by_put if self.has_nvshmem else None))
         return views
 
     @property
     def has_nvshmem(self) -> bool:
-        """Whether the ranks' memory is NVSHMEM's, too: emulated."""
+        """Returns whether the memory is also (emulated) NVSHMEM memory."""
         return self._emulator is not None
 
     def close(self) -> None:
-        """Removes the groups and drops the memory. Closing twice does nothing more."""
+        """Removes the groups and drops the memory. A second call does nothing."""
         for group in self.ranks:
             if _ranks.pop(group.name, None) is not None:
                 remove_virtual(group)
@@ -113,5 +113,5 @@ class VirtualRanks:
 
 
 def virtual_ranks(group: Group) -> VirtualRanks | None:
-    """The ranks that a virtual group belongs to, None for other groups."""
+    """Returns the ranks to which a virtual group belongs, or None for other groups."""
     return _ranks.get(group.name)

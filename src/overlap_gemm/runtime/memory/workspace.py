@@ -1,17 +1,17 @@
-"""Workspaces: the memory that fused kernels exchange tiles through, and the reports of expired waits.
+"""Workspaces: memory through which fused kernels exchange tiles, and the errors of failed kernels.
 
-A workspace belongs to a group and to a size class (powers of two), is allocated at the first call that no
-workspace of the group is large enough for, and serves all later ones that it is large enough for. It begins
-with ``zeroed`` bytes that are zero at birth (control words and flags) and are never reset. Where things lie
-in it is the kernels' business (`exchange.geometry`); that its layout depends on the class alone, never on a
-call's shape, is this module's.
+A workspace belongs to a group and a size class (powers of two). It is allocated at the first call that fits
+into no workspace of the group, and serves all later calls that fit. Its first ``zeroed`` bytes (control words
+and flags) are zero at allocation and are never reset. `exchange.geometry` defines the offsets; they depend on
+the size class only, never on a call's shape.
 
-Whose memory it is (`OVERLAP_GEMM_SYMMETRIC`) and whether loads and stores reach every peer's block are two
-facts. The second is found out when it is made, and agreed by all ranks; NVSHMEM's memory serves both cases.
+Two facts are independent: the provider of the memory (`OVERLAP_GEMM_SYMMETRIC`), and whether all peers'
+blocks are P2P-accessible. The second is tested at allocation and agreed by all ranks; NVSHMEM's memory
+supports both cases.
 
-`close_workspaces` is collective and explicit. The garbage collector frees nothing. A workspace that captured
-calls use stays until the process ends: a graph can be replayed at any time, and would store into its peers'
-freed memory.
+`close_workspaces` is collective and explicit; the garbage collector frees nothing. A workspace that captured
+calls use stays until the process ends: a graph can be replayed at any time, and would store into freed memory
+of its peers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..agree import DisagreementError, differences, gather, together
 from ..group import Group, GroupLike, group_name
 from ..identity import describe
 from ..order import forbid_capture
-from ..peers import Peers, forget, left_behind, sides
+from ..peers import Peers, local_peers, orphaned, remove_peers
 from ..watcher import watch
 from .symmetric import (
     NvshmemSymmetric,
@@ -41,25 +41,25 @@ from .symmetric import (
 from .virtual_ranks import virtual_ranks
 
 DEFAULT_LIMIT = 8 << 30
-"""Bytes all workspaces of a process may take together; ``OVERLAP_GEMM_WORKSPACE_LIMIT`` overrides."""
+"""Limit in bytes of all workspaces of a process; ``OVERLAP_GEMM_WORKSPACE_LIMIT`` overrides it."""
 
 
 class CommTimeoutError(RuntimeError):
-    """A kernel gave up waiting for a peer. The CUDA context of the process is unusable afterwards.
+    """A kernel's wait for a peer expired. The CUDA context of the process is unusable afterwards.
 
     Attributes:
-        failure: the record the waiting lane left.
+        failure: Record written by the waiting lane.
     """
 
     def __init__(self, failure: Failure) -> None:
         self.failure = failure
-        seen = "nothing of it" if failure.seen == NOTHING else failure.seen
+        seen = "nothing" if failure.seen == NOTHING else failure.seen
         op, role = op_coded(failure.op), Role(failure.role).name.lower()
         super().__init__(
             f"{op}: rank {failure.rank} ({role}) gave up on "
             f"rank {failure.source}: tile {failure.tile}, flag {failure.flag}, "
             f"expected epoch {failure.expected}, seen {seen}. "
-            f"Rank {failure.source} is dead, stalled, or did not make the same calls."
+            f"Rank {failure.source} has exited, is stalled, or did not make the same calls."
         )
 
 
@@ -67,38 +67,38 @@ class OverlappingCallsError(RuntimeError):
     """Two fused calls ran on a device at once. The CUDA context of the process is unusable afterwards.
 
     Attributes:
-        failure: the record of the later one; what it saw is the number of the one that was running.
+        failure: Record of the later call; `seen` is the number of the call that was running.
     """
 
     def __init__(self, failure: Failure) -> None:
         self.failure = failure
         super().__init__(
             f"{op_coded(failure.op)}: call {failure.expected} of rank {failure.rank} began while call "
-            f"{failure.seen} ran on the same device, and the two could have waited for each other for ever. "
-            f"Calls are ordered one after the other, and so are those captured in one graph; a replay is "
-            f"ordered by its stream alone. Replay graphs of fused calls on the stream of the other fused "
-            f"calls, or make one stream wait for the other (torch.cuda.Stream.wait_stream)."
+            f"{failure.seen} ran on the same device; the two could wait for each other for ever. "
+            f"Eager calls are ordered, and so are calls captured in one graph, but only its stream orders "
+            f"a replay. Replay graphs of fused calls on the stream of the other fused calls, or make one "
+            f"stream wait for the other (torch.cuda.Stream.wait_stream)."
         )
 
 
 class MismatchedCallsError(RuntimeError):
-    """A peer is in another call than this rank. The CUDA context of the process is unusable afterwards.
+    """A peer is in a different call. The CUDA context of the process is unusable afterwards.
 
-    No rank gets a result of two different calls.
+    No rank returns a result of two different calls.
 
     Attributes:
-        failure: the record; what was expected and seen are this rank's and the peer's identity of the call
+        failure: Record; `expected` and `seen` are this rank's and the peer's identity of the call
             (`exchange.call.Call.identity`).
     """
 
     def __init__(self, failure: Failure) -> None:
         self.failure = failure
-        here, there = describe(failure.expected >> 32), describe(failure.seen >> 32)
+        local_call, peer_call = describe(failure.expected >> 32), describe(failure.seen >> 32)
         super().__init__(
-            f"{op_coded(failure.op)}: rank {failure.rank} is in {here}, rank {failure.source} in "
-            f"{there}: call {failure.expected & 0xFFFFFFFF} of their workspace on both. All ranks of a group "
-            f"must make the same calls in the same order, also where graphs are replayed. A call that raised "
-            f"on one rank alone counts there: it cannot be made up for."
+            f"{op_coded(failure.op)}: rank {failure.rank} is in {local_call}, rank {failure.source} in "
+            f"{peer_call}, as call {failure.expected & 0xFFFFFFFF} of their workspace. All ranks of a group "
+            f"must make the same calls in the same order, also when graphs are replayed. A call that raised "
+            f"on one rank alone is counted there and cannot be made up for."
         )
 
 
@@ -106,21 +106,21 @@ FAILURES: dict[int, type[CommTimeoutError | OverlappingCallsError | MismatchedCa
     Role.IN_CALL: OverlappingCallsError,
     Role.CALL_IDENTITY: MismatchedCallsError,
 }
-"""What a record is raised as, by who left it; others as a CommTimeoutError."""
+"""Exception class by the role that wrote the record; for other roles it is CommTimeoutError."""
 
 
 @dataclass(frozen=True)
 class SizeClass:
-    """What workspaces are told apart by; equal on all ranks, since it comes from the shape of a call.
+    """Key of workspaces, computed from the shape of a call and therefore equal on all ranks.
 
     Attributes:
-        zeroed: leading bytes that are zero at birth.
-        buffer: bytes of each buffer after them.
-        buffers: how many.
-        staging_buffers: how many more, where some peer is beyond reach.
-        kind: of ops that use it; others have workspaces of their own.
-        first_epoch: offset of a ``uint64`` that is 1 at birth.
-        filled: what every byte of the buffers is at birth; None: anything.
+        zeroed: Number of leading bytes that are zero at allocation.
+        buffer: Bytes of each buffer after the zeroed bytes.
+        buffers: Number of buffers.
+        staging_buffers: Number of additional buffers if some peer is not P2P-accessible.
+        kind: Kind of the ops that use the workspace; other kinds have workspaces of their own.
+        first_epoch: Offset of a ``uint64`` that is 1 at allocation.
+        filled: Value of every byte of the buffers at allocation; None: any value.
     """
 
     zeroed: int
@@ -132,11 +132,11 @@ class SizeClass:
     filled: int | None = None
 
     def holds(self, other: SizeClass) -> bool:
-        """Whether whatever fits into a workspace of the other class fits into one of this."""
+        """Returns whether a workspace of this class can replace one of the other class."""
         return self.kind == other.kind and self.zeroed >= other.zeroed and self.buffer >= other.buffer
 
     def prepare(self, block: Tensor) -> None:
-        """Writes what a new block must hold before any kernel runs."""
+        """Writes the initial values of a new block."""
         block[: self.zeroed].zero_()
         if self.filled is not None:
             block[self.zeroed :].fill_(self.filled)
@@ -144,22 +144,22 @@ class SizeClass:
             block[self.first_epoch : self.first_epoch + 8].view(torch.int64).fill_(1)
 
     def nbytes(self, reaches_all: bool) -> int:
-        """Size of each rank's block."""
+        """Returns the size of each rank's block in bytes."""
         return self.zeroed + (self.buffers + (0 if reaches_all else self.staging_buffers)) * self.buffer
 
 
 @dataclass(eq=False)
 class Workspace:
-    """One group's block, and where kernels that use it say why they gave up.
+    """Workspace of one group on this rank, and the failure record of the kernels that use it.
 
     Attributes:
-        group: who shares it.
-        size: its class.
-        memory: the block on every rank.
-        reaches_all: whether loads and stores of every rank reach the block of every other.
+        group: Group whose ranks share it.
+        size: Size class.
+        memory: Block on every rank.
+        reaches_all: True if every rank has P2P access to the block of every other.
         record: `Executor.record`.
-        captured: whether a CUDA graph may hold calls that use it.
-        is_open: whether it may be used, until `close_workspaces`.
+        captured: True if a CUDA graph may contain calls that use it.
+        is_open: True until `close_workspaces` frees it.
     """
 
     group: Group
@@ -175,12 +175,12 @@ class Workspace:
         self._words = (ctypes.c_uint32 * RECORD_WORDS).from_address(self.record.data_ptr())
 
     def raise_if_failed(self) -> None:
-        """Raises what a kernel has left a record of; reads host memory only.
+        """Raises the error that a kernel has recorded, if any; reads host memory only.
 
         Raises:
-            CommTimeoutError: it gave up waiting for a peer.
-            OverlappingCallsError: it began while another one ran.
-            MismatchedCallsError: a peer was in another call.
+            CommTimeoutError: A wait for a peer expired.
+            OverlappingCallsError: The kernel began while another one ran.
+            MismatchedCallsError: A peer was in a different call.
         """
         assert self.is_open, "a call on a closed workspace"
         if self._words[0]:
@@ -192,23 +192,24 @@ class Workspace:
         return FAILURES.get(failure.role, CommTimeoutError)(failure)
 
     def watch(self) -> None:
-        """Names a failure on stderr although no call follows."""
+        """Reports a failure on stderr even if no call follows."""
         watch(self._words, self.record.data_ptr(), lambda: str(self._failure()))
 
 
 def obtain(peers: Peers, size: SizeClass) -> Workspace:
-    """The workspace of a class: the smallest of the group that is large enough when a call first needs one.
+    """Returns a workspace for a size class: the smallest one of the group that is large enough.
 
-    If there is none, it is allocated. Which one it is follows from the classes needed so far, of which all
-    ranks have the same sequence, and stays, since ranks need not ask again at the same calls.
+    If there is none, it is allocated. The choice is made when a class is first needed, and is kept. It
+    depends only on the sequence of classes so far, which is the same on all ranks, so they need no
+    communication.
 
     Args:
-        peers: the rank's side of the group.
-        size: the class.
+        peers: This rank's state of the group.
+        size: Size class.
 
     Raises:
-        SymmetricMemoryError: on every rank, if one of them could not allocate or would pass its limit.
-        CaptureError: it had to allocate during CUDA graph capture.
+        SymmetricMemoryError: On every rank, if one of them could not allocate or would exceed its limit.
+        CaptureError: An allocation is needed during CUDA graph capture.
     """
     if (known := peers.workspaces.get(size)) is not None:
         return known
@@ -221,27 +222,25 @@ def obtain(peers: Peers, size: SizeClass) -> Workspace:
 
 
 def _provider() -> type[TorchSymmetric] | type[NvshmemSymmetric]:
-    """Whose memory workspaces of processes are, by ``OVERLAP_GEMM_SYMMETRIC``, the same on all ranks.
+    """Returns the provider of workspaces of processes, by ``OVERLAP_GEMM_SYMMETRIC``.
 
     Raises:
-        ValueError: the variable names no provider.
+        ValueError: The variable names no provider.
     """
     name = environment.choice("OVERLAP_GEMM_SYMMETRIC", ("torch", "nvshmem"))
     return NvshmemSymmetric if name == "nvshmem" else TorchSymmetric
 
 
 def _agreed_provider(group: Group) -> type[TorchSymmetric] | type[NvshmemSymmetric]:
-    """That of all ranks.
+    """Returns the provider of all ranks.
 
     Raises:
-        DisagreementError: on every rank, if they have different ones, or one of them none.
-        ValueError: NVSHMEM's cannot serve this group.
+        DisagreementError: On every rank, if the ranks' providers differ, or if a rank's variable is invalid.
+        ValueError: NVSHMEM does not support this group.
     """
     names = gather(group, "choosing the memory of workspaces", lambda: _provider().name)
     if views := differences(group, names):
-        raise DisagreementError(
-            f"the ranks of a group must share one kind of memory (OVERLAP_GEMM_SYMMETRIC): {views}"
-        )
+        raise DisagreementError(f"OVERLAP_GEMM_SYMMETRIC must be the same on all ranks of a group: {views}")
     provider = _provider()
     if reason := provider.why_not(group):
         raise ValueError(reason)
@@ -249,12 +248,16 @@ def _agreed_provider(group: Group) -> type[TorchSymmetric] | type[NvshmemSymmetr
 
 
 def why_no_put_memory(group: Group) -> str | None:
-    """Why NVSHMEM cannot put into the workspaces of a group, None if it can."""
+    """Returns why NVSHMEM cannot put into the workspaces of a group, or None if it can."""
     virtual = virtual_ranks(group)
     if virtual is not None:
-        return None if virtual.has_nvshmem else "virtual ranks on a GPU are one process, and have no NVSHMEM"
+        return (
+            None
+            if virtual.has_nvshmem
+            else "virtual ranks on a GPU are one process and have no NVSHMEM memory"
+        )
     if _provider() is not NvshmemSymmetric:
-        return "the workspaces must be NVSHMEM's memory: OVERLAP_GEMM_SYMMETRIC=nvshmem on every rank"
+        return "workspaces must be NVSHMEM memory: set OVERLAP_GEMM_SYMMETRIC=nvshmem on every rank"
     return NvshmemSymmetric.why_not(group)
 
 
@@ -263,12 +266,12 @@ def _check_limit(nbytes: int) -> None:
     if workspace_bytes() + nbytes > limit:
         raise ValueError(
             f"workspaces hold {workspace_bytes()} bytes and {nbytes} more are needed; the limit is {limit} "
-            f"(OVERLAP_GEMM_WORKSPACE_LIMIT): close_workspaces() of groups no longer in use, or raise it"
+            f"(OVERLAP_GEMM_WORKSPACE_LIMIT): call close_workspaces() for unused groups, or raise the limit"
         )
 
 
 def _make(peers: Peers, size: SizeClass) -> Workspace:
-    """Finds out who reaches whom, and allocates accordingly."""
+    """Allocates a workspace; tests first whether all peers are P2P-accessible."""
     group, device = peers.group, peers.executor.device
     virtual = virtual_ranks(group)
     if virtual is not None:
@@ -292,7 +295,7 @@ def _make(peers: Peers, size: SizeClass) -> Workspace:
         size.prepare(memory.local)
         torch.cuda.synchronize(device)
 
-    # After it no peer's flag can arrive before the zeros.
+    # All ranks agree here, so that no peer's flag can arrive before the zeros.
     together(group, "clearing a workspace", prepare, SymmetricMemoryError)
     workspace = Workspace(group, size, memory, reaches_all, peers.executor.record)
     together(group, "watching for failures", workspace.watch)
@@ -300,47 +303,47 @@ def _make(peers: Peers, size: SizeClass) -> Workspace:
 
 
 def workspaces(group: GroupLike = None) -> list[Workspace]:
-    """This rank's workspaces.
+    """Returns this rank's workspaces.
 
     Args:
-        group: As for an op; None for all groups of this process, those that have ended among them.
+        group: Group, as for an op; None: all groups of this process, including those that have ended.
     """
-    found = [workspace for peers in _sides(group) for workspace in _distinct(peers)]
-    return found + (left_behind if group is None else [])
+    open_workspaces = [workspace for peers in _peers_of_group(group) for workspace in _distinct(peers)]
+    return open_workspaces + (orphaned if group is None else [])
 
 
 def workspace_bytes(group: GroupLike = None) -> int:
-    """Bytes of this rank's device memory that the fused kernels' workspaces hold.
+    """Returns the bytes of this rank's device memory that the fused kernels' workspaces hold.
 
     Args:
-        group: As for an op; None for all groups of this process.
+        group: Group, as for an op; None: all groups of this process.
     """
     return sum(workspace.memory.local.numel() for workspace in workspaces(group))
 
 
 def raise_if_failed() -> None:
-    """Raises what a kernel of this process has left a record of; see `Workspace.raise_if_failed`."""
+    """Raises the error that a kernel of this process has recorded, if any (`Workspace.raise_if_failed`)."""
     for workspace in workspaces():
         workspace.raise_if_failed()
 
 
 def close_workspaces(group: GroupLike = None) -> None:
-    """Frees the fused kernels' workspaces; a later call makes new ones. `finalize` closes all that are left.
+    """Frees the fused kernels' workspaces; later calls allocate new ones. `finalize` closes the rest.
 
-    Those that a captured call of any rank uses stay and serve later calls: CUDA graphs may be replayed
-    afterwards. They are freed with the process.
+    Workspaces used by captured calls of any rank stay and serve later calls, because CUDA graphs may be
+    replayed afterwards. They are freed with the process.
 
-    Collective: every rank of the group calls it, after the same sequence of ops. Waits for the device.
-    Nothing else frees a workspace, the garbage collector least of all.
+    Collective: every rank of the group calls it, after the same sequence of ops. It waits for the device. No
+    other function frees a workspace, and the garbage collector does not.
 
     Args:
-        group: As for an op; None for all groups of this process.
+        group: Group, as for an op; None: all groups of this process.
     """
-    for peers in _sides(group):
+    for peers in _peers_of_group(group):
         if peers.workspaces:
             _close(peers)
         if not peers.workspaces:
-            forget(peers)
+            remove_peers(peers)
 
 
 def _close(peers: Peers) -> None:
@@ -355,9 +358,9 @@ def _close(peers: Peers) -> None:
 
 
 def _distinct(peers: Peers) -> list[Workspace]:
-    """In the order in which they were made; several classes may have the same one."""
+    """Returns the workspaces in the order of allocation; several classes may share one."""
     return list(dict.fromkeys(peers.workspaces.values()))
 
 
-def _sides(group: GroupLike) -> list[Peers]:
-    return sides(None if group is None else group_name(group))
+def _peers_of_group(group: GroupLike) -> list[Peers]:
+    return local_peers(None if group is None else group_name(group))
