@@ -120,7 +120,7 @@ def test_what_cannot_be_measured_stays_and_is_said(truth):
     found = calibrate(ModelProbe(truth, 4, without=("link",)), base, "sm_90a", lines.append)
     assert found.link_rate == base.link_rate
     assert found.mma_rate == pytest.approx(truth.mma_rate, rel=0.02)
-    assert "  not measured, stays as it was: no link here" in lines
+    assert "  not measured, unchanged: no link here" in lines
 
 
 def test_a_curve_never_falls(truth):

@@ -44,7 +44,7 @@ def predictions(machine: Machine) -> list[tuple[str, float]]:
         way
         for call in CALLS
         for captured in (False, True)
-        for way in sorted(predict_on(call, machine, machine.archs[0], machine.sms, captured).ways.items())
+        for way in sorted(predict_on(call, machine, machine.archs[0], machine.sms, captured).seconds.items())
     ]
 
 

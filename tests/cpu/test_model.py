@@ -14,7 +14,7 @@ from overlap_gemm.tuning.settings import configured
 from overlap_gemm.tuning.space import (
     candidates,
     choose_config,
-    executed_as,
+    lower_small_rs_to_ar,
     pattern_of,
     seconds_of,
 )
@@ -89,9 +89,9 @@ def test_the_models_error_is_known():
     _, product, torch, sequential, fused = zip(*MEASURED, strict=True)
     for measured, predicted, largest, mean in (
         (product, [p.product for p in predictions], 0.27, 0.08),
-        (torch, [p.ways["torch"] for p in predictions], 0.17, 0.05),
-        (sequential, [p.ways["sequential"] for p in predictions], 0.20, 0.07),
-        (fused, [p.ways["fused"] for p in predictions], 0.09, 0.03),
+        (torch, [p.seconds["torch"] for p in predictions], 0.17, 0.05),
+        (sequential, [p.seconds["sequential"] for p in predictions], 0.20, 0.07),
+        (fused, [p.seconds["fused"] for p in predictions], 0.09, 0.03),
     ):
         found = errors(measured, predicted)
         assert max(map(abs, found)) < largest
@@ -155,9 +155,11 @@ def test_an_unknown_extent_does_not_decide():
     """Two ranks that hold different K and have not agreed on it must choose alike."""
     shape = {"m": 2048, "n": 8192, "world": 4}
     unknown = predict(facts(k=None, **shape), "sm_90a", 132, captured=True)
-    assert unknown.ways == predict(facts(k=4 * 8192, **shape), "sm_90a", 132, captured=True).ways
+    assert unknown.seconds == predict(facts(k=4 * 8192, **shape), "sm_90a", 132, captured=True).seconds
     gather = predict(facts(n=None, k=4096, op="all_gather_gemm"), "sm_90a", 132, captured=True)
-    assert gather.ways == predict(facts(n=16384, k=4096, op="all_gather_gemm"), "sm_90a", 132, True).ways
+    assert (
+        gather.seconds == predict(facts(n=16384, k=4096, op="all_gather_gemm"), "sm_90a", 132, True).seconds
+    )
 
 
 @pytest.mark.parametrize("world", [2, 4, 8])
@@ -167,7 +169,7 @@ def test_a_choice_without_k_costs_little(world, m, n, k):
     """Of Llama's row-parallel projections: at most a sixth of the time, wherever K turns out to be."""
     call, machine = facts(m, n, k, world), load("h200")
     blind = predict(facts(m, n, None, world), "sm_90a", 132, captured=True).config
-    best = predict(call, "sm_90a", 132, captured=True).ways["fused"]
+    best = predict(call, "sm_90a", 132, captured=True).seconds["fused"]
     assert fused_time(blind, call, machine, 132).total <= 7 / 6 * best
 
 
@@ -210,7 +212,7 @@ def test_more_work_takes_no_less_time(op, larger):
     for less, more in zip(times, times[1:], strict=False):
         assert less.product <= more.product
         assert less.bound <= more.bound
-        assert all(less.ways[way] <= more.ways[way] for way in less.ways)
+        assert all(less.seconds[way] <= more.seconds[way] for way in less.seconds)
 
 
 @pytest.mark.parametrize("rate", ["mma_rate", "bulk_rate", "memory_rate"])
@@ -228,14 +230,14 @@ def test_a_faster_machine_is_no_slower(rate, size):
 def test_nothing_beats_the_bound_but_by_a_kernels_efficiency(world, m):
     found = h200(m, 4096, 4096, world)
     assert found.bound == max(found.product, found.link)
-    assert all(seconds >= found.link for seconds in found.ways.values())
+    assert all(seconds >= found.link for seconds in found.seconds.values())
 
 
 def test_eager_calls_cost_at_least_their_host_time():
     eager, captured = (predict(facts(m=16), "sm_90a", 132, c) for c in (False, True))
     machine = machine_for("sm_90a")
-    for way, seconds in eager.ways.items():
-        assert seconds == max(captured.ways[way], machine.host[way])
+    for way, seconds in eager.seconds.items():
+        assert seconds == max(captured.seconds[way], machine.host[way])
 
 
 def test_a_curve_is_linear_between_its_points_and_behind_them():
@@ -255,18 +257,18 @@ def test_the_choice_is_the_candidate_with_the_least_time(arch, rows):
     timed = [c for c in candidates(arch, "bf16") if rows <= machine.few_rows or c.mma != "swap_ab"]
     times = [fused_time(c, call, machine, 132).total for c in timed]
     if found.op == RS:
-        assert found.fused.total == min(times) == found.ways["fused"]
+        assert found.fused.total == min(times) == found.seconds["fused"]
     else:  # an all-reduce, which has a choice of its own
         assert rows <= machine.whole_rows
-        assert found.ways["fused"] == found.fused.total <= machine.whole_gain * min(times)
+        assert found.seconds["fused"] == found.fused.total <= machine.whole_gain * min(times)
 
 
 def test_a_choice_follows_configured():
     with configured(mma="cooperative"):
         assert h200().config.mma == "cooperative"
-        slower = h200().ways["fused"]
+        slower = h200().seconds["fused"]
     assert h200().config.mma == "pingpong"
-    assert h200().ways["fused"] < slower
+    assert h200().seconds["fused"] < slower
 
 
 def test_every_architecture_has_constants_and_those_of_blackwell_are_called_expected():
@@ -303,7 +305,7 @@ def test_kernels_with_scales_of_blocks_have_efficiencies_of_their_own():
     slower = of_blocks(own)
     assert slower.config == best.config, "the only one that was timed is the only candidate"
     assert 1.85 * best.fused.waves < slower.fused.waves < 2 * best.fused.waves, "an epilogue stays as it is"
-    assert slower.ways["torch"] == best.ways["torch"]
+    assert slower.seconds["torch"] == best.seconds["torch"]
     assert of_blocks(own, blocks=None) == replace(of_blocks(ROWS_ALONE, blocks=None), machine=own)
     alone = replace(best.config, cluster=(1, 1))
     assert efficiency_of(alone, own) == halved, "the least of its tile"
@@ -316,17 +318,20 @@ def test_kernels_with_scales_of_blocks_that_were_not_timed_are_those_with_scales
     assert {c.blocks for c in candidates("sm_90a", "e4m3", ROWS_ALONE, BLOCKS)} == {BLOCKS}
     for m in (16, 512, 8192):
         rows, blocks = (of_blocks(ROWS_ALONE, m, kind) for kind in (None, BLOCKS))
-        assert blocks.ways["torch"] == rows.ways["torch"]
+        assert blocks.seconds["torch"] == rows.seconds["torch"]
         with configured(mma="cooperative", tile=(128, 128)):  # swap_ab has no scales of blocks
             rows, blocks = (of_blocks(ROWS_ALONE, m, kind).fused for kind in (None, BLOCKS))
             assert rows.waves == blocks.waves
-    assert "scales of blocks of 128 x 128 have not been timed on NVIDIA H200" in ROWS_ALONE.why_as_rows(
-        BLOCKS
+    assert (
+        "scales of blocks of 128 x 128 have not been timed on NVIDIA H200"
+        in ROWS_ALONE.missing_block_timings(BLOCKS)
     )
-    assert ROWS_ALONE.why_as_rows(None) is None and ROWS_ALONE.why_untimed_bytes(BLOCKS) is None
-    assert "of 32 x 32 have not been timed" in ROWS_ALONE.why_untimed_bytes(PROMOTED[1])
+    assert (
+        ROWS_ALONE.missing_block_timings(None) is None and ROWS_ALONE.why_uncalibrated_bytes(BLOCKS) is None
+    )
+    assert "of 32 x 32 have not been timed" in ROWS_ALONE.why_uncalibrated_bytes(PROMOTED[1])
     timed = {**ROWS_ALONE.efficiency, "cooperative 128x128 2x1 b1x32x32": 0.5}
-    assert replace(ROWS_ALONE, efficiency=timed).why_untimed_bytes(PROMOTED[1]) is None
+    assert replace(ROWS_ALONE, efficiency=timed).why_uncalibrated_bytes(PROMOTED[1]) is None
 
 
 def test_an_architecture_without_kernels_of_these_blocks_is_predicted_all_the_same():
@@ -429,7 +434,7 @@ def test_a_reduce_scatter_of_few_rows_is_an_all_reduce_where_that_is_faster():
 
     def kernel(m, n, k, world, **shard):
         call = Facts("gemm_reduce_scatter", m, n, k, "bf16", world, **shard)
-        return executed_as(call, machine, "sm_90a", 132).op
+        return lower_small_rs_to_ar(call, machine, "sm_90a", 132).op
 
     assert kernel(16, 8192, 28672, 4) == kernel(16, 8192, 8192, 2) == "gemm_all_reduce"
     assert kernel(128, 8192, 8192, 2) == "gemm_reduce_scatter"  # measured 34.5 us, and 36.0
@@ -438,7 +443,7 @@ def test_a_reduce_scatter_of_few_rows_is_an_all_reduce_where_that_is_faster():
         assert kernel(16, 8192, 28672, 4) == "gemm_reduce_scatter"
     for name in ("all_gather_gemm", "gemm_all_gather"):
         call = Facts(name, 16, 8192, 28672, "bf16", 4)
-        assert executed_as(call, machine, "sm_90a", 132) is call
+        assert lower_small_rs_to_ar(call, machine, "sm_90a", 132) is call
     found = predict_on(Facts("gemm_reduce_scatter", 16, 8192, 28672, "bf16", 4), machine, "sm_90a", 132, True)
     assert found.op == "gemm_all_reduce" and found.best == "fused"
     assert found.link == link_seconds(Facts("gemm_reduce_scatter", 16, 8192, 28672, "bf16", 4), machine)

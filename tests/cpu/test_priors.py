@@ -8,7 +8,7 @@ import torch
 
 from overlap_gemm.tuning import driver, machine
 from overlap_gemm.tuning.driver import DriverFacts, driver_facts
-from overlap_gemm.tuning.machine import SHIPPED, SOURCES, load, machine_for, scaled, why_untimed
+from overlap_gemm.tuning.machine import SHIPPED, SOURCES, load, machine_for, scaled, why_uncalibrated
 from overlap_gemm.tuning.prediction import predict_on
 from overlap_gemm.tuning.time_model import Facts
 
@@ -40,8 +40,8 @@ def test_every_shipped_file_is_a_source():
 
 def test_the_shipped_constants_of_h100_are_those_of_its_name():
     found = machine_for("sm_90a", H100)
-    assert (found.name, found.source) == (H100, "measured") and why_untimed("sm_90a", H100) is None
-    assert found.why_untimed_bytes() is None, "8-bit calls are compared"
+    assert (found.name, found.source) == (H100, "measured") and why_uncalibrated("sm_90a", H100) is None
+    assert found.why_uncalibrated_bytes() is None, "8-bit calls are compared"
     assert all(found.provenance[name] for name in ("bytes_rate", "promoted_rate", "blocks_rate"))
 
 
@@ -59,8 +59,8 @@ def test_constants_of_an_h20_are_scaled_by_its_driver(monkeypatch):
     assert found.memory_rate == pytest.approx(base.memory_rate * 4.0 / 3.352, rel=1e-3)
     assert found.mma_rate < 148e12, "tensor cores are limited, which the driver does not state"
     assert found.link_rate == pytest.approx(base.link_rate) and found.efficiency == base.efficiency
-    why = why_untimed("sm_90a", "NVIDIA H20")
-    assert f"scaled from {H100}'s by what the driver states are a prior for measurements" in why
+    why = why_uncalibrated("sm_90a", "NVIDIA H20")
+    assert f"scaled from {H100}'s by the driver's figures are a prior for measurements" in why
 
 
 def test_a_card_without_nvlink_has_links_of_pcie_and_its_power_limit(monkeypatch):

@@ -15,7 +15,7 @@ from overlap_gemm.config.scale_blocks import PROMOTED
 from overlap_gemm.runtime.group import Group
 from overlap_gemm.spec import OPS
 from overlap_gemm.tuning import machine
-from overlap_gemm.tuning.machine import load, machine_for, why_untimed
+from overlap_gemm.tuning.machine import load, machine_for, why_uncalibrated
 from tests.support.problems import changed
 from tests.support.problems import problem as problem_of
 
@@ -129,7 +129,7 @@ def on_hopper(rows, reach=HOPPER, requested="auto", op="gemm_reduce_scatter", k=
 @pytest.mark.parametrize("op", OPS)
 def test_auto_takes_what_is_predicted_fastest(op, rows, captured):
     choice = on_hopper(rows, op=op, captured=captured)
-    times = choice.prediction.ways
+    times = choice.prediction.seconds
     worth = {"fused", "torch"} & times.keys()
     assert times[choice.backend.name] == min(times[name] for name in worth)
 
@@ -142,8 +142,8 @@ def test_auto_takes_fused_for_many_rows_and_torch_for_some_of_few():
 def test_the_times_and_the_bound_are_printed():
     printed = str(on_hopper(8192, captured=True))
     times = on_hopper(8192, captured=True).prediction
-    assert f"fused: chosen [{times.ways['fused'] * 1e6:.0f} us predicted]" in printed
-    assert f"torch: no, fused is faster [{times.ways['torch'] * 1e6:.0f} us predicted]" in printed
+    assert f"fused: chosen [{times.seconds['fused'] * 1e6:.0f} us predicted]" in printed
+    assert f"torch: no, fused is faster [{times.seconds['torch'] * 1e6:.0f} us predicted]" in printed
     assert f"bound: {times.bound * 1e6:.0f} us" in printed
     assert "K not known" not in printed
     assert "K not known" in str(on_hopper(8192, captured=True, k=None))
@@ -172,31 +172,31 @@ def test_ranks_that_do_not_reach_each_other_are_no_error_to_auto():
 @pytest.mark.parametrize("op", OPS)
 def test_where_no_constants_were_measured_auto_takes_torchs_way_and_says_so(op, captured, device, words):
     """Never slower: what a device's own kernels take is known by measuring it, not its architecture."""
-    unknown = Reach(device[0], 132, None, why_untimed(*device))
+    unknown = Reach(device[0], 132, None, why_uncalibrated(*device))
     choice = on_hopper(8192, reach=unknown, op=op, captured=captured)
     assert choice.backend.name == "torch" and choice.prediction is None
     assert f"fused: no, the model's constants have not been measured {words}" in str(choice)
-    assert "`overlap-gemm tune` measures them" in str(choice)
+    assert "run `overlap-gemm tune` to measure them" in str(choice)
     assert on_hopper(8192, reach=unknown, op=op, requested="fused").backend.name == "fused"
     assert on_hopper(8192, reach=unknown, op=op, deterministic=True).backend.name == "sequential"
 
 
 def test_constants_of_a_devices_own_name_decide():
-    assert why_untimed("sm_90a", "NVIDIA H200") is None
-    assert why_untimed("sm_90a", "NVIDIA H100 80GB HBM3") is None
-    assert "have not been measured on NVIDIA H200 NVL" in why_untimed("sm_90a", "NVIDIA H200 NVL")
+    assert why_uncalibrated("sm_90a", "NVIDIA H200") is None
+    assert why_uncalibrated("sm_90a", "NVIDIA H100 80GB HBM3") is None
+    assert "have not been measured on NVIDIA H200 NVL" in why_uncalibrated("sm_90a", "NVIDIA H200 NVL")
 
 
 def test_what_tune_measured_on_a_device_decides_there(tmp_path, monkeypatch):
     monkeypatch.setattr(machine.platformdirs, "user_config_dir", lambda name: str(tmp_path / name))
     machine_for.cache_clear()
     h20 = "NVIDIA H20"
-    assert machine_for("sm_90a", h20).name == "NVIDIA H200" and why_untimed("sm_90a", h20)
+    assert machine_for("sm_90a", h20).name == "NVIDIA H200" and why_uncalibrated("sm_90a", h20)
     machine.save(replace(load("h200"), name=h20, mma_rate=1e14), machine.user_file(h20))
     machine_for.cache_clear()
-    assert machine_for("sm_90a", h20).mma_rate == 1e14 and why_untimed("sm_90a", h20) is None
+    assert machine_for("sm_90a", h20).mma_rate == 1e14 and why_uncalibrated("sm_90a", h20) is None
     assert machine_for("sm_90a", "NVIDIA H200").mma_rate == load("h200").mma_rate, "of another device"
-    assert why_untimed("sm_90a", "NVIDIA GH200 480GB")
+    assert why_uncalibrated("sm_90a", "NVIDIA GH200 480GB")
     machine_for.cache_clear()
 
 

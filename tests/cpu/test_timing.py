@@ -74,7 +74,7 @@ def test_the_bound_is_formed_within_a_round():
 
 
 def test_nothing_to_measure_is_an_error():
-    with pytest.raises(ValueError, match="needs a variant"):
+    with pytest.raises(ValueError, match="at least one variant"):
         measure({})
     with pytest.raises(ValueError, match="rounds=0"):
         measure({"a": lambda: None}, rounds=0)

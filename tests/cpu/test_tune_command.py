@@ -11,7 +11,7 @@ from overlap_gemm.cli import app, tune
 from overlap_gemm.runtime.bootstrap import World
 from overlap_gemm.tuning import machine
 from overlap_gemm.tuning.calibrate import HOSTS
-from overlap_gemm.tuning.machine import load, machine_for, why_untimed
+from overlap_gemm.tuning.machine import load, machine_for, why_uncalibrated
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +73,7 @@ def test_the_file_is_the_users_and_read_from_then_on(gpu):
     machine_for.cache_clear()
     assert machine_for("sm_90a", "NVIDIA H100 80GB HBM3").digest == found.digest
     assert machine_for("sm_90a", "NVIDIA H20").digest == load("h200").digest
-    assert why_untimed("sm_90a", "NVIDIA H100 80GB HBM3") is None
+    assert why_uncalibrated("sm_90a", "NVIDIA H100 80GB HBM3") is None
     assert "host product" in result.output
 
 

@@ -1,4 +1,4 @@
-"""Reduce-scatters of few rows: all-reduces of which each rank keeps its rows (`tuning.space.executed_as`)."""
+"""Reduce-scatters of few rows as all-reduces, of which a rank keeps its rows (`lower_small_rs_to_ar`)."""
 
 import random
 from dataclasses import replace

@@ -85,7 +85,7 @@ def _mode(workload: Workload, found: Measured, mode: Mode, ranks: int) -> dict[s
         if name not in timings.seconds:  # could not be captured
             continue
         seconds = timings.median(name)
-        expected = predicted.ways.get(found.taken[mode][name]) if predicted is not None else None
+        expected = predicted.seconds.get(found.taken[mode][name]) if predicted is not None else None
         ours[name] = {
             "taken": found.taken[mode][name],
             "of_bound": timings.ratio("bound", name),
@@ -105,7 +105,7 @@ def _mode(workload: Workload, found: Measured, mode: Mode, ranks: int) -> dict[s
         "ours": ours,
         "predicted": None
         if predicted is None
-        else {**predicted.ways, "product": predicted.product, "bound": predicted.bound},
+        else {**predicted.seconds, "product": predicted.product, "bound": predicted.bound},
     }
 
 

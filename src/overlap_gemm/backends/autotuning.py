@@ -204,7 +204,7 @@ def _candidates(problem: Problem, group: Group) -> Iterator[Candidate]:
             problem.op, problem.m, problem.n, problem.k, kind, problem.world_size, blocks=problem.blocks
         )
         predicted = predict(facts, reach.arch, reach.num_sms, captured=True)
-        times = {} if predicted is None else predicted.ways
+        times = {} if predicted is None else predicted.seconds
         if fused is not None:
             kernels = proposals(facts, constants(reach.arch), reach.arch, reach.num_sms)
             yield Candidate(fused, kernels[0][0])

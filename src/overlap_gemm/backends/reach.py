@@ -19,7 +19,7 @@ from ..runtime.group import Group
 from ..runtime.memory.symmetric import TorchSymmetric
 from ..runtime.order import forbid_capture
 from ..runtime.peers import reserved_sms
-from ..tuning.machine import machine_for, why_untimed
+from ..tuning.machine import machine_for, why_uncalibrated
 
 PROBE_BYTES = 16
 
@@ -33,7 +33,7 @@ class Reach:
         num_sms: SMs that every rank's kernels may fill: less ``OVERLAP_GEMM_RESERVE_SMS``. What a call asks
             for (`configured`, ``reserve_sms=``) may differ between ranks, so no choice looks at it.
         why_not: Why they cannot store to each other's memory; None where they can.
-        untimed: Why nobody knows how long fused kernels take on them (`tuning.machine.why_untimed`).
+        untimed: Why nobody knows how long fused kernels take on them (`tuning.machine.why_uncalibrated`).
     """
 
     arch: str
@@ -121,7 +121,7 @@ def this_device(device: torch.device) -> Device:
         "" if machine is None else machine.digest,
         socket.gethostname(),
         str(properties.uuid),
-        why_untimed(arch, properties.name) if arch else None,
+        why_uncalibrated(arch, properties.name) if arch else None,
     )
 
 

@@ -67,7 +67,7 @@ class Choice:
             *([f"  {said}"] if (said := str(problem.call)) else ()),
         ]
         measured = problem.measured
-        times, how = {} if prediction is None else prediction.ways, "predicted"
+        times, how = {} if prediction is None else prediction.seconds, "predicted"
         if measured is not None:
             times, how = measured.seconds(problem.captured), "measured"
         for name, reason in self.verdicts:
@@ -83,7 +83,7 @@ class Choice:
                 f"link {prediction.link * 1e6:.0f}){known}; constants of {prediction.machine.name}, "
                 f"{prediction.machine.source}"
             )
-            if as_rows := prediction.machine.why_as_rows(problem.blocks):
+            if as_rows := prediction.machine.missing_block_timings(problem.blocks):
                 lines.append(f"  constants are those with scales of rows: {as_rows}")
         if self.epilogue is not None:
             lines.append(f"  epilogue {self.epilogue}")
@@ -116,7 +116,7 @@ def choose(problem: Problem, requested: str = "auto") -> Choice:
             raise ValueError(f"backend={requested!r} cannot carry out {problem}: {verdicts[name]}")
     others = [backend for backend in BACKENDS if backend.name != name]
     # Bits depend on the backend, and times on M: with a promise about bits none counts.
-    times: Mapping[str, float] = {} if prediction is None or problem.promises.leaves else prediction.ways
+    times: Mapping[str, float] = {} if prediction is None or problem.promises.leaves else prediction.seconds
     unfit = {backend.name: why_unfit(backend, problem) for backend in others}
     measured = problem.measured.seconds(problem.captured) if problem.measured else {}
     if any(unfit[backend.name] is None for backend in others if backend.name in measured):

@@ -23,7 +23,7 @@ from ..backends.select import BACKENDS
 from ..config.arch import arch_of_capability
 from ..runtime.memory.symmetric import numbers, why_no_puts
 from ..spec import GEMM_REDUCE_SCATTER
-from ..tuning.machine import machine_for, why_untimed
+from ..tuning.machine import machine_for, why_uncalibrated
 
 Status = Literal["ok", "absent", "broken"]
 
@@ -100,7 +100,7 @@ def _constants(device: str, capability: tuple[int, int]) -> Finding:
     if arch is None:
         return Finding("the model's constants", f"none: no fused kernel runs on {device}", "absent")
     try:
-        untimed = why_untimed(arch.name, device)
+        untimed = why_uncalibrated(arch.name, device)
     except ValueError as error:
         return Finding("the model's constants", str(error), "broken")
     if untimed:

@@ -61,7 +61,7 @@ def plan(
     asked = Problem(op, call, kind, "cuda", ranks)
     if kind in FLOAT8:
         asked = replace(asked, call=call._replace(out_dtype=OUT_DTYPES[0]), weight_dtype=kind)
-    untimed = constants.why_untimed_bytes(blocks) if asked.is_scaled else None
+    untimed = constants.why_uncalibrated_bytes(blocks) if asked.is_scaled else None
     if asked.is_scaled:  # which no copy engine carries
         eager, captured = (_without(found, "decomposed") for found in (eager, captured))
     if refused := Fused().why_no_kernel(asked) or why_no_blocks(arch, blocks):
@@ -84,7 +84,7 @@ def plan(
         console.print("constants not measured: there `auto` measures each kind of call")
     if untimed:
         console.print(f"not fused by itself: {untimed}", highlight=False)
-    if as_rows := constants.why_as_rows(blocks):
+    if as_rows := constants.missing_block_timings(blocks):
         console.print(f"constants are those with scales of rows: {as_rows}", highlight=False)
     if refused or captured.fused is None or captured.config is None:
         console.print(f"fused kernel: no, {refused}", highlight=False)
@@ -95,7 +95,7 @@ def plan(
 
 
 def _without(found: Prediction, way: str) -> Prediction:
-    return replace(found, ways={name: seconds for name, seconds in found.ways.items() if name != way})
+    return replace(found, seconds={name: seconds for name, seconds in found.seconds.items() if name != way})
 
 
 def _machine(arch: str | None, name: str | None) -> tuple[Machine, str]:
@@ -123,21 +123,21 @@ def _table(eager: Prediction, captured: Prediction) -> Table:
     table.add_column("way")
     for heading in ("captured us", "eager us", "of the bound"):
         table.add_column(heading, justify="right")
-    for name in sorted(captured.ways, key=captured.ways.__getitem__):
-        seconds = captured.ways[name]
+    for name in sorted(captured.seconds, key=captured.seconds.__getitem__):
+        seconds = captured.seconds[name]
         table.add_row(
             name,
             f"{seconds * 1e6:.1f}",
-            f"{eager.ways[name] * 1e6:.1f}",
+            f"{eager.seconds[name] * 1e6:.1f}",
             f"{seconds / captured.bound:.2f}x" if captured.bound else "-",
         )
     return table
 
 
 def _why(found: Prediction) -> str:
-    order = sorted(found.ways, key=found.ways.__getitem__)
+    order = sorted(found.seconds, key=found.seconds.__getitem__)
     best, next_best = order[0], order[1]
-    return f"{found.ways[best] / found.ways[next_best]:.2f} of the time of {next_best}"
+    return f"{found.seconds[best] / found.seconds[next_best]:.2f} of the time of {next_best}"
 
 
 def _parts(fused: FusedTime) -> str:

@@ -87,9 +87,12 @@ def init(*, device: str | None = None, timeout: float | None = None) -> World:
 
     The first of these that applies is used:
 
-    1. A process group that is already initialised. 2. torchrun's environment. 3. The environment of Open MPI
-    or another PMI launcher: mpi4py gives rank, size and rendezvous; gloo or NCCL communicates. 4. slurm's
-    srun. 5. None of them: a world of one process, without torch.distributed.
+    1. A process group that is already initialised.
+    2. torchrun's environment.
+    3. The environment of Open MPI or another PMI launcher: mpi4py gives rank, size and rendezvous; gloo or
+       NCCL communicates.
+    4. slurm's srun.
+    5. None of them: a world of one process, without torch.distributed.
 
     Args:
         device: "cpu" or "cuda", whose index is the local rank; default CUDA if there is a device.

@@ -1,1 +1,1 @@
-"""How long things take: the one timing protocol."""
+"""The time model and its constants, measured choices, settings of kernels, and the timing protocol."""

@@ -1,7 +1,7 @@
-"""From a few measurements to the constants of a machine: the model's formulas, solved for their constants.
+"""Calibration: the constants of a machine from a few measurements, by the model's formulas.
 
-How something is measured is a `Probe`'s business (`overlap-gemm tune` has one for GPUs). Here is arithmetic,
-so a probe that answers with the model's own times gets the model's constants back.
+A `Probe` measures (`overlap-gemm tune` has one for GPUs); this module only computes. A probe that returns the
+model's own times therefore gives the model's constants.
 """
 
 from __future__ import annotations
@@ -19,75 +19,78 @@ from .space import candidates
 from .time_model import Facts, efficiency_key, fused_time, times_bytes
 
 GEMM_SIZES = (8192, 4096)
-"""Edges of the cubes that kernels are compared on."""
+"""M = N = K of the products on which kernels are compared."""
 
 ONE_WAVE_ROWS, ONE_WAVE_DEPTHS = 4, (4096, 8192)
-"""Rows in cluster tiles of a product whose tiles are one wave, with as many columns as fill the SMs. Two K:
-their times' difference has nothing of what a wave costs outside its mainloop, which is much of such calls."""
+"""Rows in cluster tiles, and K, of products whose tiles are one wave; the columns fill the SMs.
+
+The difference of the times at two K excludes the cost of a wave outside its mainloop, which is a large part
+of such calls.
+"""
 
 DECODE = (16, 8192, 8192)
-"""M, N, K of a product that only reads its weight."""
+"""M, N, K of a product whose time is the read of its weight."""
 
 THIN = (4096, 8192)
-"""Rows of two reduce-scatters with next to nothing to compute: their difference is the link's."""
+"""Rows of two reduce-scatters with very small K; the difference of their times is the link's time."""
 THIN_COLS, THIN_DEPTH_PER_RANK = 8192, 64
 
 TAILED = (2048, 8192, 8192)
-"""M, N, K of a reduce-scatter whose fill and tail show."""
+"""M, N, K of a reduce-scatter with significant fill and tail."""
 
 CURVE_BYTES = (1 << 15, 1 << 18, 1 << 21, 1 << 23, 1 << 25, 1 << 27)
-"""Bytes out of each rank at which collectives are measured."""
+"""Bytes sent by each rank at which collectives are measured."""
 
 COLLECTIVES = ("reduce_scatter", "all_gather", "all_reduce", "sum")
 HOSTS = ("product", "torch", "fused", "sequential", "decomposed")
 
 
 class Probe(Protocol):
-    """Measures, in seconds, the same on every rank; all but `host` without the host's time.
+    """Measurements in seconds, the same on every rank. All but `host` exclude host time.
 
-    A method raises RuntimeError or ValueError where the machine has no such thing.
+    A method raises RuntimeError or ValueError if the machine cannot measure it.
     """
 
     @property
     def world(self) -> int:
-        """Ranks P."""
+        """Returns the number of ranks P."""
 
     @property
     def sms(self) -> int:
-        """SMs of the device."""
+        """Returns the number of SMs of the device."""
 
     def empty(self) -> float:
-        """A kernel with next to nothing to do."""
+        """Returns the time of a kernel without work."""
 
     def product(self, m: int, n: int, k: int) -> float:
-        """One rank's product by cuBLAS."""
+        """Returns the time of one rank's product by cuBLAS."""
 
     def gemm(self, config: GemmConfig, m: int, n: int, k: int) -> float:
-        """One rank's product by one of our kernels; with scales of blocks where it has them."""
+        """Returns the time of one rank's product by one of our kernels, with block scales if it has them."""
 
     def fused(self, config: GemmConfig, m: int, n: int, k: int) -> float:
-        """A fused reduce-scatter; M, N, K over all ranks."""
+        """Returns the time of a fused reduce-scatter; M, N and K are over all ranks."""
 
     def link(self) -> tuple[float, float]:
-        """Bytes/s out of each rank by SM stores to all peers, and by copy engines."""
+        """Returns bytes/s out of each rank: by SM stores to all peers, and by copy engines."""
 
     def collective(self, name: str, bytes_out: int) -> float:
-        """One of `COLLECTIVES` that sends about so many bytes out of each rank."""
+        """Returns the time of one of `COLLECTIVES` in which each rank sends about `bytes_out` bytes."""
 
     def host(self, way: str) -> float:
-        """Host time of an eager call of one of `HOSTS`."""
+        """Returns the host time of an eager call of one of `HOSTS`."""
 
 
 def calibrate(
     probe: Probe, base: Machine, arch: str, log: Callable[[str], object] = lambda line: None
 ) -> Machine:
-    """The constants that `probe`'s measurements give; those that it cannot measure stay `base`'s.
+    """Returns the constants computed from `probe`'s measurements; the others are `base`'s.
 
     Args:
-        probe: Measures.
-        base: Where the other constants come from.
-        arch: Target, e.g. ``"sm_90a"``.
-        log: Gets a line for each step, and for what could not be measured.
+        probe: Probe that measures.
+        base: Constants that are not measured.
+        arch: Target architecture, for example ``"sm_90a"``.
+        log: Function that gets a line for each step and each failed measurement.
     """
     machine = base
     for what, step in _steps(probe, arch):
@@ -95,7 +98,7 @@ def calibrate(
         try:
             machine = step(machine)
         except (RuntimeError, ValueError) as error:
-            log(f"  not measured, stays as it was: {str(error).splitlines()[0]}")
+            log(f"  not measured, unchanged: {str(error).splitlines()[0]}")
     return machine
 
 
@@ -103,7 +106,7 @@ Step = Callable[[Machine], Machine]
 
 
 def _steps(probe: Probe, arch: str) -> Iterator[tuple[str, Step]]:
-    """What is measured, in this order: later steps use the constants of earlier ones."""
+    """Yields name and function of each step in order: later steps use the constants of earlier ones."""
     yield "launch", lambda m: replace(m, launch=probe.empty())
     yield "kernels", lambda m: _kernels(probe, m, arch)
     yield "kernels, one wave", lambda m: _one_wave(probe, m, arch)
@@ -123,13 +126,15 @@ def _steps(probe: Probe, arch: str) -> Iterator[tuple[str, Step]]:
 
 
 def _positive(seconds: float) -> float:
-    """`seconds`, which the model needs to be more than nothing.
+    """Returns `seconds`, which must be positive for the model.
 
     Raises:
         ValueError: The measurements contradict each other.
     """
     if not seconds > 0:
-        raise ValueError(f"the times contradict each other: {seconds * 1e6:.3g} us are left")
+        raise ValueError(
+            f"the measured times contradict each other: their difference is {seconds * 1e6:.3g} us"
+        )
     return seconds
 
 
@@ -138,16 +143,16 @@ def _has(probe: Probe, way: str) -> bool:
 
 
 def _kernels(probe: Probe, machine: Machine, arch: str) -> Machine:
-    """Rates of all kernels, whole waves counted, as shares of the best one's."""
+    """Returns the rates of all kernels in full waves, as shares of the best kernel's rate."""
     shares: dict[str, list[float]] = {}
     best: list[float] = []
     for size in GEMM_SIZES:
-        rates = {efficiency_key(c): _rate(c, size, probe, machine) for c in _whole(machine, arch)}
+        rates = {efficiency_key(c): _rate(c, size, probe, machine) for c in _without_split_k(machine, arch)}
         best.append(max(rates.values()))
         for name, rate in rates.items():
             shares.setdefault(name, []).append(rate / best[-1])
-    efficiency = {name: sum(found) / len(found) for name, found in shares.items()}
-    # The rate is that of the largest product, where power limits it; the best kernel's share is 1.
+    efficiency = {name: sum(values) / len(values) for name, values in shares.items()}
+    # The rate is that of the largest product, which power limits; the best kernel's share is 1.
     top = max(efficiency.values())
     return replace(
         machine,
@@ -158,20 +163,22 @@ def _kernels(probe: Probe, machine: Machine, arch: str) -> Machine:
 
 
 def _one_wave(probe: Probe, machine: Machine, arch: str) -> Machine:
-    """Rates of kernels whose tiles all run at once, as shares of the best one's in whole waves."""
-    # A swapped one is bound by the memory there, which the model counts by itself.
-    kernels = [config for config in _whole(machine, arch) if not config.is_swap_ab]
+    """Returns the rates of kernels with one wave of tiles, as shares of the best rate in full waves."""
+    # A swap_ab kernel is bound by memory there, which the model counts separately.
+    kernels = [config for config in _without_split_k(machine, arch) if not config.is_swap_ab]
     shares = {efficiency_key(c): round(_one_wave_rate(c, probe) / machine.mma_rate, 3) for c in kernels}
     return replace(machine, one_wave={**machine.one_wave, **shares})
 
 
 def _with_blocks(probe: Probe, machine: Machine, arch: str) -> Machine:
-    """Both rates of kernels with scales of blocks, as shares of what kernels of their types reach at best."""
+    """Returns both rates of kernels with block scales, as shares of the best rate of their operand types."""
     kernels = [config for blocks in BLOCKS for config in candidates(arch, "e4m3", machine, blocks)]
-    whole = {efficiency_key(c): _share(_rate(c, GEMM_SIZES[0], probe, machine), c, machine) for c in kernels}
-    alone = {efficiency_key(c): _share(_one_wave_rate(c, probe), c, machine) for c in kernels}
+    full_waves = {
+        efficiency_key(c): _share(_rate(c, GEMM_SIZES[0], probe, machine), c, machine) for c in kernels
+    }
+    one_wave = {efficiency_key(c): _share(_one_wave_rate(c, probe), c, machine) for c in kernels}
     return replace(
-        machine, efficiency={**machine.efficiency, **whole}, one_wave={**machine.one_wave, **alone}
+        machine, efficiency={**machine.efficiency, **full_waves}, one_wave={**machine.one_wave, **one_wave}
     )
 
 
@@ -179,18 +186,18 @@ def _share(rate: float, config: GemmConfig, machine: Machine) -> float:
     return round(rate / (machine.mma_rate * times_bytes(config, machine)), 3)
 
 
-def _whole(machine: Machine, arch: str) -> list[GemmConfig]:
-    """The kernels whose tiles have all of K."""
+def _without_split_k(machine: Machine, arch: str) -> list[GemmConfig]:
+    """Returns the kernels that do not split K."""
     return [config for config in candidates(arch, "bf16", machine) if config.k_split == 1]
 
 
 def _rate(config: GemmConfig, size: int, probe: Probe, machine: Machine) -> float:
-    """FLOP/s of a kernel on all SMs while its tiles fill them."""
+    """Returns the FLOP/s of a kernel on all SMs in full waves."""
     return rate_of(config, size, probe.gemm(config, size, size, size), replace(machine, sms=probe.sms))
 
 
 def rate_of(config: GemmConfig, size: int, seconds: float, machine: Machine) -> float:
-    """FLOP/s of a kernel that multiplies a cube in so many seconds, on all SMs while its tiles fill them."""
+    """Returns the FLOP/s, in full waves on all SMs, of a kernel that multiplies `size`^3 in `seconds`."""
     tile_m, tile_n = config.cluster_tile
     resident = max(1, machine.sms // config.cluster_ctas)
     waves = ceil_div(ceil_div(size, tile_m) * ceil_div(size, tile_n), resident)
@@ -202,7 +209,7 @@ def rate_of(config: GemmConfig, size: int, seconds: float, machine: Machine) -> 
 
 
 def _one_wave_rate(config: GemmConfig, probe: Probe) -> float:
-    """FLOP/s of a kernel, as of all SMs, while all its tiles run at once."""
+    """Returns the FLOP/s of a kernel with one wave of tiles, extrapolated to all SMs."""
     (tile_m, tile_n), (rows, columns) = config.cluster_tile, config.cta_tile
     wide = max(1, probe.sms // config.cluster_ctas // ONE_WAVE_ROWS)
     less, more = (
@@ -226,7 +233,7 @@ def _link(probe: Probe, machine: Machine) -> Machine:
 def _collectives(probe: Probe, machine: Machine) -> Machine:
     def curve(name: str) -> Curve:
         seconds = [probe.collective(name, size) for size in CURVE_BYTES]
-        # A larger transfer that was measured faster is noise, or a change of protocol: it takes no less.
+        # If a larger transfer was measured faster (noise, or a change of protocol), use the longer time.
         return tuple((float(b), max(seconds[: i + 1])) for i, b in enumerate(CURVE_BYTES))
 
     curves = {name: {**machine.collectives.get(name, {}), probe.world: curve(name)} for name in COLLECTIVES}
@@ -234,13 +241,16 @@ def _collectives(probe: Probe, machine: Machine) -> Machine:
 
 
 def _best_kernel(arch: str, machine: Machine) -> GemmConfig:
-    """The best kernel that works on the next tile during an epilogue."""
+    """Returns the best kernel that computes the next tile during an epilogue."""
     every = [c for c in candidates(arch, "bf16", machine) if c.mma != "cooperative"]
     return max(every, key=lambda config: machine.efficiency[efficiency_key(config)])
 
 
 def _bulk(probe: Probe, machine: Machine, arch: str) -> Machine:
-    """The link's rate as the kernel reaches it: what more rows cost where the link is all that costs."""
+    """Returns the link rate of the fused kernel.
+
+    It is computed from the additional time of more rows where only the link matters.
+    """
     config = _best_kernel(arch, machine)
     k = THIN_DEPTH_PER_RANK * probe.world
     less, more = (probe.fused(config, rows, THIN_COLS, k) for rows in THIN)
@@ -251,7 +261,7 @@ def _bulk(probe: Probe, machine: Machine, arch: str) -> Machine:
 
 
 def _arrival(probe: Probe, machine: Machine, arch: str) -> Machine:
-    """What a call takes beyond all that the model knows without it."""
+    """Returns the time of a call that the other constants do not explain, as `arrival`."""
     config = _best_kernel(arch, machine)
     facts = Facts(GEMM_REDUCE_SCATTER.name, *TAILED, "bf16", probe.world)
     known = fused_time(config, facts, replace(machine, arrival=0.0), probe.sms).total

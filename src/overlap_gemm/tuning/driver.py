@@ -1,7 +1,7 @@
-"""A device's figures as its driver states them, from which the constants of a card without any are scaled.
+"""Figures that a driver reports of a device; the constants of unmeasured devices are scaled by them.
 
-They are peaks (clocks, buses, limits), not rates that anything reaches: only their ratios to those of a
-measured device are used (`machine.scaled`).
+They are peaks (clocks, buses, limits), not achieved rates. Only their ratios to those of a measured device
+are used (`machine.scaled`).
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import torch
 
 
 class DriverFacts(NamedTuple):
-    """Figures of one device; 0 for one that the driver does not state.
+    """Figures of one device; 0 if the driver does not report one.
 
     Attributes:
-        sms: SMs.
+        sms: Number of SMs.
         clock: Highest clock of the SMs, Hz.
-        memory: Bytes/s of the memory's bus.
+        memory: Bandwidth of the memory bus, bytes/s.
         power: Default power limit, W.
-        links: NVLink links that are up; -1 where NVML is missing.
+        links: Number of active NVLink links; -1 if NVML is missing.
     """
 
     sms: int
@@ -33,17 +33,18 @@ class DriverFacts(NamedTuple):
 
 
 MOST_LINKS = 18
-"""NVLink links of a Hopper or Blackwell GPU at most."""
+"""Maximum number of NVLink links of a Hopper or Blackwell GPU."""
 
 
 def driver_facts(index: int) -> DriverFacts:
     """Returns the figures of a CUDA device of this process."""
-    found = torch.cuda.get_device_properties(index)
-    sms, clock = found.multi_processor_count, getattr(found, "clock_rate", 0) * 1e3  # emulated ones have none
-    bus = getattr(found, "memory_clock_rate", 0) * 1e3 * getattr(found, "memory_bus_width", 0)
+    properties = torch.cuda.get_device_properties(index)
+    sms = properties.multi_processor_count
+    clock = getattr(properties, "clock_rate", 0) * 1e3  # emulated devices have none
+    bus = getattr(properties, "memory_clock_rate", 0) * 1e3 * getattr(properties, "memory_bus_width", 0)
     memory = bus * 2 / 8  # two transfers a clock
     facts = DriverFacts(sms, clock, memory)
-    with suppress(OSError, AttributeError, RuntimeError), _nvml(str(found.uuid)) as (library, device):
+    with suppress(OSError, AttributeError, RuntimeError), _nvml(str(properties.uuid)) as (library, device):
         limit, state = ctypes.c_uint(), ctypes.c_uint()
         _check(library.nvmlDeviceGetPowerManagementDefaultLimit(device, ctypes.byref(limit)))
         states = []
@@ -55,7 +56,7 @@ def driver_facts(index: int) -> DriverFacts:
 
 
 def power_limit(index: int) -> int:
-    """Returns the power limit in force on a CUDA device, in W; 0 where NVML is missing."""
+    """Returns the enforced power limit of a CUDA device in W; 0 if NVML is missing."""
     uuid = str(torch.cuda.get_device_properties(index).uuid)
     with suppress(OSError, AttributeError, RuntimeError), _nvml(uuid) as (library, device):
         limit = ctypes.c_uint()
@@ -77,7 +78,7 @@ class Load(NamedTuple):
 
 
 def load(index: int) -> Load | None:
-    """Returns the present state of a CUDA device; None where NVML is missing."""
+    """Returns the current state of a CUDA device; None if NVML is missing."""
     uuid = str(torch.cuda.get_device_properties(index).uuid)
     with suppress(OSError, AttributeError, RuntimeError), _nvml(uuid) as (library, device):
         clock, power = ctypes.c_uint(), ctypes.c_uint()
@@ -93,11 +94,11 @@ _SM_CLOCK = 1
 
 @contextmanager
 def _nvml(uuid: str) -> Iterator[tuple[Any, Any]]:
-    """Gives NVML and its handle of a device.
+    """Yields the NVML library and its handle of a device.
 
     Raises:
-        OSError: There is no NVML.
-        RuntimeError: NVML does not know the device.
+        OSError: NVML is missing.
+        RuntimeError: NVML does not find the device.
     """
     library, device = ctypes.CDLL("libnvidia-ml.so.1"), ctypes.c_void_p()
     _check(library.nvmlInit_v2())

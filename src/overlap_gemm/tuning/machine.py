@@ -1,15 +1,17 @@
-"""The constants of a machine that the model computes with: measured once (`overlap-gemm tune`) or expected.
+"""Constants of a machine for the time model: measured once (`overlap-gemm tune`), scaled, or expected.
 
-A machine's file is JSON with the fields of `Machine`. The package ships those of H200 and H100, and expected
-ones of B200 (`machines/`); `tune` writes one into the user's configuration folder, named by its device, which
-goes before the shipped ones; `OVERLAP_GEMM_MACHINE`, a path or the name of a shipped file, goes before both.
+The file of a machine is JSON with the fields of `Machine`. The first of these that exists is used:
 
-Constants belong to a device's name. For another name they are scaled from those of a measured device of its
-architecture by what the driver states of both (`scaled`): a prior, by which candidates are proposed and
-measured (`backends.autotuning`). That a kernel of ours is faster than torch's way may not be concluded from
-it without a measurement (`why_untimed`).
+1. `OVERLAP_GEMM_MACHINE`: a path, or the name of a shipped file.
+2. A file in the user's configuration folder, named by the device; `tune` writes it.
+3. A file of the package (`machines/`): measured for H200 and H100, expected for B200.
 
-All ranks of a group must choose with the same constants: compare `Machine.digest`.
+Constants are valid for one device name. For another name they are scaled from a measured device of the same
+architecture, by the figures that the driver reports of both (`scaled`). Scaled constants are a prior: they
+propose candidates, which are then measured (`backends.autotuning`). Without a measurement they must not
+decide that our kernel is faster than torch (`why_uncalibrated`).
+
+All ranks of a group must use the same constants: compare `Machine.digest`.
 """
 
 from __future__ import annotations
@@ -37,65 +39,66 @@ MACHINE_VARIABLE = "OVERLAP_GEMM_MACHINE"
 SHIPPED = Path(__file__).with_name("machines")
 
 Curve = tuple[tuple[float, float], ...]
-"""(bytes out of each rank, seconds), by growing bytes."""
+"""(bytes sent by each rank, seconds) pairs, by increasing bytes."""
 
 
 @dataclass(frozen=True, eq=False)
 class Machine:
-    """What the model needs to know of a GPU and its links. Rates are those sustained, not a data sheet's.
+    """Constants of a GPU and its links. Rates are sustained rates, not a data sheet's.
 
     Attributes:
-        name: The device, e.g. ``"NVIDIA H200"``.
-        archs: Targets it stands for; the first is its own.
-        sms: SMs of the whole device, to which `mma_rate` belongs.
-        source: ``"measured"``; ``"scaled"`` from a measured device of the architecture; ``"expected"`` where
+        name: Name of the device, for example ``"NVIDIA H200"``.
+        archs: Architectures that the constants are used for; the first is the device's.
+        sms: SMs of the full device, to which `mma_rate` refers.
+        source: ``"measured"``; ``"scaled"`` from a measured device of the architecture; ``"expected"`` if
             none has been measured.
-        version: Of this package that wrote the file.
-        date: When, ISO 8601.
-        mma_rate: FLOP/s of the best kernel on a large product, 16-bit operands.
-        bytes_rate: How many times that 8-bit operands are multiplied, by torch and by kernels whose sums the
-            tensor cores keep.
-        promoted_rate: The same by kernels whose sums are promoted to float32.
-        blocks_rate: The same by torch with scales of blocks.
+        version: Version of this package that wrote the file.
+        date: ISO 8601 date.
+        mma_rate: FLOP/s of the best kernel on a large product with 16-bit operands.
+        bytes_rate: Ratio of the 8-bit rate to `mma_rate`, for torch and for kernels whose sums stay in the
+            tensor cores.
+        promoted_rate: Ratio of the 8-bit rate to `mma_rate`, for kernels whose sums are promoted to float32.
+        blocks_rate: Ratio of the 8-bit rate to `mma_rate`, for torch with block scales.
         memory_rate: Bytes/s of device memory.
-        link_rate: Bytes/s out of each GPU, by SM stores to all peers at once: the bound of an op.
-        bulk_rate: The same as the fused kernel's bulk stores reach.
-        copy_rate: The same by copy engines.
-        launch: Seconds that a kernel costs in addition to its tiles: launch, prologue, first loads.
+        link_rate: Bytes/s out of each GPU by SM stores to all peers at once: the bound of an op.
+        bulk_rate: Bytes/s out of each GPU by the fused kernel's bulk stores.
+        copy_rate: Bytes/s out of each GPU by copy engines.
+        launch: Seconds of a kernel in addition to its tiles: launch, prologue, first loads.
         epilogue: Seconds per element of a CTA tile between accumulator and ring.
-        arrival: Seconds between a peer's last store and the first load of what it stored.
-        step: Seconds that a point-to-point transfer of `decomposed` costs in addition to its bytes.
-        efficiency: ``"MMA_KIND TILE CLUSTER"`` -> share of `mma_rate`. A ``"swap_ab"`` kernel's follows from
-            what one SM loads, for which it waits (on H200 59 GB/s of A and B together; of B200 the same is
-            expected). With scales of blocks ``"MMA_KIND TILE CLUSTER BLOCKS"`` -> share of `mma_rate` times
-            `promoted_rate`, or `bytes_rate`, whichever the kernel has.
-        collectives: Collective -> ranks -> curve. ``"sum"`` is all-to-all with a float32 sum after it.
+        arrival: Seconds between a peer's last store and the first load of the stored data.
+        step: Seconds of a point-to-point transfer of `decomposed` in addition to its bytes.
+        efficiency: ``"MMA_KIND TILE CLUSTER"`` -> share of `mma_rate`. A ``"swap_ab"`` kernel waits for its
+            loads. Its share is computed from the load rate of one SM (59 GB/s of A and B on H200, expected to
+            be equal on B200). With block scales ``"MMA_KIND TILE CLUSTER BLOCKS"`` -> share of `mma_rate`
+            times the kernel's `promoted_rate` or `bytes_rate`.
+        collectives: Collective -> ranks -> curve. ``"sum"`` is all-to-all followed by a float32 sum.
         host: Backend or ``"product"`` -> seconds of host time of an eager call.
-        stream: Share of `memory_rate` at which a kernel reads its operands, where nothing else is slower.
-        swap_ab_stream: The same of a ``"swap_ab"`` kernel.
-        ll_arrival: `arrival` where data is its own flag.
-        flag_step: Seconds between two tiles of a CTA that tells a peer of each by a flag: stores, their
-            completion, the flag's release.
-        small_tile: Elements of the largest tile that `small_tile_rate` is for.
-        small_tile_rate: Share of `bulk_rate` that kernels of small tiles reach.
-        handover: Seconds in which each part but the first of a tile whose K is cut hands its sums over: in
-            each wave, and once more after the last.
-        copy_host: Seconds of the host to queue a shard and its flag for one peer's copy engine.
-        copy_start: Seconds before a copy engine's shard and its flag come, in addition to its bytes.
+        stream: Share of `memory_rate` at which a kernel reads its operands if nothing else is slower.
+        swap_ab_stream: Share of `memory_rate` at which a ``"swap_ab"`` kernel reads its operands.
+        ll_arrival: `arrival` of LL packets.
+        flag_step: Minimum of seconds between two tiles of a CTA that sends a flag for each: stores, their
+            completion, release of the flag.
+        small_tile: Elements of the largest tile to which `small_tile_rate` applies.
+        small_tile_rate: Share of `bulk_rate` of kernels with small tiles.
+        handover: Seconds in which each part of a split K but the first passes its sums on: in each wave, and
+            once more after the last.
+        copy_host: Host seconds to queue a shard and its flag for one peer's copy engine.
+        copy_start: Seconds until a copy engine's shard and flag arrive, in addition to its bytes.
         gate: Seconds of a gate kernel between the products of two shards, and after the last.
-        shard_host: Seconds of the host for each shard of an all-gather GEMM by copies: copies, gate, product.
-        copy_bytes: Shards of an operand of at least so many bytes are sent by copy engines, smaller ones by
-            the kernel's own warps.
-        copies_world: Ranks up to which all-gather GEMMs by copies have been compared with the model, and so
-            are believed.
-        few_rows: Most rows for which ops that exchange tiles get a ``"swap_ab"`` kernel by themselves.
-        whole_rows: Most rows of which a reduce-scatter may be executed as an all-reduce.
-        whole_gain: And it must be expected to take at most this part of the reduce-scatter's time.
-        provenance: Field -> where its number is from, of those that `tune` does not measure.
-        one_wave: The same as `efficiency` where a call's tiles all run at once, of kernels of which that was
-            measured: then they share what they load in the L2 without being told to, and draw no more power.
-        driver: Fields of `driver.DriverFacts` -> what the driver states of such a device; empty where that
-            is not recorded.
+        shard_host: Host seconds per shard of an all-gather GEMM by copies: copies, gate, product.
+        copy_bytes: Minimum size of an operand's shards that are sent by copy engines; the kernel's warps send
+            smaller ones.
+        copies_world: Maximum number of ranks for which the model of all-gather GEMMs by copies was verified;
+            with more ranks it is not used.
+        few_rows: Maximum number of rows for which ops that exchange tiles get a ``"swap_ab"`` kernel by
+            default.
+        whole_rows: Maximum number of rows of a reduce-scatter that may run as an all-reduce.
+        whole_gain: Maximum ratio of the all-reduce's to the reduce-scatter's expected time in that case.
+        provenance: Field -> source of its value, for fields that `tune` does not measure.
+        one_wave: Like `efficiency`, for measured kernels in calls with one wave of tiles. Such tiles share
+            their loads in L2 without multicast, and draw less power.
+        driver: Fields of `driver.DriverFacts` -> figures that the driver reports of such a device; empty if
+            they were not recorded.
     """
 
     name: str
@@ -140,52 +143,50 @@ class Machine:
     driver: Mapping[str, float] = field(default_factory=dict)
 
     def is_of(self, device: str) -> bool:
-        """Returns whether these are the measured constants of devices of that name."""
+        """Returns whether these are measured constants of devices of that name."""
         return self.source == "measured" and self.name == device
 
-    def why_untimed_bytes(self, blocks: Blocks | None = None) -> str | None:
-        """Why times of 8-bit operands with scales of blocks (None: of rows) are not known, None if they are.
+    def why_uncalibrated_bytes(self, blocks: Blocks | None = None) -> str | None:
+        """Returns why times of 8-bit operands with block scales (None: row scales) are not known, or None.
 
-        Of the largest blocks those with scales of rows are near enough (`why_as_rows`); others stop for each.
+        For the largest blocks the times with row scales are close enough; for other blocks they are not
+        (`missing_block_timings`).
         """
-        if blocks != PROMOTED[0] and (reason := self.why_as_rows(blocks)):
+        if blocks != PROMOTED[0] and (reason := self.missing_block_timings(blocks)):
             return reason
         if self.source == "expected":
             return f"products of 8-bit operands have not been timed on {self.name}"
         return None
 
     def efficiencies(self, blocks: Blocks | None) -> dict[str, float]:
-        """Those of `efficiency` with scales of these blocks; None: of kernels without."""
+        """Returns the entries of `efficiency` for block scales; None: for kernels without."""
         words = [blocks_name(blocks)] if blocks else []
         return {name: share for name, share in self.efficiency.items() if name.split()[3:] == words}
 
-    def why_as_rows(self, blocks: Blocks | None) -> str | None:
-        """Why kernels with scales of blocks are taken to be as fast as those with scales of rows.
-
-        None if they are not.
-        """
+    def missing_block_timings(self, blocks: Blocks | None) -> str | None:
+        """Returns why kernels with block scales are modelled with the times of row scales, or None."""
         if blocks is None or self.efficiencies(blocks):
             return None
         return f"kernels with scales of {in_words(blocks)} have not been timed on {self.name}"
 
     @cached_property
     def digest(self) -> str:
-        """Equal for equal constants: what ranks compare before they choose by them."""
+        """Returns a text that is equal for equal constants; ranks compare it before they choose by them."""
         return hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()[:12]
 
     def to_json(self) -> str:
-        """The file's text: numbers of four digits, a list to a line."""
+        """Returns the text of the file: numbers with four digits, one list per line."""
         text = json.dumps(_rounded(asdict(self)), indent=1)
         for _ in range(2):  # points of curves, then curves
-            text = re.sub(r"\[([^][{}]|\[[^][\n]*\])*\]", lambda found: " ".join(found[0].split()), text)
+            text = re.sub(r"\[([^][{}]|\[[^][\n]*\])*\]", lambda match: " ".join(match[0].split()), text)
         return text.replace("[ ", "[").replace(" ]", "]") + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Machine:
-        """The machine of a file's text.
+        """Returns the machine of a file's text.
 
         Raises:
-            ValueError: It is not JSON, or fields are missing or unknown.
+            ValueError: The text is not JSON, or fields are missing or unknown.
         """
         fields = json.loads(text)
         try:
@@ -203,17 +204,17 @@ class Machine:
 
 def _rounded(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: _rounded(found) for name, found in value.items()}
+        return {name: _rounded(each) for name, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_rounded(found) for found in value]
+        return [_rounded(each) for each in value]
     return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
 def load(name_or_path: str) -> Machine:
-    """A shipped machine by its name, such as ``"h200"``, or one from a file.
+    """Returns a shipped machine by its name, such as ``"h200"``, or one from a file.
 
     Raises:
-        ValueError: There is no such file, or it holds no machine; the message names it.
+        ValueError: There is no such file, or it contains no machine; the message names it.
     """
     shipped = SHIPPED / f"{name_or_path}.json"
     file = shipped if shipped.exists() else Path(name_or_path)
@@ -231,32 +232,32 @@ def load(name_or_path: str) -> Machine:
 
 
 def save(machine: Machine, file: Path) -> None:
-    """Writes a machine's file at once: a reader sees the old one or the new one."""
+    """Writes a machine's file atomically: a reader sees the old or the new file."""
     replace_text(file, machine.to_json())
 
 
 def device_name(arch: str) -> str:
-    """The name of this process's CUDA device; empty if there is none, or it is not of that architecture."""
+    """Returns the name of this process's CUDA device; empty without one, or with another architecture."""
     if not torch.cuda.is_available():
         return ""
-    own = arch_of_capability(torch.cuda.get_device_capability())
-    return torch.cuda.get_device_name() if own is not None and own.name == arch else ""
+    arch_of_device = arch_of_capability(torch.cuda.get_device_capability())
+    return torch.cuda.get_device_name() if arch_of_device is not None and arch_of_device.name == arch else ""
 
 
 def user_file(device: str) -> Path:
-    """Where `tune` keeps the constants that this user has measured on devices of a name."""
+    """Returns the file of the constants that this user has measured on devices of a name."""
     stem = re.sub("[^a-z0-9]+", "-", device.lower()).strip("-")
     return Path(platformdirs.user_config_dir("overlap-gemm")) / "machines" / f"{stem}.json"
 
 
 SOURCES = ("h200", "h100", "b200")
-"""Shipped files: the first of an architecture stands for devices without a name of their own, as emulated."""
+"""Shipped files; the first one of an architecture is used for unnamed (emulated) devices."""
 
 TENSOR_PEAKS = {"NVIDIA H20": 148e12}
-"""Published peaks (FLOP/s, 16 bits) of devices whose tensor cores are limited where no driver states it."""
+"""Published 16-bit peaks (FLOP/s) of devices with limited tensor cores, which drivers do not report."""
 
 REACHED = 0.95
-"""Share of such a peak that products reach at most."""
+"""Maximum share of such a peak that products reach."""
 
 PCIE_RATE = 50e9
 """Bytes/s out of a GPU without NVLink, by PCIe 5.0 x16."""
@@ -264,16 +265,16 @@ PCIE_RATE = 50e9
 
 @lru_cache(maxsize=16)
 def machine_for(arch: str, device: str | None = None) -> Machine | None:
-    """Returns the constants that kernels for a target are chosen with, None where there are none. Read once.
+    """Returns the constants for the kernels of an architecture, or None. Files are read once.
 
-    Those of the device's own name, measured by this user or shipped; where there are none, `scaled` ones.
+    They are those of the device's name, measured by this user or shipped, otherwise `scaled` ones.
 
     Args:
-        arch: the target.
-        device: the device's name; default `device_name`.
+        arch: Target architecture.
+        device: Name of the device; default `device_name`.
 
     Raises:
-        ValueError: A file that should hold them does not.
+        ValueError: A file of constants is damaged.
     """
     device = device_name(arch) if device is None else device
     named = os.environ.get(MACHINE_VARIABLE)
@@ -295,7 +296,7 @@ def machine_for(arch: str, device: str | None = None) -> Machine | None:
 
 
 def facts_of_device(arch: str, device: str) -> DriverFacts | None:
-    """Returns what the driver states of this process's device, None where that has another name or none."""
+    """Returns the driver's figures of this process's device; None if its name is different or it has none."""
     if not device or device != device_name(arch):
         return None
     return driver_facts(torch.cuda.current_device())
@@ -306,15 +307,15 @@ def _apart(rate: float, other: float) -> float:
 
 
 def scaled(base: Machine, device: str, driver: DriverFacts) -> Machine:
-    """Returns constants of a device that was not measured, by the driver's figures of it and of `base`'s.
+    """Returns constants of an unmeasured device, scaled from `base`'s by the driver's figures of both.
 
-    Products scale with SMs times clock, or with the power limit where that is less; memory with its bus, and
-    links with their number. Latencies, host times and the kernels' efficiencies stay `base`'s.
+    Products scale with SMs times clock, or with the power limit if that ratio is smaller. Memory scales with
+    its bus, and links with their number. Latencies, host times and the kernels' efficiencies are `base`'s.
 
     Args:
         base: Measured constants of the same architecture, with `Machine.driver`.
-        device: The device's name.
-        driver: The driver's figures of it.
+        device: Name of the device.
+        driver: The driver's figures of the device.
     """
     of_base = base.driver
     compute = driver.sms * driver.clock / (of_base["sms"] * of_base["clock"])
@@ -337,7 +338,7 @@ def scaled(base: Machine, device: str, driver: DriverFacts) -> Machine:
     rates: dict[str, Any] = {
         name: _digits(getattr(base, name) * links) for name in ("link_rate", "bulk_rate", "copy_rate")
     }
-    why = f"scaled from {base.name}'s by what the driver states"
+    why = f"scaled from {base.name}'s by the driver's figures"
     return replace(
         base,
         name=device,
@@ -353,19 +354,19 @@ def scaled(base: Machine, device: str, driver: DriverFacts) -> Machine:
 
 
 def _digits(number: float) -> float:
-    """Four digits: ranks whose drivers differ by less come to the same constants."""
+    """Returns a number with four digits, so that slightly different drivers give equal constants."""
     return float(f"{number:.4g}")
 
 
-def why_untimed(arch: str, device: str) -> str | None:
-    """Returns why times on devices of a name cannot be predicted, None if their constants are measured.
+def why_uncalibrated(arch: str, device: str) -> str | None:
+    """Returns why times on devices of a name cannot be predicted, or None if their constants are measured.
 
     Args:
-        arch: their architecture.
-        device: their name.
+        arch: Architecture of the devices.
+        device: Name of the devices.
 
     Raises:
-        ValueError: As `machine_for`.
+        ValueError: A file of constants is damaged.
     """
     machine = machine_for(arch, device)
     if machine is not None and machine.is_of(device):
@@ -375,8 +376,8 @@ def why_untimed(arch: str, device: str) -> str | None:
     elif machine.source == "scaled":
         nearest = f", and those {machine.provenance['mma_rate']} are a prior for measurements"
     else:
-        nearest = f", and those of {machine.name} ({machine.source}) are not its"
+        nearest = f", and those of {machine.name} ({machine.source}) are not valid for it"
     return (
         f"the model's constants have not been measured on {device}{nearest}: "
-        f"`overlap-gemm tune` measures them, then they decide"
+        f"run `overlap-gemm tune` to measure them"
     )

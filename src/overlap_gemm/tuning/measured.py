@@ -1,12 +1,14 @@
-"""What was measured of calls of a kind on this machine: which backend was fastest, and by which fused kernel.
+"""Measured choices: for each call signature the fastest backend and fused kernel on this machine.
 
-`backends.autotuning` measures. What it finds is kept with the group until that ends, and in a file, so that a
-later process need not measure again. An entry holds on one device name, number of SMs and power limit, for
-the versions of this package, of the DSL and of torch that it was measured with; entries of others stay in the
-file and are not used. A candidate during whose first call the process ended is refused from then on.
+`backends.autotuning` measures. Results are kept with the group, and in a file for later processes. An entry
+is valid for one device name, number of SMs and power limit. The versions of this package, the DSL and torch
+must be those of the measurement. Other entries stay in the file unused. A candidate during whose first call
+the process ended is refused from then on.
 
-Environment: ``OVERLAP_GEMM_AUTOTUNE`` says when to measure (`POLICIES`); ``OVERLAP_GEMM_MEASURED`` names
-another file, which may be shared by many nodes and read-only, or is ``off``: nothing is read or written.
+| variable | meaning |
+|---|---|
+| ``OVERLAP_GEMM_AUTOTUNE`` | when to measure (`POLICIES`) |
+| ``OVERLAP_GEMM_MEASURED`` | another file, possibly shared by many nodes and read-only; ``off``: no file |
 """
 
 from __future__ import annotations
@@ -38,30 +40,30 @@ FILE_VARIABLE = "OVERLAP_GEMM_MEASURED"
 OFF = "off"
 
 Policy = Literal["model", "measure"]
-"""Whether `auto` compares predicted times or measures its candidates at the first call of a kind."""
+"""Rule of `auto`: compare predicted times, or measure the candidates at the first call of a signature."""
 
 POLICIES: tuple[Policy, ...] = get_args(Policy)
 
-PATIENCE = 10.0
-"""Seconds that a process waits for another one that writes the file; then what it found is not kept."""
+LOCK_TIMEOUT = 10.0
+"""Seconds that a process waits for another one that writes the file; then its result is not stored."""
 
 Seconds = tuple[tuple[str, float], ...]
-"""(backend, seconds of a call)."""
+"""(backend, seconds of a call) pairs."""
 
 
 class Kernel(NamedTuple):
-    """How a fused kernel differs from the one that the model chooses: what `configured` would be told.
+    """Difference of a fused kernel from the model's choice, as arguments of `configured`.
 
     Attributes:
-        fields: (name, value) of `GemmConfig`; none: the model's choice.
-        algorithm: Of an all-reduce; None: the model's choice.
+        fields: (name, value) of fields of `GemmConfig`; empty: the model's choice.
+        algorithm: Algorithm of an all-reduce; None: the model's choice.
     """
 
     fields: tuple[tuple[str, Any], ...] = ()
     algorithm: str | None = None
 
     def __str__(self) -> str:
-        """Its values, in one line."""
+        """Returns the values in one line."""
         values = (by(value) if isinstance(value, tuple) else str(value) for _, value in self.fields)
         words = [*values, self.algorithm or ""]
         return " ".join(word for word in words if word) or "the model's kernel"
@@ -69,14 +71,14 @@ class Kernel(NamedTuple):
 
 @dataclass(frozen=True)
 class Measured:
-    """The times of the candidates for calls of a kind; equal on all ranks.
+    """Measured times of the candidates for a call signature; equal on all ranks.
 
     Attributes:
-        eager: Of each backend, called from Python, by growing time; of `fused` by `kernel`.
-        captured: The same in a CUDA graph; empty on CPUs.
-        kernel: The fused kernel that was fastest on the device.
-        candidates: How many were measured, kernels and backends.
-        date: When, ISO 8601.
+        eager: Times of the backends, called from Python, in ascending order; `fused` with `kernel`.
+        captured: Times in a CUDA graph; empty on CPUs.
+        kernel: Fused kernel that was fastest on the device.
+        candidates: Number of measured kernels and backends.
+        date: ISO 8601 date of the measurement.
     """
 
     eager: Seconds
@@ -86,19 +88,19 @@ class Measured:
     date: str
 
     def seconds(self, captured: bool) -> Mapping[str, float]:
-        """Returns the seconds of each backend, in a CUDA graph or outside of one."""
+        """Returns the seconds of each backend, in a CUDA graph or eager."""
         return dict(self.captured if captured and self.captured else self.eager)
 
     def __str__(self) -> str:
-        """How many candidates were measured, and when."""
+        """Returns number of candidates and date."""
         return f"measured, {self.candidates} candidates, {self.date}"
 
     @classmethod
     def of(cls, entry: Mapping[str, Any]) -> Measured:
-        """Returns what an entry of the file says.
+        """Returns the contents of an entry of the file.
 
         Raises:
-            KeyError, TypeError, ValueError: It is no entry.
+            KeyError, TypeError, ValueError: The entry is invalid.
         """
 
         def pairs(of: Any) -> Seconds:
@@ -116,12 +118,12 @@ class Measured:
 
 
 Conditions = Mapping[str, Any]
-"""What else measured times depend on: the device and the versions."""
+"""Facts on which measured times depend in addition to the call: the device and the versions."""
 
 
 @cache
 def conditions(device: torch.device, world: int) -> Conditions:
-    """Returns what times on a device in a group of so many ranks depend on, but for the kernels' versions."""
+    """Returns the facts on which times in a group of `world` ranks depend, without the kernels' versions."""
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
         properties = torch.cuda.get_device_properties(index)
@@ -136,7 +138,7 @@ def conditions(device: torch.device, world: int) -> Conditions:
 
 
 def measured_file() -> Path | None:
-    """Returns where measured choices are kept; None: nowhere."""
+    """Returns the file of measured choices; None: there is none."""
     named = os.environ.get(FILE_VARIABLE)
     if named == OFF:
         return None
@@ -144,11 +146,11 @@ def measured_file() -> Path | None:
 
 
 class Entries(NamedTuple):
-    """What a file says under some conditions.
+    """Entries of a file under some conditions.
 
     Attributes:
-        measured: By kind of call.
-        refused: (kind of call, candidate), during whose first call a process ended.
+        measured: Measured times by call signature.
+        refused: (call signature, candidate) pairs during whose first call a process ended.
     """
 
     measured: Mapping[str, Measured]
@@ -156,31 +158,31 @@ class Entries(NamedTuple):
 
 
 def read(under: Conditions) -> Entries:
-    """Returns the file's entries under these conditions; none where there is no file.
+    """Returns the file's entries under these conditions; none if there is no file.
 
     Raises:
-        ValueError: The file is damaged, or cannot be read; the message names it.
+        ValueError: The file is damaged or cannot be read; the message names it.
     """
     file = measured_file()
     if file is None:
         return Entries({}, frozenset())
     fitting = [entry for entry in _entries(file) if entry.get("conditions") == dict(under)]
     try:
-        found = {entry["kind"]: Measured.of(entry) for entry in fitting if "eager" in entry}
+        measured = {entry["kind"]: Measured.of(entry) for entry in fitting if "eager" in entry}
         refused = {(entry["kind"], entry["refused"]) for entry in fitting if "refused" in entry}
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{file} is damaged: {error!r}; remove it, or set {FILE_VARIABLE}") from error
-    return Entries(found, frozenset(refused | _abandoned(file, under)))
+    return Entries(measured, frozenset(refused | _abandoned(file, under)))
 
 
-def keep(under: Conditions, kind: str, found: Measured) -> None:
-    """Puts an entry into the file, in place of another one of the same kind and conditions."""
-    _put({"kind": kind, "conditions": dict(under), **asdict(found)})
+def keep(under: Conditions, kind: str, measured: Measured) -> None:
+    """Writes an entry to the file, in place of one with the same signature and conditions."""
+    _put({"kind": kind, "conditions": dict(under), **asdict(measured)})
 
 
 @contextmanager
 def trying(under: Conditions, kind: str, candidate: str) -> Iterator[None]:
-    """Notes in a file of its own what is tried, until the block ends: a process that ends in it leaves it."""
+    """Records a candidate in a file during the block; the file remains if the process ends in the block."""
     file, note = measured_file(), {"kind": kind, "conditions": dict(under), "refused": candidate}
     mark = None if file is None else file.with_name(f"{file.name}.{_host()}.{os.getpid()}.trying")
     if mark is not None:
@@ -196,18 +198,18 @@ def trying(under: Conditions, kind: str, candidate: str) -> Iterator[None]:
 
 
 def _abandoned(file: Path, under: Conditions) -> set[tuple[str, str]]:
-    """Returns what processes of this host tried and did not survive; moves it into the file where it can."""
-    found: set[tuple[str, str]] = set()
+    """Returns the candidates during which processes of this host ended, and moves them into the main file."""
+    refused: set[tuple[str, str]] = set()
     for mark in file.parent.glob(f"{file.name}.{_host()}.*.trying"):
         with suppress(OSError, ValueError, KeyError):
             if _is_alive(int(mark.name.split(".")[-2])):
                 continue
             note = json.loads(mark.read_text())
             if note["conditions"] == dict(under):
-                found.add((note["kind"], note["refused"]))
+                refused.add((note["kind"], note["refused"]))
             if _put(note):
                 mark.unlink()
-    return found
+    return refused
 
 
 def _host() -> str:
@@ -225,10 +227,10 @@ def _is_alive(process: int) -> bool:
 
 
 def _entries(file: Path) -> list[dict[str, Any]]:
-    """Returns all entries of a file, none where there is none.
+    """Returns all entries of a file, or none if it does not exist.
 
     Raises:
-        ValueError: It is damaged, or cannot be read.
+        ValueError: The file is damaged or cannot be read.
     """
     try:
         text = file.read_text()
@@ -237,31 +239,31 @@ def _entries(file: Path) -> list[dict[str, Any]]:
     except OSError as error:
         raise ValueError(f"{file} cannot be read: {error}") from error
     try:
-        found = json.loads(text)["entries"]
-        if not all(isinstance(entry, dict) and "kind" in entry for entry in found):
+        entries = json.loads(text)["entries"]
+        if not all(isinstance(entry, dict) and "kind" in entry for entry in entries):
             raise TypeError("an entry without a kind")
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{file} is damaged: {error!r}; remove it, or set {FILE_VARIABLE}") from error
-    return list(found)
+    return list(entries)
 
 
 def _put(entry: dict[str, Any]) -> bool:
-    """Puts an entry into the file, which readers see as it was or as it is then; returns whether it did."""
+    """Writes an entry to the file atomically; returns whether it was written."""
     file = measured_file()
     if file is None:
         return False
     place = "kind", "conditions", "refused"
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with filelock.FileLock(f"{file}.lock", timeout=PATIENCE):
+        with filelock.FileLock(f"{file}.lock", timeout=LOCK_TIMEOUT):
             others = [e for e in _entries(file) if any(e.get(name) != entry.get(name) for name in place)]
             replace_text(file, json.dumps({"entries": [*others, entry]}, indent=1))
     except (OSError, ValueError, filelock.Timeout) as error:
-        _say_unkept(str(file), f"{type(error).__name__}: {error}")
+        _warn_not_stored(str(file), f"{type(error).__name__}: {error}")
         return False
     return True
 
 
 @cache
-def _say_unkept(file: str, why: str) -> None:
-    logger.warning("what was measured is not kept in %s: %s", file, why)
+def _warn_not_stored(file: str, why: str) -> None:
+    logger.warning("measured times are not stored in %s: %s", file, why)

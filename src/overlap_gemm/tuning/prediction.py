@@ -1,4 +1,4 @@
-"""What the model says of a call: the seconds of every way to carry it out, and their bound."""
+"""Predictions of the time model: seconds of a call by each backend, and a lower bound."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..config.gemm_config import GemmConfig
 from ..spec import patterns_of
 from .machine import Machine, machine_for
 from .settings import Settings, settings
-from .space import executed_as, expected
+from .space import expected, lower_small_rs_to_ar
 from .time_model import (
     Facts,
     FusedTime,
@@ -26,20 +26,20 @@ __all__ = ["Facts", "Prediction", "predict"]
 
 @dataclass(frozen=True)
 class Prediction:
-    """The model's answer. Seconds throughout.
+    """Prediction of the model for a call. All times are in seconds.
 
     Attributes:
-        ways: Backend -> time of a call.
-        product: The product alone, by cuBLAS.
-        link: The op's bytes alone, at the link's full rate.
-        bound: max(product, link): what no way can beat.
-        op: The op of the fused kernel that is meant.
-        config: That kernel; None where the op has none.
-        fused: Where its time goes.
-        machine: Whose constants these are.
+        seconds: Time of a call, by backend.
+        product: Time of the product alone, by cuBLAS.
+        link: Time of the op's bytes alone, at the link's full rate.
+        bound: max(product, link), a lower bound for all backends.
+        op: Op whose fused kernel would run (a small reduce-scatter may run as an all-reduce).
+        config: Configuration of that kernel; None if the op has no fused kernel.
+        fused: Parts of that kernel's time.
+        machine: Constants of the prediction.
     """
 
-    ways: Mapping[str, float]
+    seconds: Mapping[str, float]
     product: float
     link: float
     bound: float
@@ -50,25 +50,25 @@ class Prediction:
 
     @property
     def best(self) -> str:
-        """The backend of the least time."""
-        return min(self.ways, key=self.ways.__getitem__)
+        """Returns the backend with the shortest time."""
+        return min(self.seconds, key=self.seconds.__getitem__)
 
 
 def predict(facts: Facts, arch: str, sms: int, captured: bool) -> Prediction | None:
-    """What the model says of a call, None where it knows no constants for `arch`. Cached and cheap.
+    """Returns the prediction for a call, or None if there are no constants for `arch`. Cached.
 
     Args:
-        facts: Of the call; the same on all ranks.
-        arch: Target, e.g. ``"sm_90a"``.
-        sms: SMs that every rank may use.
-        captured: Whether the call is replayed from a CUDA graph: without the host's time.
+        facts: Facts of the call, the same on all ranks.
+        arch: Target architecture, for example ``"sm_90a"``.
+        sms: Number of SMs that every rank may use.
+        captured: True if the call is replayed from a CUDA graph, without host time.
     """
     machine = machine_for(arch)
     return None if machine is None else predict_on(facts, machine, arch, sms, captured)
 
 
 def predict_on(facts: Facts, machine: Machine, arch: str, sms: int, captured: bool) -> Prediction:
-    """`predict` with the constants of `machine`."""
+    """Returns `predict` with the constants of `machine`."""
     return _predict(facts, machine, arch, sms, captured, settings())
 
 
@@ -76,7 +76,7 @@ def predict_on(facts: Facts, machine: Machine, arch: str, sms: int, captured: bo
 def _predict(facts: Facts, machine: Machine, arch: str, sms: int, captured: bool, _: Settings) -> Prediction:
     product, link = product_seconds(facts, machine, sms), link_seconds(facts, machine)
     torch, ordered = (transfer_seconds(facts, machine, in_rank_order) for in_rank_order in (False, True))
-    kernel = executed_as(facts, machine, arch, sms)
+    kernel = lower_small_rs_to_ar(facts, machine, arch, sms)
     config, fused = expected(kernel, machine, arch, sms) if patterns_of(facts.op) else (None, None)
     times = {} if fused is None else {"fused": fused.total}
     times |= {"torch": product + torch, "sequential": product + ordered}

@@ -1,11 +1,12 @@
-"""What the caller asks of the fused backend: fields of the configuration, SMs left to others.
+"""Settings of a caller for fused kernels: fields of the configuration, transports, reserved SMs, promises.
 
-Settings belong to the thread that enters the block, and to the threads in which autograd runs a backward
-pass that it starts there: they are kept in torch's thread-local state, which `backward` hands to its
-threads. So what counts is the block around the call of the op or of `backward`, also for what activation
-checkpointing recomputes, and for compiled graphs. A `ContextVar` does not reach those threads; settings of
-the process would reach them, and calls of other threads as well, at a moment that differs from rank to
-rank, where all ranks must have the same.
+Settings belong to the thread that enters the block, and to the autograd threads of a backward pass that it
+starts in the block. They are kept in torch's thread-local state, which `backward` passes to its threads. The
+block around the call of the op or of `backward` is therefore decisive, also for recomputation in activation
+checkpointing, and for compiled graphs.
+
+Autograd's threads do not see a `ContextVar`. They would see a global variable, but so would other threads'
+calls, at times that differ between ranks. All ranks must have the same settings.
 """
 
 from __future__ import annotations
@@ -29,24 +30,24 @@ T = TypeVar("T")
 
 
 Algorithm = Literal["one_shot", "two_shot"]
-"""How a fused all-reduce exchanges tiles; see `exchange.all_reduce`."""
+"""Exchange of a fused all-reduce (`exchange.all_reduce`)."""
 
 
 class Settings(NamedTuple):
-    """What a block of `configured` asks for; hashable.
+    """Settings of a block of `configured`. Hashable.
 
     Attributes:
-        fields: (name, value) of `GemmConfig`'s fields; the same on all ranks.
-        reserve_sms: SMs that kernels leave to others; None: what ``OVERLAP_GEMM_RESERVE_SMS`` says. It may
-            differ between ranks.
-        algorithm: which all-reduce; None: the model's choice. The same on all ranks.
-        shard_transport: how the shards of an operand travel; None: to whom stores reach, as their size says.
+        fields: (name, value) of fields of `GemmConfig`; the same on all ranks.
+        reserve_sms: SMs that kernels leave free; None: ``OVERLAP_GEMM_RESERVE_SMS``. It may differ between
+            ranks.
+        algorithm: Algorithm of all-reduce; None: the model's choice. The same on all ranks.
+        shard_transport: Transport of an operand's shards; None: chosen by size, among P2P-accessible peers.
             The same on all ranks.
-        tile_transport: how tiles travel; None: by stores to whom they reach, few rows as words that are their
-            own flag. The same on all ranks.
-        early_weights: whether kernels may read B before the kernel in front has ended, where `fields` ask for
+        tile_transport: Transport of tiles; None: stores to P2P-accessible peers, as LL packets for few rows.
+            The same on all ranks.
+        early_weights: Whether kernels may read B before the preceding kernel has ended, if `fields` request
             it (`late_weights`). It may differ between ranks.
-        promises: of the bits of results, of calls that say nothing else (`promising`).
+        promises: Promises about the bits of results, for calls that pass none (`promising`).
     """
 
     fields: tuple[tuple[str, Any], ...] = ()
@@ -59,88 +60,89 @@ class Settings(NamedTuple):
 
     @property
     def reads_weights_early(self) -> bool:
-        """Whether kernels read B before the kernel in front has ended."""
+        """Returns whether kernels read B before the preceding kernel has ended."""
         return self.early_weights and ("launch", "dependent_weights") in self.fields
 
     @property
     def names_kernels(self) -> bool:
-        """Whether the caller says anything of which kernels there shall be, so that nothing else may."""
+        """Returns whether the settings restrict the choice of kernels, which disables substitutions."""
         kernel = any(f[0] not in ("launch", "leaves") and f not in PROMISED for f in self.fields)
         return bool(kernel or self.algorithm or self.tile_transport)
 
     def agreed(self, op: OpSpec) -> tuple[tuple[str, Any], ...]:
-        """What ranks must have the same of, in a call of an op: all that is not a rank's own."""
+        """Returns the facts on which all ranks must agree in a call of an op."""
         chooses = op.whole is not None or len(patterns_of(op.name)) > 1
         return (
             ("configured fields", self.fields),
             ("configured algorithm", self.algorithm if chooses else None),
-            ("configured transport", self._asked(op)),
+            ("configured transport", self._transport(op)),
         )
 
     def transport_of(self, op: OpSpec) -> TransportSpec | None:
-        """How what an op sends shall travel.
+        """Returns the configured transport of the data that an op sends, or None.
 
         Raises:
-            ValueError: It has no such transport.
+            ValueError: The op does not support the transport.
         """
-        asked = self._asked(op)
-        if asked is not None and not TRANSPORTS[asked].carries(op):
-            those = ", ".join(name for name, other in OPS.items() if TRANSPORTS[asked].carries(other))
+        name = self._transport(op)
+        if name is not None and not TRANSPORTS[name].carries(op):
+            ops = ", ".join(other for other, spec in OPS.items() if TRANSPORTS[name].carries(spec))
             raise ValueError(
-                f"transport={asked!r} is for {those}, not for {op.name}, which has "
+                f"transport={name!r} is for {ops}, not for {op.name}: use one of "
                 f"{', '.join(transports_of(op))}"
             )
-        return None if asked is None else TRANSPORTS[asked]
+        return None if name is None else TRANSPORTS[name]
 
-    def _asked(self, op: OpSpec) -> str | None:
+    def _transport(self, op: OpSpec) -> str | None:
         return self.shard_transport if op.gathers_operand else self.tile_transport
 
 
 PROMISED = (("k_split", 1), ("slot_dtype", "f32"))
-"""Fields that `promised` sets, but for ``leaves``. Like when a kernel begins, they name no kernel."""
+"""Fields that `promised` sets, without ``leaves``. They do not restrict the choice of kernels."""
 
 _DEFAULT = Settings()
 
 OLD_NAMES = {"peer_words": "ll", "swapped": "swap_ab"}
-"""What values of `configured` were called; taken with a warning, for one version."""
+"""Former names of values of `configured`; accepted with a warning for one version."""
 
 
 def settings() -> Settings:
-    """Those of the calling thread."""
+    """Returns the settings of the calling thread."""
     if torch._C._is_key_in_tls(_KEY):
-        found: Settings = torch._C._get_obj_in_tls(_KEY)
-        return found
+        stored: Settings = torch._C._get_obj_in_tls(_KEY)
+        return stored
     return _DEFAULT
 
 
-def _keep(asked: Settings) -> None:
-    """Makes them the calling thread's.
+def _store(new: Settings) -> None:
+    """Stores settings as the calling thread's.
 
-    torch 2.11 keeps the object without counting its reference, and counts one less when it lets go: the
-    object would be freed in use. 2.13 counts. One that is kept already stays: its count would not tell.
+    torch 2.11 stores the object without incrementing its reference count, and decrements the count on
+    release, so the object would be freed while in use. 2.13 increments it. An object that is already stored
+    is not stored again, because its count would not show which version this is.
     """
-    if torch._C._is_key_in_tls(_KEY) and torch._C._get_obj_in_tls(_KEY) is asked:
+    if torch._C._is_key_in_tls(_KEY) and torch._C._get_obj_in_tls(_KEY) is new:
         return
-    before = sys.getrefcount(asked)
-    torch._C._stash_obj_in_tls(_KEY, asked)
-    if sys.getrefcount(asked) == before:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(asked))
+    before = sys.getrefcount(new)
+    torch._C._stash_obj_in_tls(_KEY, new)
+    if sys.getrefcount(new) == before:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(new))
 
 
-def within(asked: Settings, run: Callable[..., T]) -> Callable[..., T]:
-    """Returns `run`, with these settings during its calls."""
+def within(new: Settings, run: Callable[..., T]) -> Callable[..., T]:
+    """Returns `run` with these settings during its calls."""
 
-    def settled(*given: Any) -> T:
+    def run_within(*args: Any) -> T:
         before = settings()
-        if before == asked:
-            return run(*given)
-        _keep(asked)
+        if before == new:
+            return run(*args)
+        _store(new)
         try:
-            return run(*given)
+            return run(*args)
         finally:
-            _keep(before)
+            _store(before)
 
-    return settled
+    return run_within
 
 
 @contextmanager
@@ -153,29 +155,28 @@ def configured(
     tile_transport: str | None = None,
     **fields: Any,
 ) -> Iterator[None]:
-    """Within the block, the fused backend's kernels are as asked. Blocks may be nested.
+    """Configures the fused backend's kernels within the block. Blocks may be nested.
 
     Args:
-        reserve_sms: SMs that their grids leave to others: to NCCL on another stream, to another pipeline
-            stage's kernels. The choice of configuration does not look at it, so ranks may differ.
-        algorithm: how `gemm_all_reduce` exchanges: ``"one_shot"``, every rank sends everything to all, or
-            ``"two_shot"``, the sums of the owners of columns go on to all. The same on every rank.
-        transport: `shard_transport` and `tile_transport` in one: for a block whose ops all have it. An op
-            that has it not raises ValueError at the call, and names those that it has.
-        shard_transport: how `all_gather_gemm` sends shards, the same on every rank: ``"copy_engine"``,
-            ``"peer_bulk"``, by warps of the kernel, or ``"nvshmem"``.
-        tile_transport: how the other ops send tiles, the same on every rank: ``"peer_bulk"``, with flags
-            after them; ``"ll"``, as words that are their own flag, which kernels for few rows do by
-            themselves (and which 32-bit slots cannot: ValueError at the call); or ``"nvshmem"``. By that
-            what goes to peers is put to them by NVSHMEM, also to those within reach of stores, which is
-            slower and there to be tested; the memory must be NVSHMEM's
-            (``OVERLAP_GEMM_SYMMETRIC=nvshmem``), else the call raises RuntimeError.
-        **fields: of `GemmConfig`, those in `CHOICES`. Every rank must use the same ones; combinations no
-            kernel exists for raise ValueError at the call.
+        reserve_sms: SMs that kernels leave free, for NCCL on another stream or kernels of another pipeline
+            stage. The choice of configuration does not depend on it, so ranks may differ.
+        algorithm: Exchange of `gemm_all_reduce`, the same on every rank. ``"one_shot"``: every rank sends its
+            partial sums to all. ``"two_shot"``: the owner of a tile sums it and sends the sum to all.
+        transport: Sets both `shard_transport` and `tile_transport`, for a block whose ops all support it. An
+            op that does not raises ValueError at the call, with the names that it supports.
+        shard_transport: Transport of `all_gather_gemm`'s shards, the same on every rank: ``"copy_engine"``,
+            ``"peer_bulk"`` (warps of the kernel) or ``"nvshmem"``.
+        tile_transport: Transport of the other ops' tiles, the same on every rank. ``"peer_bulk"``: stores
+            followed by flags. ``"ll"``: packets that contain their flag; the default for few rows; ValueError
+            at the call with 32-bit slots. ``"nvshmem"``: NVSHMEM puts to all peers, also to P2P-accessible
+            ones, for tests since it is slower; RuntimeError at the call unless
+            ``OVERLAP_GEMM_SYMMETRIC=nvshmem``.
+        **fields: Fields of `GemmConfig` that are in `CHOICES`, the same on every rank. A combination without
+            a kernel raises ValueError at the call.
 
     Raises:
-        TypeError: there is no such field, or it is no choice.
-        ValueError: ``reserve_sms`` is no number of SMs, or there is no such algorithm or transport.
+        TypeError: A field does not exist or cannot be chosen.
+        ValueError: ``reserve_sms`` is not a number of SMs, or an algorithm or transport does not exist.
     """
     for name in fields:
         check_choice(name)
@@ -183,65 +184,65 @@ def configured(
     transport, fields = _renamed(transport), {name: _renamed(value) for name, value in fields.items()}
     shards = tuple(name for name, known in TRANSPORTS.items() if known.shards)
     tiles = tuple(name for name, known in TRANSPORTS.items() if known.tiles)
-    for name, given, known in (
+    for name, value, known in (
         ("algorithm", algorithm, get_args(Algorithm)),
         ("transport", transport, tuple(TRANSPORTS)),
         ("shard_transport", shard_transport, shards),
         ("tile_transport", tile_transport, tiles),
     ):
-        if given not in (None, *known):
-            raise ValueError(f"{name}={given!r} must be one of {', '.join(known)}")
+        if value not in (None, *known):
+            raise ValueError(f"configured: {name} must be one of {', '.join(known)}, got {value!r}")
     before = settings()
     reserve = before.reserve_sms if reserve_sms is None else reserve_sms
-    asked = tuple({**dict(before.fields), **fields}.items())
-    by = (
+    merged = tuple({**dict(before.fields), **fields}.items())
+    transports = (
         shard_transport or transport or before.shard_transport,
         tile_transport or transport or before.tile_transport,
     )
-    _keep(Settings(asked, reserve, algorithm or before.algorithm, *by, *before[-2:]))
+    _store(Settings(merged, reserve, algorithm or before.algorithm, *transports, *before[-2:]))
     try:
         yield
     finally:
-        _keep(before)
+        _store(before)
 
 
 @contextmanager
 def promising(*, partials: Partials | None = None, invariant: Invariant | None = None) -> Iterator[None]:
-    """Within the block calls promise this, where their own arguments say nothing else. Blocks may be nested.
+    """Sets the promises of calls within the block that pass none. Blocks may be nested.
 
-    The gradients of calls in the block keep it wherever `backward` is called. Of compiled graphs what counts
-    is the block around their calls, and around `backward`.
+    Gradients of these calls have the same promises, wherever `backward` is called. For compiled graphs, the
+    block around their calls and around `backward` is decisive.
 
     Args:
-        partials: As for `gemm_reduce_scatter`.
-        invariant: As for `gemm_reduce_scatter`.
+        partials: Type of partial sums, as in `gemm_reduce_scatter`.
+        invariant: Bitwise invariance, as in `gemm_reduce_scatter`.
 
     Raises:
         ValueError: There is no such promise.
     """
     before = settings()
-    check_promises(given := Promises(partials, invariant))
-    _keep(before._replace(promises=given.over(before.promises)))
+    check_promises(promises := Promises(partials, invariant))
+    _store(before._replace(promises=promises.over(before.promises)))
     try:
         yield
     finally:
-        _keep(before)
+        _store(before)
 
 
 @contextmanager
 def promised(promises: Promises, op: OpSpec, world: int) -> Iterator[None]:
-    """Within the block kernels of an op are those that keep what a call promises.
+    """Restricts the kernels of an op, within the block, to those that keep a call's promises.
 
-    Of kernels, those that cut K sum it in another order. Those of an op that sums over ranks have a rank's
-    leaves of K; an op that gathers has all of K on each rank, in one order.
+    Kernels that split K sum it in a different order. An op that sums over ranks uses kernels with a rank's
+    leaves of K. An op that gathers has all of K on each rank, in one order.
 
     Args:
-        promises: of the call.
-        op: whose kernels.
-        world: ranks.
+        promises: Promises of the call.
+        op: Op of the kernels.
+        world: Number of ranks.
 
     Raises:
-        InvarianceError: the caller's fields ask for other kernels.
+        InvarianceError: The caller's fields require kernels that break a promise.
     """
     before = settings()
     fields: dict[str, Any] = {"k_split": 1} if promises.leaves else {}
@@ -252,60 +253,62 @@ def promised(promises: Promises, op: OpSpec, world: int) -> Iterator[None]:
     if promises.leaves:
         _check_promised(dict(before.fields), fields, promises)
     if fields:
-        _keep(before._replace(fields=tuple({**dict(before.fields), **fields}.items())))
+        _store(before._replace(fields=tuple({**dict(before.fields), **fields}.items())))
     try:
         yield
     finally:
-        _keep(before)
+        _store(before)
 
 
 def _check_promised(chosen: dict[str, Any], fields: dict[str, Any], promises: Promises) -> None:
-    """Raises an InvarianceError where `configured` asks for what the promise rules out."""
-    wanted = {name: value for name, value in chosen.items() if name in fields and value != fields[name]}
+    """Raises an InvarianceError if `configured` requires kernels that break the promise."""
+    wrong = {name: value for name, value in chosen.items() if name in fields and value != fields[name]}
     if "leaves" in fields and chosen.get("mma") == "swap_ab":
-        wanted["mma"] = "swap_ab"
-    for name, value in wanted.items():
+        wrong["mma"] = "swap_ab"
+    for name, value in wrong.items():
         rule = f"{name}={fields[name]}" if name in fields else "kernels with float32 partial sums"
         raise InvarianceError(
-            f"configured({name}={value}) sums K otherwise than invariant={promises.invariant!r} "
-            f"promises: {rule}"
+            f"configured({name}={value}) breaks invariant={promises.invariant!r}: it changes the order of "
+            f"sums over K; use {rule}"
         )
 
 
 @contextmanager
 def late_weights(late: bool = True) -> Iterator[None]:
-    """Within the block no kernel reads B before the kernel in front has ended, if `late`.
+    """Disables early reads of B within the block, if `late`: kernels wait for the preceding kernel's end.
 
-    That kernel may write B where B is a copy that the call itself makes.
+    The preceding kernel may write B if B is a copy that the call makes.
     """
     before = settings()
     if not (late and before.reads_weights_early):
         yield
         return
-    _keep(before._replace(early_weights=False))
+    _store(before._replace(early_weights=False))
     try:
         yield
     finally:
-        _keep(before)
+        _store(before)
 
 
 def _renamed(value: Any) -> Any:
-    """The value by its present name."""
+    """Returns the value under its current name."""
     if not isinstance(value, str) or value not in OLD_NAMES:
         return value
-    warnings.warn(f"{value!r} is {OLD_NAMES[value]!r} now", FutureWarning, stacklevel=4)
+    warnings.warn(
+        f"configured: {value!r} has been renamed to {OLD_NAMES[value]!r}", FutureWarning, stacklevel=4
+    )
     return OLD_NAMES[value]
 
 
 def check_choice(name: str) -> None:
     """Raises a TypeError unless ``name`` is a field of `GemmConfig` that callers choose."""
     if name not in CHOICES:
-        rule = "it follows from the device and the operands of each call"
-        why = rule if name in FACTS else "no such field"
-        raise TypeError(f"configured: {name} cannot be chosen: {why}; can be chosen: {', '.join(CHOICES)}")
+        rule = "it depends on the device and the operands of each call"
+        why = rule if name in FACTS else "there is no such field"
+        raise TypeError(f"configured: {name} cannot be chosen: {why}; use one of {', '.join(CHOICES)}")
 
 
-def check_reserve_sms(given: int | None) -> None:
-    """Raises a ValueError unless ``given`` is a number of SMs, or None."""
-    if given is not None and (not isinstance(given, int) or given < 0):
-        raise ValueError(f"reserve_sms={given!r} must be a number of SMs, 0 or more")
+def check_reserve_sms(value: int | None) -> None:
+    """Raises a ValueError unless ``value`` is a number of SMs or None."""
+    if value is not None and (not isinstance(value, int) or value < 0):
+        raise ValueError(f"reserve_sms={value!r} must be a number of SMs, 0 or more")

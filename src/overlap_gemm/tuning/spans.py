@@ -1,7 +1,7 @@
-"""Who computes and who transfers when, recorded on request: the seam behind the timelines.
+"""Recording of computations and transfers over time, for timelines.
 
-Backends put `span` around work and hand transfers in flight to `watch`. Neither does anything, beyond a look
-at one variable, unless a `record` is open.
+Backends put `span` around computations and pass transfers in flight to `watch`. Unless a `record` is open,
+both only read one variable.
 """
 
 import time
@@ -18,13 +18,14 @@ Kind = Literal["compute", "transfer"]
 
 @dataclass(frozen=True)
 class Span:
-    """Something that went on for a while.
+    """A computation or transfer with its begin and end.
 
     Attributes:
-        kind: Whether it kept the processor or the wire busy.
-        label: What it was.
+        kind: "compute" or "transfer".
+        label: Name for the timeline.
         begin: Seconds since the recording began on this rank. A transfer begins when it is posted.
-        end: Likewise. A transfer ends when its bytes have arrived, however late somebody waits for it.
+        end: Seconds since the recording began on this rank. A transfer ends when its bytes have arrived, even
+            if it is waited for later.
     """
 
     kind: Kind
@@ -34,25 +35,25 @@ class Span:
 
 
 class Waitable(Protocol):
-    """What `torch.distributed.Work` and its stand-in while recording have in common."""
+    """Common interface of `torch.distributed.Work` and its replacement while recording."""
 
     def wait(self) -> object:
-        """Returns when the work is done; raises RuntimeError if it failed."""
+        """Returns when the work is complete; raises RuntimeError if it failed."""
 
 
 @contextmanager
 def record(device: torch.device | str = "cpu") -> Iterator[list[Span]]:
-    """Records the spans of this process while the context is open, and lists them when it has closed.
+    """Records the spans of this process while the context is open; the yielded list is filled at its end.
 
-    On CUDA the marks are events: of the current stream for computing, of a side stream that waits for each
-    transfer. Elsewhere the clock is the wall's, and each transfer in flight gets a thread that waits for it.
+    On CUDA, times are events: on the current stream for computations, on a side stream that waits for each
+    transfer. On other devices they are wall-clock times, and a thread waits for each transfer in flight.
 
     Raises:
-        RuntimeError: A recording is open already.
+        RuntimeError: A recording is already open.
     """
     global _recorder
     if _recorder is not None:
-        raise RuntimeError("a recording is open already in this process")
+        raise RuntimeError("record: a recording is already open in this process; close it first")
     spans: list[Span] = []
     _recorder = _Recorder(torch.device(device))
     try:
@@ -63,8 +64,8 @@ def record(device: torch.device | str = "cpu") -> Iterator[list[Span]]:
         _recorder = None
 
 
-class span:  # noqa: N801  a context manager, written out: a generator's costs every call a microsecond
-    """Notes what goes on inside as one span, if a recording is open."""
+class span:  # noqa: N801  a class: a generator-based context manager costs each call a microsecond
+    """Records the block as one span if a recording is open."""
 
     __slots__ = ("begin", "kind", "label")
 
@@ -80,10 +81,10 @@ class span:  # noqa: N801  a context manager, written out: a generator's costs e
 
 
 def watch(label: str, works: Sequence[Waitable]) -> Sequence[Waitable]:
-    """Notes the transfer that consists of `works`, just posted, if a recording is open.
+    """Records the transfer that consists of `works`, just posted, if a recording is open.
 
     Returns:
-        What to wait for in place of `works`.
+        Objects to wait for in place of `works`.
     """
     return works if _recorder is None or not works else _recorder.watch(label, works)
 
@@ -97,7 +98,7 @@ class _Recorder:
         self.origin = self.mark()
 
     def mark(self) -> Any:
-        """Now: an event of the current stream, or seconds."""
+        """Returns the current time: an event on the current stream, or seconds."""
         if not self.on_cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -115,7 +116,7 @@ class _Recorder:
                 work.wait()
             self.note("transfer", label, begin, self.mark())
 
-        if self.on_cuda:  # waiting is a stream's business there, and may be repeated
+        if self.on_cuda:  # there a wait is a stream's wait, and may be repeated
             with torch.cuda.stream(self.side):
                 arrive()
             return works
@@ -126,7 +127,7 @@ class _Recorder:
         if self.on_cuda:
             torch.cuda.synchronize()
         spans = [Span(kind, label, self._seconds(a), self._seconds(b)) for kind, label, a, b in self.notes]
-        return sorted(spans, key=lambda found: found.begin)
+        return sorted(spans, key=lambda span: span.begin)
 
     def _seconds(self, mark: Any) -> float:
         return float(self.origin.elapsed_time(mark) / 1e3 if self.on_cuda else mark - self.origin)
@@ -134,7 +135,7 @@ class _Recorder:
 
 @dataclass(frozen=True)
 class _Watched:
-    """A transfer whose wait, which gloo allows only once, is with a watcher's thread."""
+    """A transfer whose wait is made by a watcher thread, since gloo allows only one wait."""
 
     arrival: "Future[None]"
 

@@ -1,16 +1,18 @@
-"""The one model of how long an op takes: max(waves of tiles, bytes / link, memory) + fill and tail.
+"""Model of the time of an op: max(waves of tiles, bytes / link, memory) + fill and tail.
 
-It knows only facts that all ranks share and the constants of a `Machine`, so that every rank that asks gets
-the same answer. `plan`, `explain`, `auto`, `bench` and the documentation's curves all read it.
+Its inputs are facts that all ranks share, and the constants of a `Machine`, so every rank gets the same
+prediction. `plan`, `explain`, `auto`, `bench` and the documentation's curves use it.
 
-- **Product.** cuBLAS is taken to run the best of our tiles in whole waves, and to cut K where the tiles are
-  fewer than the SMs (measured: our plain kernel takes 0.98 to 1.02 of it).
-- **Fused.** The tiles of all shards are dealt to the resident clusters in waves, own ones among foreign ones,
-  so that the link is asked evenly. Ping-pong and tcgen05 kernels work on the next tile during an epilogue. A
-  cooperative one does not: every epilogue, and what of its tile the ring does not hold, stops the tensor
-  cores. Few rows are bound by memory: a tile takes as long as one SM loads it, so tiles, or parts of their K,
-  must be many, and the last one leaves when all of the operands have been read; rows that do not exist are
-  not sent. After the last wave come its bytes on the link and the sum of its tiles over all sources.
+- **Product.** cuBLAS is modelled as the best of our tiles in full waves, with K split if there are fewer
+  tiles than SMs (measured: our plain kernel takes 0.98 to 1.02 of cuBLAS' time).
+- **Fused.** The tiles of all shards are distributed to the resident clusters in waves. Local tiles are
+  interleaved with remote ones, so that the link is used evenly. Ping-pong and tcgen05 kernels compute the
+  next tile during an epilogue. In a cooperative kernel every epilogue stops the tensor cores, and so does the
+  part of a tile that the ring cannot hold.
+- **Few rows** are bound by memory: a tile takes as long as one SM loads it. So there must be many tiles, or
+  parts of their K. The last tile is sent when all operands have been read; rows beyond the operand's end are
+  not sent.
+- **Tail.** After the last wave, its bytes are sent and its tiles are summed over all sources.
 - **Collectives** are interpolated between measured sizes.
 """
 
@@ -30,24 +32,26 @@ from ..spec.sharding import ceil_div, num_owners, shard_rows
 from .machine import Curve, Machine
 
 UNKNOWN = 4
-"""An extent that the ranks have not agreed on is an MLP's, this many times the hidden size. A kernel that is
-chosen for much to compute has a longer tail where there is little; one chosen for little may take twice as
-long where there is much."""
+"""Assumed ratio of an extent on which the ranks have not agreed to the other one: an MLP's 4.
+
+A kernel chosen for too large a product has a longer tail on small ones. A kernel chosen for too small a
+product may take twice as long on large ones.
+"""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What all ranks of a call share: the unsharded product `[M, K] x [N, K]^T` and who carries it out.
+    """Facts that all ranks of a call share: the unsharded product `[M, K] x [N, K]^T` and the ranks.
 
     Attributes:
-        op: The op's public name.
+        op: Public name of the op.
         m: M over all ranks.
-        n: N over all ranks; None where the ranks have not agreed on it (all_gather_gemm's may differ).
-        k: K over all ranks; None where they have not agreed on it (the summing ops' may differ).
-        dtype: Of the operands; of the result, too, unless it is an 8-bit type, whose results have 16.
-        world: Ranks P.
-        shard: Rows of a full shard, where rows are sharded; 0 for even shards.
-        blocks: Which blocks the scales of 8-bit operands are of; None: of rows.
+        n: N over all ranks; None if the ranks have not agreed on it (all_gather_gemm's may differ).
+        k: K over all ranks; None if the ranks have not agreed on it (the summing ops' may differ).
+        dtype: Type of the operands, and of the result unless it is an 8-bit type, whose results have 16 bits.
+        world: Number of ranks P.
+        shard: Rows of a full shard if rows are sharded; 0 for even shards.
+        blocks: Blocks of the scales of 8-bit operands; None: scales per row.
     """
 
     op: str
@@ -61,54 +65,58 @@ class Facts:
 
     @cached_property
     def spec(self) -> OpSpec:
-        """The op."""
+        """Returns the spec of the op."""
         return OPS[self.op]
 
     @cached_property
     def extents(self) -> tuple[int, int, int]:
-        """(M, N, K), an unknown N or K taken as `UNKNOWN` times the other: so no choice depends on it."""
+        """Returns (M, N, K); an unknown N or K is `UNKNOWN` times the other.
+
+        So no choice depends on an extent on which the ranks have not agreed.
+        """
         n = UNKNOWN * self.k if self.n is None and self.k is not None else self.n
         k = UNKNOWN * self.n if self.k is None and self.n is not None else self.k
-        assert n is not None and k is not None, f"{self.op} travels with N or K, so one of them is known"
+        assert n is not None and k is not None, f"{self.op} sends N or K, so one of them is known"
         return self.m, n, k
 
     @cached_property
     def local(self) -> tuple[int, int, int]:
-        """(M, N, K) of the product that a rank multiplies."""
+        """Returns (M, N, K) of a rank's product."""
         return self.spec.product(*self.extents, self.world)
 
     @cached_property
     def result_bytes(self) -> int:
-        """Of an element of the result, and of the partial sums that travel."""
+        """Returns the bytes of an element of the result, and of the partial sums that are sent."""
         return max(DTYPE_BYTES[self.dtype], 2)
 
     @cached_property
     def bytes_out(self) -> float:
-        """Bytes that each rank sends at least (all-reduce: in two shots)."""
+        """Returns the minimum of bytes that each rank sends (all-reduce: in two shots)."""
         size = DTYPE_BYTES[self.dtype] if self.spec.operand_is_sent else self.result_bytes
         return self.spec.elements_out(*self.extents, self.world) * size
 
 
 def efficiency_key(config: GemmConfig) -> str:
-    """The name of a kernel in `Machine.efficiency`."""
+    """Returns the key of a kernel in `Machine.efficiency`."""
     words = [config.mma, by(config.tile), by(config.cluster)]
     return " ".join(words + ([blocks_name(config.blocks)] if config.blocks else []))
 
 
 def times_bytes(config: GemmConfig, machine: Machine) -> float:
-    """How many times `Machine.mma_rate` the kernels of a configuration's types reach at best."""
+    """Returns the best rate of kernels with a configuration's types, as a multiple of `Machine.mma_rate`."""
     if not config.has_bytes:
         return 1.0
     return machine.promoted_rate if config.promotes else machine.bytes_rate
 
 
 def efficiency_of(config: GemmConfig, machine: Machine, one_wave: bool = False) -> float:
-    """A kernel's efficiency, in one wave or in several.
+    """Returns a kernel's efficiency, in one wave or in several.
 
-    Of one that was not measured, the least of its tile's, its kind's, or all. Where none with scales of its
-    blocks was (`Machine.why_as_rows`), that of the kernel without.
+    For a kernel that was not measured it is the minimum over those of its tile, or of its MMA kind, or of
+    all. If no kernel with its block scales was measured (`Machine.missing_block_timings`), the kernel without
+    is used.
     """
-    if machine.why_as_rows(config.blocks):
+    if machine.missing_block_timings(config.blocks):
         config = replace(config, blocks=None)
     known, name = machine.efficiencies(config.blocks), efficiency_key(config)
     if one_wave and name in machine.one_wave:
@@ -121,7 +129,7 @@ def efficiency_of(config: GemmConfig, machine: Machine, one_wave: bool = False) 
 
 
 def product_seconds(facts: Facts, machine: Machine, sms: int) -> float:
-    """The time of a rank's product by cuBLAS."""
+    """Returns the time of a rank's product by cuBLAS."""
     (m, n, k), rate = facts.local, 1.0
     if DTYPE_BYTES[facts.dtype] == 1:
         rate = machine.blocks_rate if facts.blocks in PROMOTED else machine.bytes_rate
@@ -131,7 +139,7 @@ def product_seconds(facts: Facts, machine: Machine, sms: int) -> float:
 
 @lru_cache(maxsize=1024)
 def _best_waves(m: int, n: int, machine: Machine, sms: int) -> float:
-    """Seconds per unit of K of the best tile's waves."""
+    """Returns the seconds per unit of K of the best tile's waves."""
     best = float("inf")
     for name, efficiency in machine.efficiencies(None).items():
         kind, tile, _ = name.split()
@@ -149,7 +157,7 @@ def _memory_seconds(facts: Facts, machine: Machine) -> float:
 
 
 def _mainloop_seconds(config: GemmConfig, k: int, machine: Machine, waves: int) -> float:
-    """A CTA tile on its SM's tensor cores, one of so many waves."""
+    """Returns the time of a CTA tile on its SM's tensor cores, in one of `waves` waves."""
     rows, columns = config.cta_tile
     rate = machine.mma_rate / machine.sms * efficiency_of(config, machine, waves == 1)
     rate *= times_bytes(config, machine)
@@ -157,14 +165,17 @@ def _mainloop_seconds(config: GemmConfig, k: int, machine: Machine, waves: int) 
 
 
 def _wave_seconds(config: GemmConfig, mainloop: float, machine: Machine, drain: float = 0.0) -> float:
-    """One wave; `drain`: what of a tile must leave before its epilogue ends."""
+    """Returns the time of one wave; `drain`: time to send what must leave a tile before its epilogue ends."""
     rows, columns = config.cta_tile
     epilogue = machine.epilogue * rows * columns + drain
     return mainloop + epilogue if config.mma == "cooperative" else max(mainloop, epilogue)
 
 
 def by_shards_seconds(facts: Facts, machine: Machine, sms: int) -> float:
-    """An all-gather GEMM by copy engines, a gate and a cuBLAS product a shard (`backends.by_shards`)."""
+    """Returns the time of an all-gather GEMM by copies, and a gate and a cuBLAS product per shard.
+
+    See `backends.by_shards`.
+    """
     shard = facts.shard or shard_rows(facts.m, facts.world)
     _, _, k = facts.extents
     product = product_seconds(replace(facts, m=shard), machine, sms)
@@ -175,7 +186,7 @@ def by_shards_seconds(facts: Facts, machine: Machine, sms: int) -> float:
 
 
 def copies_seconds(facts: Facts, machine: Machine) -> float:
-    """Host time of an eager all-gather GEMM's copies: none where the kernel's warps send."""
+    """Returns the host time of an eager all-gather GEMM's copies; 0 if the kernel's warps send."""
     if not facts.spec.gathers_operand:
         return 0.0
     _, _, k = facts.extents
@@ -184,21 +195,24 @@ def copies_seconds(facts: Facts, machine: Machine) -> float:
 
 
 def link_seconds(facts: Facts, machine: Machine) -> float:
-    """The op's bytes at the link's full rate."""
+    """Returns the time of the op's bytes at the link's full rate."""
     return facts.bytes_out / machine.link_rate
 
 
 def collective_seconds(name: str, bytes_out: float, world: int, machine: Machine) -> float:
-    """A collective's time, from the curve of the number of ranks that is nearest to `world`."""
+    """Returns the time of a collective, from the curve of the number of ranks nearest to `world`."""
     if world == 1:
         return 0.0
-    curves = machine.collectives.get(name) or machine.collectives["all_gather"]  # as many bytes, as far
+    curves = machine.collectives.get(name) or machine.collectives["all_gather"]  # the same number of bytes
     nearest = min(curves, key=lambda ranks: (max(ranks / world, world / ranks), ranks))
     return interpolate(curves[nearest], bytes_out)
 
 
 def interpolate(curve: Curve, size: float) -> float:
-    """Seconds of `size` bytes: linear between points and after the last two, constant before the first."""
+    """Returns the seconds of `size` bytes.
+
+    Linear between points and beyond the last two, constant before the first.
+    """
     if size <= curve[0][0] or len(curve) == 1:
         return curve[0][1]
     right = next((i for i, (b, _) in enumerate(curve) if b >= size), len(curve) - 1)
@@ -207,31 +221,34 @@ def interpolate(curve: Curve, size: float) -> float:
 
 
 def transfer_seconds(facts: Facts, machine: Machine, in_rank_order: bool = False) -> float:
-    """The collectives of an op; `in_rank_order`: partial sums are added so, as `sequential` does."""
+    """Returns the time of an op's collectives.
+
+    With `in_rank_order` partial sums are added in rank order, as in `sequential`.
+    """
     names = facts.spec.collectives(in_rank_order)
     each = facts.bytes_out / len(names)
     seconds = sum(collective_seconds(name, each, facts.world, machine) for name in names)
-    if facts.spec.gathers_output:  # by blocks of columns, which are laid side by side after
+    if facts.spec.gathers_output:  # blocks of columns, which a copy interleaves afterwards
         m, n, _ = facts.extents
-        # Measured: such a copy reaches a third of the memory's rate, after launches of its own.
+        # Measured: such a copy reaches a third of the memory's rate, after two launches.
         seconds += 2 * machine.launch + 3 * 2 * m * n * facts.result_bytes / machine.memory_rate
-    if "all_to_all" in names:  # of blocks of columns, which are copied before or after
+    if "all_to_all" in names:  # of blocks of columns, with a copy before or after
         seconds += machine.launch + 2 * facts.bytes_out / machine.memory_rate
     return seconds
 
 
 @dataclass(frozen=True)
 class FusedTime:
-    """Where the model sees the time of a fused call go, in seconds.
+    """Parts of the time of a fused call, in seconds.
 
     Attributes:
         waves: Tiles on the tensor cores.
-        link: Packed tiles and flags at the kernel's own link rate.
+        link: Packed tiles and flags at the kernel's link rate.
         memory: Operands and result.
-        fill: Before the link can begin: the first tile.
-        tail: After the last wave: its bytes on the link, and its sums' where they go on.
-        receive: The sum of the last tiles.
-        launch: In addition to all tiles.
+        fill: The first tile, before sending can begin.
+        tail: After the last wave: sending its bytes, and its sums if they are sent on.
+        receive: Sum of the last tiles.
+        launch: Cost of a kernel in addition to its tiles.
     """
 
     waves: float
@@ -244,17 +261,17 @@ class FusedTime:
 
     @property
     def total(self) -> float:
-        """The call's time on the device."""
+        """Returns the time of the call on the device."""
         return self.launch + max(self.waves + self.tail, self.fill + self.link, self.memory) + self.receive
 
 
-class _Dealt(NamedTuple):
-    """How an exchange cuts a rank's product.
+class _Tiles(NamedTuple):
+    """Partition of a rank's product by an exchange.
 
     Attributes:
-        clusters: Cluster tiles.
-        copies: Of each tile, to other ranks.
-        exists: The part of a tile that travels.
+        clusters: Number of cluster tiles.
+        copies: Number of copies of each tile that are sent to other ranks.
+        exists: Fraction of a tile that is sent.
     """
 
     clusters: int
@@ -262,19 +279,19 @@ class _Dealt(NamedTuple):
     exists: float
 
 
-def _dealt(config: GemmConfig, facts: Facts, pattern: str) -> _Dealt:
+def _tiles(config: GemmConfig, facts: Facts, pattern: str) -> _Tiles:
     shape, spec, world = _shape_of(facts, pattern), PATTERNS[pattern], facts.world
     rows, columns = shape.block
-    # A rank that owns nothing sends everything.
+    # A rank that owns no tiles sends all of them.
     copies = world - 1.0 if spec.to_all else (shape.owners - (shape.owners == world)) / shape.owners
-    # Rows that do not exist do not travel; of reduce-scatter it was measured when they did.
+    # Rows beyond the end are not sent; reduce-scatter was measured when they were.
     tall = config.cluster_tile[0]
     exists = 1.0 if spec.cut == "rows" else rows / (ceil_div(rows, tall) * tall)
-    return _Dealt(shape.num_computed(config), copies, exists * _sent_columns(config, columns))
+    return _Tiles(shape.num_computed(config), copies, exists * _sent_columns(config, columns))
 
 
 def _shape_of(facts: Facts, pattern: str) -> ExchangeShape:
-    """The exchange of a call: rows of a rank's product, columns over all ranks."""
+    """Returns the exchange of a call: rows of a rank's product, columns over all ranks."""
     (rows, _, _), (_, columns, _) = facts.local, facts.extents
     if PATTERNS[pattern].cut == "rows" and facts.shard:
         return ExchangeShape(rows, columns, facts.world, facts.shard, pattern)
@@ -284,18 +301,18 @@ def _shape_of(facts: Facts, pattern: str) -> ExchangeShape:
 def fused_time(
     config: GemmConfig, facts: Facts, machine: Machine, sms: int, pattern: str | None = None
 ) -> FusedTime:
-    """A fused call (a plain GEMM in a group of one) by the kernel of `config`.
+    """Returns the time of a fused call (a plain GEMM in a group of one) by the kernel of `config`.
 
-    What other patterns add to a reduce-scatter is counted in bytes and arrivals, at the same rates.
+    Costs of other patterns beyond a reduce-scatter's are counted in bytes and arrivals, at the same rates.
     """
     m, n, k = facts.local
     pattern = pattern or patterns_of(facts.op)[0]
     world, size, spec = facts.world, facts.result_bytes, PATTERNS[pattern]
-    clusters, copies, exists = _dealt(config, facts, pattern)
+    clusters, copies, exists = _tiles(config, facts, pattern)
     resident = max(1, sms // config.cluster_ctas)
     num_waves = ceil_div(clusters, resident)
-    told = world > 1 and num_waves > 1 and not config.sends_ll
-    small = told and math.prod(config.cta_tile) <= machine.small_tile
+    sends_flags = world > 1 and num_waves > 1 and not config.sends_ll
+    small = sends_flags and math.prod(config.cta_tile) <= machine.small_tile
     bulk_rate = machine.bulk_rate * (machine.small_tile_rate if small else 1)
     tile_bytes = config.tile_bytes * exists + FLAG_BYTES
 
@@ -303,24 +320,24 @@ def fused_time(
     ring = config.ring_stages * config.slot_subtile_bytes
     drain = copies * max(0, tile_bytes - ring) / (bulk_rate / sms)
     wave = _wave_seconds(config, mainloop, machine, drain)
-    if told:
+    if sends_flags:
         wave = max(wave, machine.flag_step)
     sent = copies * tile_bytes * config.cluster_size / bulk_rate
     last = min(clusters, resident)
     link, tail, memory = clusters * sent, last * sent, _memory_seconds(facts, machine)
     read = memory / (machine.swap_ab_stream if config.is_swap_ab else machine.stream)
-    # After the last wave: the slots of its tiles are read, and what they make is written.
+    # After the last wave: the slots of its tiles are read, and the sums are written.
     arrivals, received = 1, world * tile_bytes * last * config.cluster_size / machine.memory_rate
-    if spec.returns:  # the sums go out as the partials did, and are copied
+    if spec.returns:  # sums are sent like partials, and copied
         arrivals, received = 2, 2 * received
         link, tail = 2 * link, 2 * tail
         memory += 2 * m * n * size / machine.memory_rate
-    elif spec.to_all:  # every rank reads and writes what all send
-        copies_of = world if facts.spec.sums else world - 1  # own results go straight to the output
+    elif spec.to_all:  # every rank reads and writes the tiles of all ranks
+        copies_of = world if facts.spec.sums else world - 1  # local results are written to the output
         copied = 2 * copies_of * m * n * size / machine.memory_rate
         received *= 2
         memory += copied
-        if not facts.spec.sums:  # measured: alongside the tensor cores they take what they take alone
+        if not facts.spec.sums:  # measured: overlap with the tensor cores does not hide them
             received += copied
     arrival = machine.ll_arrival if config.sends_ll else machine.arrival
     return FusedTime(
@@ -336,17 +353,17 @@ def fused_time(
 
 
 def _sent_columns(config: GemmConfig, columns: int) -> float:
-    """Of the columns of a shard's tiles, the part that travels: whole subtiles that have some."""
+    """Returns the fraction of the columns of a shard's tiles that is sent: all non-empty subtiles."""
     wide, tile = config.epi_tile[1], config.cluster_tile[1]
     return ceil_div(columns, wide) * wide / (ceil_div(columns, tile) * tile)
 
 
 def fused_all_gather(config: GemmConfig, facts: Facts, machine: Machine, sms: int) -> FusedTime:
-    """A fused all-gather GEMM by the kernel of `config`: shard after shard, each when it has arrived.
+    """Returns the time of a fused all-gather GEMM by the kernel of `config`, shard after shard.
 
-    The own shard is there; the others arrive one after the other at the link's full rate. What waits for a
-    shard begins when it arrives, so the waves of its tiles and of those after them follow. What of the
-    arrivals the product does not hide is `tail`.
+    The local shard is present; the others arrive one after the other at the link's full rate. The tiles of a
+    shard begin when it has arrived, and the waves of its and all later tiles follow. `tail` is the part of
+    the arrivals that the product does not hide.
     """
     m, n, k = facts.local
     world = facts.world

@@ -1,15 +1,15 @@
-"""The one timing protocol of the package: benchmarks, the demo and tuning measure with it and nothing else.
+"""The timing protocol of the package, used by all benchmarks, the demo and tuning.
 
-- **Interleaved.** Each round times every variant once, so that a drift of clocks or load meets all of them;
-  the order rotates from round to round, so that none always runs after the same neighbour.
-- **Bursts.** A sample is the mean of back-to-back calls after one barrier, not a call between two barriers:
-  that is how a model issues them, and launch overlap counts. All ranks use the same burst length.
-- **Slowest rank.** A round's sample is the maximum over the ranks: the op is done when its last rank is.
-- **Median** over the rounds. Ratios are formed within a round and the median of those is taken, so that noise
-  which slows a whole round cancels.
+- **Interleaved.** Each round times every variant once, so that a drift of clocks or load affects all of them.
+  The order rotates from round to round, so that no variant always runs after the same neighbour.
+- **Bursts.** A sample is the mean of back-to-back calls after one barrier, not one call between two barriers.
+  Models issue calls in this way, and launch overlap counts. All ranks use the same burst length.
+- **Slowest rank.** A sample is the maximum over the ranks: an op is complete when its last rank is.
+- **Median** over the rounds. Ratios are computed within a round, and their median is taken, so that noise
+  which slows a full round cancels.
 
-Caches are warm from the call before, except where one call's operands exceed them. Time on CUDA is event time
-on the current stream, otherwise wall-clock time.
+Caches are warm from the call before, unless one call's operands exceed them. Times on CUDA are event times on
+the current stream, otherwise wall-clock times.
 """
 
 import math
@@ -23,35 +23,35 @@ import torch
 import torch.distributed as dist
 
 MAX_BURST = 1000
-"""Calls in a burst at most, however short a call is."""
+"""Maximum number of calls in a burst."""
 
 
 @dataclass(frozen=True)
 class Timings:
-    """What `measure` found.
+    """Result of `measure`.
 
     Attributes:
-        seconds: For each variant the time of one call in seconds, one sample per round, each the maximum over
-            the ranks. Equal on all ranks.
+        seconds: Time of one call in seconds, by variant: one sample per round, each the maximum over the
+            ranks. Equal on all ranks.
     """
 
     seconds: Mapping[str, tuple[float, ...]]
 
     def with_bound(self, link: float) -> "Timings":
-        """With a variant "bound": round by round the larger of variant "product" and `link` seconds."""
+        """Returns the timings with a variant "bound": per round max("product", `link` seconds)."""
         bound = tuple(max(product, link) for product in self.seconds["product"])
         return Timings({**self.seconds, "bound": bound})
 
     def median(self, variant: str) -> float:
-        """Median time of one call in seconds."""
+        """Returns the median time of one call in seconds."""
         return statistics.median(self.seconds[variant])
 
     def ratio(self, variant: str, other: str) -> float:
-        """Median over the rounds of `variant`'s time divided by `other`'s."""
+        """Returns the median over the rounds of `variant`'s time divided by `other`'s."""
         return statistics.median(self._ratios(variant, other))
 
     def ratio_range(self, variant: str, other: str) -> tuple[float, float]:
-        """First and third quartile of the ratios whose median `ratio` is."""
+        """Returns the first and third quartile of the ratios whose median is `ratio`."""
         low, high = np.quantile(self._ratios(variant, other), [0.25, 0.75])
         return float(low), float(high)
 
@@ -66,23 +66,26 @@ class Timings:
 
 @dataclass(frozen=True)
 class Replay:
-    """A CUDA graph of several calls, to be timed in place of them.
+    """CUDA graph of several calls, timed in place of them.
 
     Attributes:
-        graph: What was captured.
-        calls: Calls in it.
+        graph: Captured graph.
+        calls: Number of calls in the graph.
     """
 
     graph: torch.cuda.CUDAGraph
     calls: int
 
     def __call__(self) -> None:
-        """Replays all of them."""
+        """Replays all calls."""
         self.graph.replay()
 
 
 def captured(call: Callable[[], object], calls: int = 8) -> Replay:
-    """A graph of `calls` calls: their time without the host's. Two calls before make what graphs cannot."""
+    """Returns a graph of `calls` calls, to measure their time without the host's.
+
+    Two eager calls before the capture allocate and compile, which is not possible in a capture.
+    """
     for _ in range(2):
         call()
     torch.cuda.synchronize()
@@ -105,21 +108,23 @@ def measure(
     """Times several callables against each other by the protocol of this module.
 
     Args:
-        variants: Name and callable; the same names in the same order on all ranks. A callable may be
-            collective over `group`, and a `Replay` of several calls. Each is called at least twice before it
+        variants: Callables by name; the same names in the same order on all ranks. A callable may be
+            collective over `group`, or a `Replay` of several calls. Each is called at least twice before it
             is timed.
-        group: The ranks that take part, each of which must call; None for the world, or for this process
-            alone where torch.distributed is not initialised.
-        device: Where the callables work: "cuda" times with events on the current stream.
+        group: Group of the ranks, all of which must call; None: the world, or this process alone if
+            torch.distributed is not initialised.
+        device: Device of the callables' work; "cuda" uses events on the current stream.
         rounds: Samples per variant.
-        burst_seconds: A burst holds as many calls as fill about this time, at least one.
-        after_round: Called after each round, for example to read the clocks.
+        burst_seconds: Approximate duration of a burst, which has at least one call.
+        after_round: Function that is called after each round, for example to read the clocks.
 
     Raises:
-        ValueError: No variant, or less than one round.
+        ValueError: There is no variant or no round.
     """
     if not variants or rounds < 1:
-        raise ValueError(f"measure needs a variant and a round, got {list(variants)} and {rounds=}")
+        raise ValueError(
+            f"measure: needs at least one variant and one round, got {list(variants)} and {rounds=}"
+        )
     clock = _Clock(torch.device(device), group)
     bursts = {}
     for name, call in variants.items():
@@ -139,16 +144,15 @@ def measure(
 
 
 class _Clock:
-    """Times bursts on one device, and agrees with the other ranks."""
+    """Timer of bursts on one device, synchronised with the other ranks."""
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup | None):
         self.device, self.group = device, group
 
     def burst(self, call: Callable[[], object], calls: int) -> float:
-        """Seconds per call of `calls` calls, on this rank, after all ranks have arrived."""
-        self.slowest(
-            [0.0]
-        )  # a barrier that also has the device idle on return, which dist.barrier leaves open
+        """Returns the seconds per call of a burst on this rank, which begins after all ranks have arrived."""
+        # A barrier after which the device is idle; dist.barrier does not guarantee that.
+        self.slowest([0.0])
         if self.device.type == "cuda":
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
@@ -163,12 +167,12 @@ class _Clock:
         return (time.perf_counter() - started) / calls
 
     def slowest(self, seconds: list[float]) -> list[float]:
-        """`slowest` of the ranks."""
+        """Returns the elementwise maximum over the ranks."""
         return slowest(seconds, self.device, self.group)
 
 
 def slowest(seconds: list[float], device: torch.device, group: dist.ProcessGroup | None) -> list[float]:
-    """Elementwise maximum over the ranks of a group; what this process says where it is alone."""
+    """Returns the elementwise maximum over the ranks of a group; for a single process, its own values."""
     if not dist.is_initialized():
         return seconds
     times = torch.tensor(seconds, dtype=torch.float64, device=device)

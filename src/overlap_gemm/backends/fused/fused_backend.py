@@ -175,7 +175,7 @@ class Fused:
         if reason := problem.reach.why_not or problem.reach.untimed:
             return reason
         machine = constants(problem.reach.arch)
-        return machine.why_untimed_bytes(problem.blocks) if problem.is_scaled else None
+        return machine.why_uncalibrated_bytes(problem.blocks) if problem.is_scaled else None
 
     def why_after(self, problem: Problem, weight: Tensor) -> str | None:
         """See `Backend`."""
