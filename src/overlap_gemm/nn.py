@@ -1,10 +1,13 @@
-"""Tensor-parallel layers with Megatron's names, each equal to the unsharded `nn.Linear` it is cut from.
+"""Tensor-parallel layers with Megatron's names. Each equals the unsharded `nn.Linear` of which it is a shard.
 
-Parameters are plain tensors, this rank's shards, and who does not know that sees one rank's. torch's
-distributed checkpoints would take them for copies of one tensor: `full_state_dict` is for them. torch's
-`clip_grad_norm_` knows one rank's norm: the one here knows that of all. A `torch.amp.GradScaler` skips a step
-on those ranks that have an infinity: `torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler`, given
-the group, on all. `overlap_gemm.parallel` has styles that make DTensors.
+Parameters are plain tensors, this rank's shards. Code that is not aware of that treats them as full tensors:
+
+- torch's distributed checkpoints would store them as copies of one tensor: use `full_state_dict`.
+- torch's `clip_grad_norm_` would use one rank's norm: use `clip_grad_norm_` of this module.
+- `torch.amp.GradScaler` would skip a step only on ranks with an infinity: use `ShardedGradScaler` of
+  `torch.distributed.fsdp.sharded_grad_scaler`, with the group.
+
+`overlap_gemm.parallel` has styles that make DTensors.
 """
 
 from collections.abc import Iterator
@@ -17,7 +20,7 @@ from .api.float8 import Float8
 from .api.functional import Length, column_parallel_gemm
 from .api.layer_epilogues import (
     GATINGS,
-    OWN_PRODUCTS,
+    LOCAL_PRODUCTS,
     RESIDUAL,
     Activation,
     Fusion,
@@ -33,7 +36,7 @@ from .api.norms import (
     SequenceParallelWarning,
     sequence_parallel_parameters,
     sum_sequence_parallel_gradients,
-    warn_of_forgotten,
+    warn_unmarked_parameters,
 )
 from .api.random_numbers import Dropout, per_rank_random
 from .backends.op_call import BackendName
@@ -65,30 +68,30 @@ class ColumnParallelLinear(ShardedLinear):
 
     Built from the same seed on every rank it is the shard of the `nn.Linear` built from that seed.
 
-    Input: `[..., input_size]`, replicated; with `sequence_parallel` this rank's rows of it.
-    Output: `[..., output_size of this rank]`; with `gather_output` `[..., output_size]`.
-    With `skip_bias_add` the output is a pair: the product without bias, and the bias.
+    Input: `[..., input_size]`, replicated; with `sequence_parallel` this rank's rows of it. Output: `[...,
+    output_size of this rank]`; with `gather_output` `[..., output_size]`. With `skip_bias_add` the output is
+    a pair: the product without bias, and the bias.
 
     Args:
         input_size: K.
-        output_size: N over all ranks; rank r holds the rows of the weight that `torch.chunk` gives it.
-        bias: Have a bias, divided like the output.
+        output_size: N over all ranks; rank r has the rows of the weight that `torch.chunk` assigns to it.
+        bias: Add a bias, divided like the output.
         gather_output: Gather the output features; not together with `sequence_parallel`.
-        init_method: Called with the whole weight `[N, K]` to fill it, the bias then being zero; default
+        init_method: Function that fills the full weight `[N, K]`; the bias is then zero. Default:
             `nn.Linear`'s initialisation of both.
-        skip_bias_add: Leave the bias to the caller.
+        skip_bias_add: Return the bias instead of adding it.
         sequence_parallel: The input is sharded along `sequence_dim`.
         sequence_dim: 0 for Megatron's `[s, b, h]`, 1 for `[b, s, h]`.
-        tp_group: A ProcessGroup, a 1-D DeviceMesh, or None for the world.
-        rows: As for `overlap_gemm.all_gather_gemm`: of sequences that the ranks do not divide, the length of
-            all, or "exchange".
-        backend: As for `overlap_gemm.all_gather_gemm`.
-        reserve_sms: As for `overlap_gemm.all_gather_gemm`.
-        partials: As for `overlap_gemm.gemm_reduce_scatter`.
-        invariant: As for `overlap_gemm.gemm_reduce_scatter`.
-        float8: Multiply in 8 bits, as a `Float8` says; the parameters stay what they are.
-        device: Of the parameters.
-        dtype: Of the parameters.
+        tp_group: ProcessGroup, 1-D DeviceMesh, or None for the world.
+        rows: Total number of rows, as in `overlap_gemm.all_gather_gemm`. Sequences that the ranks do not
+            divide need the total length, or "exchange".
+        backend: Backend of the ops, as in `overlap_gemm.all_gather_gemm`.
+        reserve_sms: SMs that kernels leave free, as in `overlap_gemm.all_gather_gemm`.
+        partials: Type of partial sums, as in `overlap_gemm.gemm_reduce_scatter`.
+        invariant: Bitwise invariance, as in `overlap_gemm.gemm_reduce_scatter`.
+        float8: 8-bit settings of the products; parameters keep their dtype.
+        device: Device of the parameters.
+        dtype: dtype of the parameters.
     """
 
     shard_dims: ClassVar[dict[str, int]] = {"weight": 0, "bias": 0}
@@ -115,7 +118,9 @@ class ColumnParallelLinear(ShardedLinear):
         dtype: torch.dtype | None = None,
     ):
         if gather_output and sequence_parallel:
-            raise ValueError("gather_output=True and sequence_parallel=True cannot go together")
+            raise ValueError(
+                "gather_output=True and sequence_parallel=True exclude each other: set one of them"
+            )
         super().__init__(
             input_size, output_size, bias=bias, init_method=init_method, skip_bias_add=skip_bias_add,
             sequence_parallel=sequence_parallel, sequence_dim=sequence_dim, tp_group=tp_group,
@@ -125,19 +130,21 @@ class ColumnParallelLinear(ShardedLinear):
         self.gather_output, self.rows = gather_output, rows
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
-        """Multiplies; see the class for shapes."""
+        """Multiplies. The class describes the shapes."""
         bias = None if self.skip_bias_add else self.bias
         if self.sequence_parallel:
-            warn_of_forgotten(self, x)
+            warn_unmarked_parameters(self, x)
             dim, rows, columns = self.sequence_dim, self.rows, self.output_size
             out = self.products.all_gather_gemm(
-                x, self.weight, bias=bias, dim=dim, rows=rows, columns=columns, **self.told
+                x, self.weight, bias=bias, dim=dim, rows=rows, columns=columns, **self.op_keywords
             )
         elif self.gather_output:
             columns = self.output_size
-            out = self.products.gemm_all_gather(x, self.weight, bias=bias, columns=columns, **self.told)
+            out = self.products.gemm_all_gather(
+                x, self.weight, bias=bias, columns=columns, **self.op_keywords
+            )
         else:
-            out = self.products.column_parallel_gemm(x, self.weight, bias, **self.told)
+            out = self.products.column_parallel_gemm(x, self.weight, bias, **self.op_keywords)
         return (out, self.bias) if self.skip_bias_add else out
 
 
@@ -146,29 +153,29 @@ class RowParallelLinear(ShardedLinear):
 
     Built from the same seed on every rank it is the shard of the `nn.Linear` built from that seed.
 
-    Input: `[..., input_size of this rank]`, or all of it on every rank if not `input_is_parallel`.
-    Output: `[..., output_size]`, replicated; with `sequence_parallel` this rank's rows of it.
-    With `skip_bias_add` the output is a pair: the sum without bias, and the bias.
+    Input: `[..., input_size of this rank]`, or all of it on every rank if not `input_is_parallel`. Output:
+    `[..., output_size]`, replicated; with `sequence_parallel` this rank's rows of it. With `skip_bias_add`
+    the output is a pair: the sum without bias, and the bias.
 
     Args:
-        input_size: K over all ranks; rank r holds the columns of the weight that `torch.chunk` gives it.
+        input_size: K over all ranks; rank r has the columns of the weight that `torch.chunk` assigns to it.
         output_size: N.
-        bias: Have a bias, the same on every rank, added once after the sum.
-        input_is_parallel: The input is sharded along its features already.
-        init_method: As for `ColumnParallelLinear`.
-        skip_bias_add: Leave the bias to the caller.
+        bias: Add a bias, the same on every rank, once after the sum.
+        input_is_parallel: The input is already sharded along its features.
+        init_method: Function that fills the full weight `[N, K]`, as in `ColumnParallelLinear`.
+        skip_bias_add: Return the bias instead of adding it.
         sequence_parallel: Shard the output along `sequence_dim`.
         sequence_dim: 0 for Megatron's `[s, b, h]`, 1 for `[b, s, h]`.
-        tp_group: A ProcessGroup, a 1-D DeviceMesh, or None for the world.
-        backend: As for `overlap_gemm.all_gather_gemm`.
-        reserve_sms: As for `overlap_gemm.all_gather_gemm`.
-        partials: As for `overlap_gemm.gemm_reduce_scatter`.
-        invariant: As for `overlap_gemm.gemm_reduce_scatter`.
-        float8: Multiply in 8 bits, as a `Float8` says; the parameters stay what they are.
-        fuse: Whether a residual is an epilogue of the op (`api.layer_epilogues`): None: where its kernel
-            applies one; True: always; False: never.
-        device: Of the parameters.
-        dtype: Of the parameters.
+        tp_group: ProcessGroup, 1-D DeviceMesh, or None for the world.
+        backend: Backend of the ops, as in `overlap_gemm.all_gather_gemm`.
+        reserve_sms: SMs that kernels leave free, as in `overlap_gemm.all_gather_gemm`.
+        partials: Type of partial sums, as in `overlap_gemm.gemm_reduce_scatter`.
+        invariant: Bitwise invariance, as in `overlap_gemm.gemm_reduce_scatter`.
+        float8: 8-bit settings of the products; parameters keep their dtype.
+        fuse: Apply a residual as an epilogue of the op (`api.layer_epilogues`). None: if the kernel supports
+            epilogues; True: always; False: never.
+        device: Device of the parameters.
+        dtype: dtype of the parameters.
     """
 
     shard_dims: ClassVar[dict[str, int]] = {"weight": 1}
@@ -203,52 +210,52 @@ class RowParallelLinear(ShardedLinear):
         self.input_is_parallel, self.fuse = input_is_parallel, fuse
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor | None]:
-        """Multiplies and sums, and adds a residual of the output's shape; see the class for shapes."""
+        """Multiplies and sums, and adds a residual of the output's shape. The class describes the shapes."""
         if not self.input_is_parallel:
             x = moves.keep_shard(x, x.ndim - 1, self.tp_group)
         how: dict[str, Any] = {"bias": None if self.skip_bias_add else self.bias, "k": self.input_size}
         how |= {"dim": self.sequence_dim} if self.sequence_parallel else {}
         operands = x, self.weight, residual
-        out = plus_residual(self.products, self.op, *operands, self.fuse, **how, **self.told)
+        out = plus_residual(self.products, self.op, *operands, self.fuse, **how, **self.op_keywords)
         return (out, self.bias) if self.skip_bias_add else out
 
     @property
     def op(self) -> str:
-        """Returns the op's name."""
+        """Returns the name of the op."""
         return (GEMM_REDUCE_SCATTER if self.sequence_parallel else GEMM_ALL_REDUCE).name
 
     def fusions(self, name: str) -> Iterator[Fusion]:
-        """Yields whether a residual is an epilogue; see `overlap_gemm.explain`."""
+        """Yields whether a residual is applied as an epilogue, for `overlap_gemm.explain`."""
         yield Fusion(name, RESIDUAL, self.op, why_not_fused(self.products, self.fuse, *self.promises))
 
 
 class ParallelMLP(nn.Module):
     """A gated MLP: `down(silu(gate(x)) * up(x))`, with a residual added to it.
 
-    Gate and up share one gather of x, unless one of them is hooked or wrapped.
+    Gate and up share one gather of x, unless one of them has hooks or is wrapped.
 
-    Input and output: `[..., hidden_size]`, replicated; with `sequence_parallel` this rank's rows of it.
-    The parameters are called as in Llama: gate_proj, up_proj, down_proj.
+    Input and output: `[..., hidden_size]`, replicated; with `sequence_parallel` this rank's rows of it. The
+    children have Llama's names: gate_proj, up_proj, down_proj.
 
     Args:
         hidden_size: Width of input and output.
-        ffn_hidden_size: Width between, divided over the ranks.
-        bias: Have biases.
-        init_method: As for `ColumnParallelLinear`.
+        ffn_hidden_size: Width between the products, divided over the ranks.
+        bias: Add biases.
+        init_method: Function that fills a full weight `[N, K]`, as in `ColumnParallelLinear`.
         sequence_parallel: Input and output are sharded along `sequence_dim`.
         sequence_dim: 0 for Megatron's `[s, b, h]`, 1 for `[b, s, h]`.
-        tp_group: A ProcessGroup, a 1-D DeviceMesh, or None for the world.
-        rows: As for `overlap_gemm.all_gather_gemm`: of sequences that the ranks do not divide, the length of
-            all, or "exchange".
-        backend: As for `overlap_gemm.all_gather_gemm`.
-        reserve_sms: As for `overlap_gemm.all_gather_gemm`.
-        partials: As for `overlap_gemm.gemm_reduce_scatter`.
-        invariant: As for `overlap_gemm.gemm_reduce_scatter`.
-        float8: Multiply in 8 bits, as a `Float8` says; the parameters stay what they are.
+        tp_group: ProcessGroup, 1-D DeviceMesh, or None for the world.
+        rows: Total number of rows, as in `overlap_gemm.all_gather_gemm`. Sequences that the ranks do not
+            divide need the total length, or "exchange".
+        backend: Backend of the ops, as in `overlap_gemm.all_gather_gemm`.
+        reserve_sms: SMs that kernels leave free, as in `overlap_gemm.all_gather_gemm`.
+        partials: Type of partial sums, as in `overlap_gemm.gemm_reduce_scatter`.
+        invariant: Bitwise invariance, as in `overlap_gemm.gemm_reduce_scatter`.
+        float8: 8-bit settings of the products; parameters keep their dtype.
         activation: "silu" (SwiGLU), "gelu" or "gelu_tanh" (GeGLU).
-        fuse: Whether activation and residual are epilogues of the ops, as for `RowParallelLinear`.
-        device: Of the parameters.
-        dtype: Of the parameters.
+        fuse: Apply activation and residual as epilogues of the ops, as in `RowParallelLinear`.
+        device: Device of the parameters.
+        dtype: dtype of the parameters.
     """
 
     def __init__(
@@ -290,7 +297,7 @@ class ParallelMLP(nn.Module):
     def from_linears(
         cls, gate: nn.Linear, up: nn.Linear, down: nn.Linear, tp_group: GroupLike = None, **options: Any
     ) -> "ParallelMLP":
-        """This rank's shard of three `nn.Linear`, which must be the same on every rank."""
+        """Returns the MLP with this rank's shards of three `nn.Linear`, which are the same on every rank."""
         mlp = cls(
             gate.in_features,
             gate.out_features,
@@ -300,41 +307,41 @@ class ParallelMLP(nn.Module):
             dtype=gate.weight.dtype,
             **options,
         )
-        for own, whole in ((mlp.gate_proj, gate), (mlp.up_proj, up), (mlp.down_proj, down)):
-            own.adopt(whole)
+        for layer, linear in ((mlp.gate_proj, gate), (mlp.up_proj, up), (mlp.down_proj, down)):
+            layer.adopt(linear)
         return mlp
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Multiplies, and adds a residual of the output's shape; see the class for shapes."""
+        """Multiplies, and adds a residual of the output's shape. The class describes the shapes."""
         first, second, gating = self.gate_proj, self.up_proj, GATINGS[self.activation]
         if _is_bare(first) and _is_bare(second) and first.sequence_parallel:
-            warn_of_forgotten(first, x)
+            warn_unmarked_parameters(first, x)
             biases = None if first.bias is None else [first.bias, second.bias]
             operands, columns = (x, [first.weight, second.weight]), first.output_size + second.output_size
             how: dict[str, Any] = {"dim": first.sequence_dim, "rows": first.rows, "columns": columns}
             if why_not_fused(first.products, self.fuse, *first.promises) is None:
-                hidden = gated(*operands, biases, *gating, self.fuse, **how, **first.told)
+                hidden = gated(*operands, biases, *gating, self.fuse, **how, **first.op_keywords)
             else:
-                gate, up = first.products.all_gather_gemm(*operands, bias=biases, **how, **first.told)
+                gate, up = first.products.all_gather_gemm(*operands, bias=biases, **how, **first.op_keywords)
                 hidden = gating.on_tensors(gate) * up
         else:
             hidden = gating.on_tensors(first(x)) * second(x)
         return self.down_proj(hidden) if residual is None else self.down_proj(hidden, residual)
 
     def fusions(self, name: str) -> Iterator[Fusion]:
-        """Yields whether the activation is an epilogue; see `overlap_gemm.explain`."""
+        """Yields whether the activation is applied as an epilogue, for `overlap_gemm.explain`."""
         gate = self.gate_proj
         if not (_is_bare(gate) and _is_bare(self.up_proj)):
-            why: str | None = "gate or up is hooked or wrapped"
+            why: str | None = "gate or up has hooks or is wrapped"
         elif not gate.sequence_parallel:
-            why = OWN_PRODUCTS
+            why = LOCAL_PRODUCTS
         else:
             why = why_not_fused(gate.products, self.fuse, *gate.promises)
         yield Fusion(name, gating_of(self.activation), ALL_GATHER_GEMM.name, why)
 
 
 def _is_bare(layer: nn.Module) -> bool:
-    """Whether calling the layer is calling its op: it is not hooked, wrapped, or given another forward."""
+    """Returns whether calling the layer only calls its op: it has no hooks, no wrapper, no other forward."""
     hooks = (layer._forward_pre_hooks, layer._forward_hooks, layer._backward_pre_hooks, layer._backward_hooks)
     is_replaced = "forward" in layer.__dict__ or type(layer).forward is not ColumnParallelLinear.forward
     return not is_replaced and not any(hooks)

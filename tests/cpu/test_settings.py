@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from overlap_gemm.config.gemm_config import CHOICES, FACTS, GemmConfig
 from overlap_gemm.spec import OPS, TRANSPORTS, transports_of
-from overlap_gemm.tuning.settings import Settings, _keep, configured, settings, within
+from overlap_gemm.tuning.settings import Settings, _store, configured, settings, within
 
 
 def test_blocks_nest_and_end():
@@ -202,7 +202,7 @@ def test_what_was_bound_under_settings_runs_under_them():
         same = within(before, settings)
         for _ in range(5):  # torch 2.11 would lose a reference each time
             assert same() is before
-            _keep(before)
+            _store(before)
         assert sys.getrefcount(before) == references + 1  # `same`'s
     failing = within(asked, lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):

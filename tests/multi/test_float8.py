@@ -326,7 +326,7 @@ def test_a_model_of_any_sizes(ranks):
 
 
 def refused(rank, ranks):
-    with pytest.raises(TypeError, match="weight must be torch.float32 as x is, got torch.bfloat16"):
+    with pytest.raises(TypeError, match="weight must have x's dtype, torch.float32, got torch.bfloat16"):
         Float8().gemm_all_reduce(torch.ones(2, 16), torch.ones(16, 16, dtype=torch.bfloat16))
     with pytest.raises(TypeError, match="x must be float32, bfloat16 or float16, got torch.float64"):
         Float8().gemm_all_reduce(*torch.ones(2, 16, 16).double())

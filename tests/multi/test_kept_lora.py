@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from overlap_gemm.api.linears import whole_of
+from overlap_gemm.api.linears import gather_dtensor
 from overlap_gemm.parallel import from_pretrained, full_state_dict, requantize
 from overlap_gemm.parallel.assignment import UnknownModuleError
 from overlap_gemm.parallel.modules.kept_linears import KeptLinear
@@ -43,7 +43,9 @@ def step(model, length=11):
     model.zero_grad()
     loss = model(input_ids=ids, labels=ids).loss
     loss.backward()
-    return loss.detach(), {n: whole_of(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+    return loss.detach(), {
+        n: gather_dtensor(p.grad) for n, p in model.named_parameters() if p.grad is not None
+    }
 
 
 def apart(found, expected):

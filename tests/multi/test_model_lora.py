@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from overlap_gemm.api.linears import whole_of
+from overlap_gemm.api.linears import gather_dtensor
 from overlap_gemm.nn import Dropout
 from overlap_gemm.parallel import full_state_dict, parallelize
 from tests.support.adapters import (
@@ -130,7 +130,11 @@ def drops_out(rank, size, sequence_parallel, recompute):
             close(losses[1], losses[0], "loss")
             same(pair, "gradients")
         found.append(
-            [losses[1], torch.rand(1), *(whole_of(p.grad) for p in pair[1].parameters() if p.requires_grad)]
+            [
+                losses[1],
+                torch.rand(1),
+                *(gather_dtensor(p.grad) for p in pair[1].parameters() if p.requires_grad),
+            ]
         )
     for first, second in zip(*found, strict=True):
         assert torch.equal(first, second)
@@ -194,7 +198,7 @@ def low_precision(rank, size):
         for name, parameter in exact.named_parameters():
             if parameter.requires_grad:
                 for which, model in enumerate((plain, sharded)):
-                    found = whole_of(dict(model.named_parameters())[name].grad)
+                    found = gather_dtensor(dict(model.named_parameters())[name].grad)
                     errors[which] += float((found - parameter.grad).square().sum())
         assert 0 < errors[1] <= 4 * errors[0]  # of squares
         pair = adapted_pair(size, "llama", first, True, config, dtype=torch.float32)
@@ -274,7 +278,7 @@ def sharded_logits(rank, size):
         close(logits[1].full_tensor(), logits[0], "logits")
         for model in (plain, sharded):
             model.zero_grad()
-            whole_of(model(input_ids=ids).logits).square().sum().backward()
+            gather_dtensor(model(input_ids=ids).logits).square().sum().backward()
         same((plain, sharded), "gradients")
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from overlap_gemm.api.linears import whole_of
+from overlap_gemm.api.linears import gather_dtensor
 from overlap_gemm.parallel import full_state_dict, parallelize
 from tests.support.adapters import (
     ALL,
@@ -184,15 +184,15 @@ def through_transformers(rank, size, folder):
     for name, parameter in pair[0].named_parameters():
         if parameter.requires_grad:
             with torch.no_grad():
-                parameter.copy_(whole_of(found[name]))
+                parameter.copy_(gather_dtensor(found[name]))
     ids = torch.arange(3, 15).view(2, 6)
     losses = [each(input_ids=ids, labels=ids).loss for each in pair]
-    close(whole_of(losses[1]), losses[0], "loss")
+    close(gather_dtensor(losses[1]), losses[0], "loss")
     for loss in losses:
         loss.backward()
     for name, parameter in pair[0].named_parameters():
         if parameter.requires_grad:
-            close(whole_of(found[name].grad), parameter.grad, name)
+            close(gather_dtensor(found[name].grad), parameter.grad, name)
     return sum(type(vars(m).get("forward")).__name__ == "ColwiseForward" for m in pair[1].modules())
 
 

@@ -203,7 +203,7 @@ def check_explanations(rank, size):
         ParallelMLP(6, 8, sequence_parallel=True, fuse=False),
     )
     lines = [str(one) for one in overlap_gemm.explain(model)]
-    local = "without sequence parallelism gate and up are a rank's own products"
+    local = "without sequence parallelism gate and up are local products"
     gating, added = "swiglu of gate and up", "a residual"
     assert lines == [
         f"0: {gating} is an epilogue of all_gather_gemm",
@@ -214,8 +214,8 @@ def check_explanations(rank, size):
             line
             for i, why in enumerate(
                 (
-                    "products of 8-bit operands take no epilogue",
-                    "calls with invariant='batch' take no epilogue",
+                    "products of 8-bit operands have no epilogue",
+                    "calls with invariant='batch' have no epilogue",
                     "fuse=False",
                 ),
                 start=2,
@@ -365,7 +365,7 @@ def check_init_method(rank, size):
     layer = ColumnParallelLinear(6, 8, init_method=init)
     assert torch.equal(layer.weight, mine(linear.weight, 0, rank, size))
     assert torch.equal(layer.bias, torch.zeros(layer.bias.shape))
-    with pytest.raises(ValueError, match="cannot go together"):
+    with pytest.raises(ValueError, match="exclude each other"):
         ColumnParallelLinear(6, 8, gather_output=True, sequence_parallel=True)
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from overlap_gemm.api.linears import whole_of
+from overlap_gemm.api.linears import gather_dtensor
 from overlap_gemm.parallel import parallelize
 from tests.support.models import VOCABULARY, tiny
 
@@ -76,9 +76,9 @@ def same(pair: Any, what: str = "parameters") -> None:
         if what == "gradients":
             assert (found.grad is None) == (parameter.grad is None), name
             if parameter.grad is not None:
-                close(whole_of(found.grad), parameter.grad, f"gradient of {name}")
+                close(gather_dtensor(found.grad), parameter.grad, f"gradient of {name}")
         else:
-            close(whole_of(found), parameter, name)
+            close(gather_dtensor(found), parameter, name)
 
 
 def train(pair: Any, steps: int = 2) -> None:
@@ -93,7 +93,7 @@ def train(pair: Any, steps: int = 2) -> None:
             out.loss.backward()
         same(pair, "gradients")
         norms = [nn.utils.clip_grad_norm_(model.parameters(), 0.5) for model in pair]
-        close(whole_of(norms[1]), norms[0], "norm")
+        close(gather_dtensor(norms[1]), norms[0], "norm")
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()

@@ -1,1 +1,1 @@
-"""What users call; `overlap_gemm` itself offers it."""
+"""The public functions and classes, which `overlap_gemm` exports."""

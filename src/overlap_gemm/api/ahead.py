@@ -1,4 +1,4 @@
-"""What a program can have done before it serves, or captures a CUDA graph: compile, allocate, agree, load.
+"""Preparation before serving or capturing a CUDA graph: compile, allocate, agree, load.
 
 overlap_gemm.reserve(max_rows=8192, columns=8192)                      # the workspaces of all calls below
 overlap_gemm.warmup("gemm_reduce_scatter", (8192, 8192, 28672), (1, 8192, 28672))
@@ -38,75 +38,79 @@ def warmup(
     backward: bool = False,
     autotune: Policy | None = None,
 ) -> None:
-    """Makes calls of `op` on each shape, so that later ones compile, allocate and ask the ranks nothing.
+    """Makes calls of `op` on each shape, so that later calls need no compilation, allocation or agreement.
 
-    On GPUs the candidates for each shape are timed, unless a file has them or calls were made before
-    (`backends.autotuning`): seconds to a minute a shape, once on a machine.
+    On GPUs the candidates for each shape are timed, unless a file contains their times or calls were made
+    before (`backends.autotuning`): seconds to a minute per shape, once per machine.
 
     Collective: every rank of the group calls it with the same arguments. The operands are uninitialised and
-    freed again. What `auto` takes in a CUDA graph is warmed up with what it takes outside of one, and both
-    for callers that say the third extent (`k=`, `columns=`) and for those that do not (of equal shards, for
-    those that say nothing at all, too).
+    freed afterwards. Warmed up are the choices of `auto` in a CUDA graph and outside of one, for calls with
+    the third extent (`k=`, `columns=`) and without. With equal shards, calls that pass no extent are warmed
+    up, too.
 
     Args:
-        op: The op's name.
+        op: Name of the op.
         *shapes: (M, N, K) of the product over all ranks.
-        group: As for the op.
-        dtype: Of the operands; of 8 bits they have scales, and results are bfloat16.
-        block: Rows of the weight, and elements of K, that share a scale, 128 or 32; ``"mx"``: scales are
-            those of MX types; None: of rows.
-        device: Of the operands; default: this process's GPU if the group serves GPUs, else the CPU.
-        bias: Whether the calls will have one.
-        backend: As for the op.
-        deterministic: As for the op.
-        reserve_sms: As for the op.
-        backward: Warm the gradients up, too.
-        autotune: ``"measure"``: `auto` takes what is fastest as measured now; ``"model"``: what is expected
-            to be. None: what ``OVERLAP_GEMM_AUTOTUNE`` says, else ``"measure"`` on GPUs.
+        group: ProcessGroup, 1-D DeviceMesh, or None for the world.
+        dtype: Type of the operands; 8-bit operands have scales and bfloat16 results.
+        block: Rows of the weight, and elements of K, that share a scale: 128 or 32. ``"mx"``: scales of MX
+            types. None: scales per row.
+        device: Device of the operands; default: this process's GPU if the group supports GPUs, otherwise the
+            CPU.
+        bias: True if the calls will have a bias.
+        backend: Backend of the calls.
+        deterministic: `deterministic` of the calls.
+        reserve_sms: `reserve_sms` of the calls.
+        backward: Warm up the gradients, too.
+        autotune: ``"measure"``: `auto` uses the fastest candidate as measured now. ``"model"``: the fastest
+            as predicted. None: ``OVERLAP_GEMM_AUTOTUNE``, otherwise ``"measure"`` on GPUs.
 
     Raises:
         CaptureError: A CUDA graph is being captured.
-        ValueError, TypeError, RuntimeError: As the op, which has no gradient of 8-bit operands.
+        ValueError, TypeError, RuntimeError: The op raises for these arguments; it has no gradient of 8-bit
+        operands.
         ValueError: There is no such policy.
     """
     if autotune not in (None, *POLICIES):
-        raise ValueError(f"autotune={autotune!r} must be one of {', '.join(POLICIES)}, or None")
+        raise ValueError(f"warmup: autotune must be one of {', '.join(POLICIES)}, or None, got {autotune!r}")
     spec = op_named(op)
     ranks = find(group)
     where = _device(ranks, device)
     forbid_capture(where, "warmup cannot compile and allocate")
     call = function_of(op)
-    own, out_dtype = Shards.owned_by(ranks.size, ranks.rank), OUT_DTYPES[0] if dtype in FLOAT8 else None
+    local_shard = Shards.owned_by(ranks.size, ranks.rank)
+    out_dtype = OUT_DTYPES[0] if dtype in FLOAT8 else None
     blocks = blocks_named(block, dtype)
-    asked = OpCall(backend=backend, deterministic=deterministic, out_dtype=out_dtype, block=block)
+    options = OpCall(backend=backend, deterministic=deterministic, out_dtype=out_dtype, block=block)
     for m, n, k in shapes:
-        x_shape, weight_shape = spec.shapes(m, n, k, own)
+        x_shape, weight_shape = spec.shapes(m, n, k, local_shard)
         layouts = (x_shape, weight_shape, weight_shape[:1])
         kinds = (dtype, dtype, out_dtype or dtype)
-        x, weight, own_bias = (
+        x, weight, local_bias = (
             torch.empty(shape, dtype=kind, device=where) for shape, kind in zip(layouts, kinds, strict=True)
         )
         scales: dict[str, Any] = {}
         if out_dtype is not None:
             of_both = unit_scales(x_shape, weight_shape, blocks, where)
             scales = {**dict(zip(("scale_x", "scale_w"), of_both, strict=True)), "block": block}
-        said, least = (spec.arguments(m, n, k, least) for least in (False, True))
-        ways_of = [said] if said == least else [said, least]
+        # Extents with and without the third one.
+        every, least = (spec.arguments(m, n, k, least) for least in (False, True))
+        variants = [every] if every == least else [every, least]
         problems = [
-            Problem.of(op, asked._replace(**extents_of(spec.known(m, n, k, extents))), x, ranks, weight)
-            for extents in ways_of
+            Problem.of(op, options._replace(**extents_of(spec.known(m, n, k, extents))), x, ranks, weight)
+            for extents in variants
         ]
 
-        def make(way: str, extents: dict[str, int]) -> None:
-            given = [t.requires_grad_(backward) for t in (x, weight, own_bias)]  # noqa: B023
-            how: dict[str, Any] = {"bias": given[2] if bias else None, "backend": way, **extents}
+        def make(name: str, extents: dict[str, int]) -> None:
+            operands = [t.requires_grad_(backward) for t in (x, weight, local_bias)]  # noqa: B023
+            how: dict[str, Any] = {"bias": operands[2] if bias else None, "backend": name, **extents}
             how |= {"deterministic": deterministic, "reserve_sms": reserve_sms, **scales}  # noqa: B023
-            out = call(given[0], given[1], group=group, **how)
+            out = call(operands[0], operands[1], group=group, **how)
             if backward:
-                torch.autograd.grad(out, given[: 2 + bias], torch.empty_like(out))
+                torch.autograd.grad(out, operands[: 2 + bias], torch.empty_like(out))
 
-        for problem, extents in zip(problems, ways_of, strict=True):
-            if problem is not problems[0]:  # what was measured does not depend on what callers say
+        for problem, extents in zip(problems, variants, strict=True):
+            if problem is not problems[0]:  # measurements do not depend on the extents that callers pass
                 share(problems[0], problem, backend, ranks, where)
             with asking(autotune, backend, ranks, where):
                 make(backend, extents)
@@ -130,30 +134,29 @@ def reserve(
     block: Block = None,
     device: torch.device | str | None = None,
 ) -> int:
-    """Allocates the workspaces of all fused calls up to a size; those then allocate none.
+    """Allocates the workspaces of all fused calls up to a size; these calls then allocate none.
 
     Collective: every rank of the group calls it with the same arguments.
 
     Args:
-        *ops: The ops' names; all if none. Those that exchange tiles share one workspace, of
-            `2 * max_rows * columns` elements and more; `all_gather_gemm` has its own, of
-            `max_rows * columns`.
-        max_rows: The largest M over all ranks.
-        columns: The largest N over all ranks; of `all_gather_gemm` the largest K. (Both are a model's hidden
-            size where its linears are column- and row-parallel in turn.)
-        group: As for an op.
-        dtype: Of the operands; of 8 bits it is for calls with scales, with results of 16 bits.
-        block: As for `warmup`; what is reserved for scales of blocks is enough for scales of rows.
-        device: As for `warmup`.
+        *ops: Names of the ops; default: all. Ops that exchange tiles share a workspace of at least `2 *
+            max_rows * columns` elements. `all_gather_gemm` has a workspace of `max_rows * columns`.
+        max_rows: Maximum of M over all ranks.
+        columns: Maximum of N over all ranks; for `all_gather_gemm` the maximum of K. (Both are the hidden
+            size in a model with alternating column- and row-parallel linears.)
+        group: ProcessGroup, 1-D DeviceMesh, or None for the world.
+        dtype: Type of the operands; an 8-bit type stands for calls with scales and 16-bit results.
+        block: Block of the scales, as in `warmup`; a workspace for block scales is large enough for row
+            scales.
+        device: Device of the operands, as in `warmup`.
 
     Returns:
-        Bytes of this rank's device memory that the workspaces hold; 0 where there are no fused kernels, or
-        only one rank.
+        Bytes of this rank's device memory in workspaces; 0 without fused kernels, or with only one rank.
 
     Raises:
         CaptureError: A CUDA graph is being captured.
         DisagreementError, SymmetricMemoryError: On every rank, if one of them could not allocate.
-        ValueError: No such op, or no such block.
+        ValueError: There is no such op or block.
     """
     for op in ops:
         op_named(op)
@@ -163,7 +166,7 @@ def reserve(
     empty = torch.empty(0, dtype=dtype, device=where)
     blocks = blocks_named(block, dtype)
 
-    out_dtype = OUT_DTYPES[0] if dtype in FLOAT8 else None  # float16 is as wide
+    out_dtype = OUT_DTYPES[0] if dtype in FLOAT8 else None  # float16 has the same size
 
     def is_fused(op: str) -> bool:
         call = OpCall(
@@ -172,15 +175,15 @@ def reserve(
         problem = Problem.of(op, call, empty, ranks, empty)
         return Fused().why_not(problem) is None
 
-    wanted = [op for op in ops or OPS if is_fused(op)]
+    fused_ops = [op for op in ops or OPS if is_fused(op)]
     sizes = max_rows, columns, out_dtype, blocks
-    return ahead.reserve(ranks, where, dtype, wanted, *sizes) if wanted else 0
+    return ahead.reserve(ranks, where, dtype, fused_ops, *sizes) if fused_ops else 0
 
 
-def _device(group: Group, given: torch.device | str | None) -> torch.device:
-    if given is None:
-        given = "cuda" if "cuda" in group.device_types and torch.cuda.is_available() else "cpu"
-    device = torch.device(given)
+def _device(group: Group, requested: torch.device | str | None) -> torch.device:
+    if requested is None:
+        requested = "cuda" if "cuda" in group.device_types and torch.cuda.is_available() else "cpu"
+    device = torch.device(requested)
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device

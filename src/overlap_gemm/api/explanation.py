@@ -1,4 +1,4 @@
-"""`explain`: which backend a call would take, and why; what of a model's layers is an epilogue of an op."""
+"""`explain`: the backend that a call would use, or the fused epilogues of a model, with reasons."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -23,10 +23,10 @@ __all__ = ["explain"]
 
 
 class Fusions(list[Fusion]):
-    """Operations of a model's layers that are epilogues of ops, and those that are not; print it."""
+    """Operations of a model's layers that may be epilogues, with reasons; its text is for printing."""
 
     def __str__(self) -> str:
-        """Writes a line for each kind of layer, numbers of layers as `*`."""
+        """Returns a line for each kind of layer, with `*` for layer numbers."""
         return "\n".join(dict.fromkeys(re.sub(r"\.\d+\b", ".*", str(one)) for one in self))
 
 
@@ -59,26 +59,27 @@ def explain(
     epilogue: Applied | None = None,
     **options: Any,
 ) -> Any:
-    """Which backend would carry out `op(x, weight, ...)`, and why; of a model, what epilogues its ops have.
+    """Returns the backend that `op(x, weight, ...)` would use, with the reasons.
 
-    Asks the other ranks for no length: shards are equal, where the whole extent is not given. It communicates
-    where `auto` finds out what the group's GPUs reach, once.
+    For a model it returns the operations of its layers that are epilogues of ops, with the reasons. It does
+    not exchange lengths with the other ranks: shards are assumed equal unless the total extent is passed.
+    `auto` communicates once per group, to exchange the facts about the ranks' GPUs.
 
     Args:
-        op: An op or its name; or a model, alone: with layers of `nn`, or parallelized.
-        x: As for the op.
-        weight: As for the op.
-        group: As for the op.
-        scale_x: As for the op.
-        scale_w: As for the op.
+        op: An op or its name; or, as the only argument, a model with layers of `nn`, or a parallelized one.
+        x: First operand of the op.
+        weight: Weight of the op, or list of weights.
+        group: ProcessGroup, 1-D DeviceMesh, or None for the world.
+        scale_x: Scales of x, as for the op.
+        scale_w: Scales of the weight, as for the op.
         epilogue: Epilogue of the call, with its inputs.
-        **options: The op's other arguments; those on which no choice depends are ignored.
+        **options: Other arguments of the op. Those that do not affect the choice are ignored.
 
     Returns:
-        A `Choice`, or `Fusions`; print it.
+        `Choice`, or `Fusions` for a model. The text of a `Choice` lists every backend with its reason.
 
     Raises:
-        ValueError, TypeError: As the op.
+        ValueError, TypeError: The op would raise for these arguments.
     """
     if isinstance(op, nn.Module):
         parts = ((name, (module, vars(module).get("forward"))) for name, module in op.named_modules())
@@ -86,10 +87,10 @@ def explain(
         return Fusions(fusion for name, fusions in each for fusion in fusions(name))
     spec = op_named(op if isinstance(op, str) else getattr(op, "__name__", op))
     weights: list[Tensor] = list(weight) if isinstance(weight, (list, tuple)) else [weight]  # type: ignore[list-item]
-    said = {name: value for name, value in options.items() if name in OpCall._fields}
+    known_options = {name: value for name, value in options.items() if name in OpCall._fields}
     if "m" not in (spec.x, spec.out):
-        said.pop("dim", None)
-    call, scales = with_scales(OpCall(**said).unasked(spec), scale_x, scale_w)
+        known_options.pop("dim", None)
+    call, scales = with_scales(OpCall(**known_options).unasked(spec), scale_x, scale_w)
     if not scales:
         x, weights, _biases = autocast(x, weights, [])
     lists, name = spec.takes_lists, group_name(group)
@@ -103,7 +104,7 @@ def explain(
 
 
 def _with_epilogue(choice: Choice, applied: Applied, weights: Sequence[Tensor]) -> Choice:
-    """Adds who applies an epilogue."""
+    """Adds to the choice how the epilogue is applied."""
     epilogue, inputs, _ = applied
     problem = replace(
         choice.problem,

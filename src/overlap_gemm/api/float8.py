@@ -1,17 +1,17 @@
-"""The products of linear layers in 8 bits, with gradients: operands quantised by row at every call.
+"""Products of linear layers in 8 bits, with gradients; operands are quantised by row at every call.
 
     layer = nn.ColumnParallelLinear(4096, 16384, sequence_parallel=True, float8=nn.Float8())
 
-Of `y = x @ weight.T` and its gradients:
+Operands of `y = x @ weight.T` and its gradients:
 
-    y       rows of x and rows of the weight, each with its scale: what all_gather_gemm sends are 8-bit rows
-    grad x  rows of y's gradient, and rows of the weight's transpose, quantised anew: they lie along N, and
-            Hopper's tensor cores read 8-bit operands that are contiguous along the summed dimension alone
-    grad w  in the operands' own type: its summed dimension are the tokens, along which no row has one scale;
-            or, with `wgrad=True`, both quantised anew along the tokens
+- y: rows of x and rows of the weight, each row with its scale. all_gather_gemm sends 8-bit rows.
+- grad x: rows of y's gradient, and rows of the transposed weight, quantised again. They are along N, and
+  Hopper's tensor cores read only 8-bit operands that are contiguous along the summed dimension.
+- grad w: operands in their original dtype. The summed dimension is the tokens, along which a row has no
+  common scale. With `wgrad=True`, both are quantised again along the tokens.
 
-Parameters, and what is saved for backward, stay in their own type: optimizers, checkpoints, FSDP and
-recomputation see nothing of it.
+Parameters, and tensors saved for backward, keep their dtype, so optimizers, checkpoints, FSDP and
+recomputation need no changes.
 """
 
 from collections.abc import Sequence
@@ -42,7 +42,7 @@ from .quantization import Quantized, quantize_rows
 
 
 class Products:
-    """The five products that layers are made of, in their operands' own type: those of `functional`."""
+    """The five products of layers, without quantisation: those of `functional`."""
 
     all_gather_gemm = staticmethod(functional.all_gather_gemm)
     gemm_reduce_scatter = staticmethod(functional.gemm_reduce_scatter)
@@ -52,13 +52,13 @@ class Products:
 
 
 class ProductsOfCopies(Products):
-    """`Products` of a list of weights that have been made for the call."""
+    """`Products` of a list of weights that were made for the call."""
 
     @staticmethod
     def all_gather_gemm(  # type: ignore[override]
         x: Tensor, weight: Sequence[Tensor], *, bias: Sequence[Tensor] | None, group: GroupLike, **how: Any
     ) -> list[Tensor]:
-        """`overlap_gemm.all_gather_gemm`."""
+        """Runs `overlap_gemm.all_gather_gemm` on copied weights."""
         call = OpCall(**how, copied_weight=True)
         _, *outs = call_op(ops.all_gather_gemm, x, list(weight), list(bias or []), group, call)
         return outs
@@ -71,20 +71,20 @@ LOCAL = "column_parallel_gemm"
 
 @dataclass(frozen=True)
 class Float8(Products):
-    """How linear layers multiply in 8 bits: dynamic scales of rows, in forward and for the input's gradient.
+    """8-bit products of linear layers, in forward and for the input's gradient, with dynamic scales of rows.
 
-    An argument (`float8=`) of the layers in `overlap_gemm.nn`, the styles, and `parallelize`; its methods are
-    the ops themselves, with gradients: operands in their own type, of 16 or 32 bits, which is the result's,
-    too. There are no gradients of gradients.
+    It is the argument `float8=` of the layers in `overlap_gemm.nn`, the styles, and `parallelize`. Its
+    methods are the ops with gradients: operands have 16 or 32 bits, and the result has their dtype. There are
+    no gradients of gradients.
 
-    Each operand is quantised by one kernel (`quantize_rows`); in a compiled model Inductor makes it.
+    One kernel quantises each operand (`quantize_rows`); in a compiled model Inductor generates it.
 
     Attributes:
-        dtype: Of x and weight: `torch.float8_e4m3fn` or `torch.float8_e5m2`.
-        grad_dtype: Of the result's gradient, where the gradient of x is made; the weight is `dtype` there,
-            too.
-        wgrad: Whether the gradient of the weight is made in 8 bits, too: of x (`dtype`) and the result's
-            gradient (`grad_dtype`), quantised anew along the tokens, each feature with a scale.
+        dtype: Type of x and weight: `torch.float8_e4m3fn` or `torch.float8_e5m2`.
+        grad_dtype: Type of the result's gradient in the product for the gradient of x; the weight has `dtype`
+            there, too.
+        wgrad: Compute the gradient of the weight in 8 bits, too: x (`dtype`) and the result's gradient
+            (`grad_dtype`) are quantised again along the tokens, with one scale per feature.
     """
 
     dtype: torch.dtype = torch.float8_e4m3fn
@@ -113,7 +113,7 @@ class Float8(Products):
         partials: Partials | None = None,
         invariant: Invariant | None = None,
     ) -> Any:
-        """`overlap_gemm.all_gather_gemm`; 8-bit rows travel, with a scale each."""
+        """Runs `overlap_gemm.all_gather_gemm`; 8-bit rows are sent, each with a scale."""
         how = How(
             ALL_GATHER_GEMM.name,
             group_name(group),
@@ -145,7 +145,7 @@ class Float8(Products):
         partials: Partials | None = None,
         invariant: Invariant | None = None,
     ) -> Tensor:
-        """`overlap_gemm.gemm_reduce_scatter`; partial sums travel in x's type, their gradients in 8 bits."""
+        """Runs `overlap_gemm.gemm_reduce_scatter`; partial sums have x's dtype, their gradients 8 bits."""
         how = How(
             GEMM_REDUCE_SCATTER.name,
             group_name(group),
@@ -171,7 +171,7 @@ class Float8(Products):
         partials: Partials | None = None,
         invariant: Invariant | None = None,
     ) -> Tensor:
-        """`overlap_gemm.gemm_all_reduce`."""
+        """Runs `overlap_gemm.gemm_all_reduce`."""
         how = How(
             GEMM_ALL_REDUCE.name,
             group_name(group),
@@ -196,7 +196,7 @@ class Float8(Products):
         partials: Partials | None = None,
         invariant: Invariant | None = None,
     ) -> Tensor:
-        """`overlap_gemm.gemm_all_gather`."""
+        """Runs `overlap_gemm.gemm_all_gather`."""
         how = How(
             GEMM_ALL_GATHER.name,
             group_name(group),
@@ -219,43 +219,42 @@ class Float8(Products):
         partials: Partials | None = None,
         invariant: Invariant | None = None,
     ) -> Tensor:
-        """`overlap_gemm.nn.column_parallel_gemm`."""
-        told = backend, reserve_sms, partials, invariant
-        how = How(LOCAL, group_name(group), *told)
+        """Runs `overlap_gemm.nn.column_parallel_gemm`."""
+        how = How(LOCAL, group_name(group), backend, reserve_sms, partials, invariant)
         return self._product(how, x, [weight], [] if bias is None else [bias])[0]
 
     def _product(
         self, how: "How", x: Tensor, weights: list[Tensor], biases: list[Tensor]
     ) -> tuple[Tensor, ...]:
-        if not torch.compiler.is_compiling():  # for the gradients, wherever they are made
+        if not torch.compiler.is_compiling():  # gradients are computed outside of the block of `promising`
             how = how._replace(**promises_of(how.partials, how.invariant)._asdict())
         x, weights, biases = autocast(x, weights, biases)
-        for name, given in (("weight", weights), ("bias", biases)):
-            for tensor in given:
+        for name, tensors in (("weight", weights), ("bias", biases)):
+            for tensor in tensors:
                 if tensor.dtype != x.dtype:
-                    raise TypeError(f"{how.op}: {name} must be {x.dtype} as x is, got {tensor.dtype}")
+                    raise TypeError(f"{how.op}: {name} must have x's dtype, {x.dtype}, got {tensor.dtype}")
         types = (self.dtype, self.grad_dtype, self.wgrad)
         return _Product.apply(tuple(how), types, len(weights), x, *weights, *biases)  # type: ignore[no-any-return]
 
 
 def products(float8: Float8 | None) -> Products:
-    """Those of a layer that was given this `float8=`."""
+    """Returns the products of a layer with this `float8=`."""
     return PLAIN if float8 is None else float8
 
 
 class How(NamedTuple):
-    """What a product is told, besides its operands; see `backends.op_call.OpCall`.
+    """Arguments of a product other than its operands; see `backends.op_call.OpCall`.
 
     Attributes:
-        op: Its name; `LOCAL` for a rank's own product, whose gradient is summed.
-        group: The group's.
-        backend: As for the op.
-        reserve_sms: As for the op.
-        partials: As for the op.
-        invariant: As for the op.
-        weight: Extent over all ranks of the weight's sharded axis.
-        x: That of x's, where it is another one.
-        dim: The sharded dimension of x, or of the result.
+        op: Name of the op; `LOCAL` for a rank's local product, whose gradient is summed.
+        group: Name of the group.
+        backend: Backend of the op.
+        reserve_sms: SMs that kernels leave free.
+        partials: Type of partial sums.
+        invariant: Bitwise invariance.
+        weight: Extent of the weight's sharded axis over all ranks.
+        x: Extent of x's sharded axis over all ranks, if it is a different axis.
+        dim: Sharded dimension of x, or of the result.
     """
 
     op: str
@@ -270,7 +269,7 @@ class How(NamedTuple):
 
     @property
     def spec(self) -> OpSpec | None:
-        """The op's; None of `LOCAL`."""
+        """Returns the spec of the op; None for `LOCAL`."""
         return OPS.get(self.op)
 
     def multiply(
@@ -282,15 +281,15 @@ class How(NamedTuple):
         block: Block = None,
         copied_weight: bool = True,
     ) -> list[Tensor]:
-        """The op of 8-bit operands, in forward or of a gradient; one result per weight.
+        """Runs the op on 8-bit operands, in forward or for a gradient; returns one result per weight.
 
         Args:
-            x: Operand.
-            weights: Operands; one, unless the op gathers x.
+            x: First operand.
+            weights: Weights; one, unless the op gathers x.
             biases: One per weight, or none.
             dtype: Type of the results.
-            block: What shares a scale, of all operands.
-            copied_weight: Whether the weights' values have been made for this product.
+            block: Block of the scales of all operands.
+            copied_weight: True if the weights' values were made for this product.
         """
         spec = self.spec
         axes = () if spec is None else ((spec.x, self.x), (spec.weight, self.weight))
@@ -310,7 +309,7 @@ class How(NamedTuple):
         return [call_op(op, x.values, values[0], bias, self.group, call, x.scale, scales[0])]
 
     def along_tokens(self, grad: Tensor, x: Tensor, dtype: torch.dtype, grad_dtype: torch.dtype) -> Tensor:
-        """`grad` `[N, M]` times `x` `[K, M]` transposed, in 8 bits: `[N, K]`, a rank's own product."""
+        """Returns the local product of `grad` `[N, M]` and `x` `[K, M]`, transposed, in 8 bits: `[N, K]`."""
         rows, weight = quantize_rows(grad, grad_dtype), quantize_rows(x, dtype)
         return functional.column_parallel_gemm(
             rows.values, weight.values, None, self.group, self.backend,
@@ -319,7 +318,7 @@ class How(NamedTuple):
         )  # fmt: skip
 
     def dual(self, x: torch.Size, out: torch.Size) -> "How":
-        """Returns the product that makes the gradient of x, from the shapes of x and of the result."""
+        """Returns the product that computes the gradient of x, from the shapes of x and of the result."""
         spec, how = self.spec, self._replace(backend=with_fallback(self.backend))
         if spec is None:
             return how._replace(op=GEMM_ALL_REDUCE.name)
@@ -328,31 +327,31 @@ class How(NamedTuple):
         return how._replace(op=spec.dual or LOCAL, x=x[self.dim])
 
     def local_gradients(self, grads: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Returns the gradients of this rank's columns, where the result is gathered along them."""
+        """Returns the gradients of this rank's columns if the result is gathered along columns."""
         if self.spec is None or not self.spec.gathers_output:
             return grads
         return (moves.keep_shard(grads[0], grads[0].ndim - 1, self.group),)
 
     def of_all_rows(self, grads: Sequence[Tensor], x: torch.Size) -> Sequence[Tensor]:
-        """Returns the gradients of all rows of the result, where these are scattered; x is of shape `x`."""
+        """Returns the gradients of all rows of the result if these are scattered; x has the shape `x`."""
         if self.spec is None or self.spec.out != "m":
             return grads
         return (moves.join_shards(grads[0], self.dim, x[self.dim], self.group),)
 
 
 class _Product(torch.autograd.Function):
-    """A product of quantised operands; see the module for its gradients."""
+    """Product of quantised operands; the module describes its gradients."""
 
     @staticmethod
-    def forward(ctx: Any, *given: Any) -> tuple[Tensor, ...]:
-        # Of a signature with names torch.compile (2.13), without gradients, may take the first for `ctx`.
-        told, types, count, x, *parameters = given
-        how, (dtype, *_) = How(*told), types
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
+        # With named arguments, torch.compile (2.13) without gradients may pass the first one as `ctx`.
+        fields, types, count, x, *parameters = args
+        how, (dtype, *_) = How(*fields), types
         weights, biases = parameters[:count], parameters[count:]
         rows = [quantize_rows(weight, dtype) for weight in weights]
         outs = how.multiply(quantize_rows(x, dtype), rows, biases, x.dtype)
         ctx.save_for_backward(x, *weights)
-        ctx.told, ctx.types, ctx.biases = told, types, len(biases)
+        ctx.how, ctx.types, ctx.biases = fields, types, len(biases)
         ctx.shapes = [out.shape for out in outs]
         return tuple(outs)
 
@@ -360,36 +359,36 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         refuse_second_gradients()
         x, *weights = ctx.saved_tensors
-        how, (dtype, grad_dtype, wgrad) = How(*ctx.told), ctx.types
+        how, (dtype, grad_dtype, wgrad) = How(*ctx.how), ctx.types
         spec = how.spec
         _, _, _, needs_x, *needs = ctx.needs_input_grad
         needs_weights, needs_biases = needs[: len(weights)], needs[len(weights) :]
-        own = how.local_gradients(grads)
+        local_grads = how.local_gradients(grads)
         grad_x = None
         if needs_x:
-            joined = own[0] if len(own) == 1 else torch.cat(own, -1)
+            joined = local_grads[0] if len(local_grads) == 1 else torch.cat(local_grads, -1)
             weight = weights[0] if len(weights) == 1 else torch.cat(weights)
             rows, dual = quantize_rows(weight.t(), dtype), how.dual(x.shape, ctx.shapes[0])
             (grad_x,) = dual.multiply(quantize_rows(joined, grad_dtype), [rows], (), x.dtype)
-        found: list[Tensor | None] = [None] * (len(weights) + ctx.biases)
+        parameter_grads: list[Tensor | None] = [None] * (len(weights) + ctx.biases)
         if any(needs):
-            own = how.of_all_rows(own, x.shape)
+            local_grads = how.of_all_rows(local_grads, x.shape)
             if spec is not None and spec.gathers_operand and any(needs_weights):
-                x = moves.join_shards(x, how.dim, own[0].shape[how.dim], how.group)
-            for i, grad in enumerate(own):
+                x = moves.join_shards(x, how.dim, local_grads[0].shape[how.dim], how.group)
+            for i, grad in enumerate(local_grads):
                 flat = grad.flatten(0, -2)
                 if needs_weights[i]:
                     rows = x.flatten(0, -2)
                     if wgrad:
-                        found[i] = how.along_tokens(flat.t(), rows.t(), dtype, grad_dtype)
+                        parameter_grads[i] = how.along_tokens(flat.t(), rows.t(), dtype, grad_dtype)
                     else:
-                        found[i] = ops.along_rows(flat, rows, how)
+                        parameter_grads[i] = ops.along_rows(flat, rows, how)
                 if ctx.biases and needs_biases[i]:
-                    found[len(weights) + i] = ops.sum_of_rows(flat, how)
-        return None, None, None, grad_x, *found
+                    parameter_grads[len(weights) + i] = ops.sum_of_rows(flat, how)
+        return None, None, None, grad_x, *parameter_grads
 
 
 def refuse_second_gradients() -> None:
-    """Raises RuntimeError in a backward pass that records one of its own."""
+    """Raises RuntimeError in a backward pass that records gradients itself."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        raise RuntimeError("a product in 8 bits has no gradients of its gradients")
+        raise RuntimeError("a product in 8 bits has no gradients of its gradients: use create_graph=False")

@@ -1,4 +1,4 @@
-"""The four ops as users call them: any leading dimensions, any shard lengths, checked arguments."""
+"""The four ops for users: any leading dimensions, any shard lengths, checked arguments."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -108,52 +108,52 @@ def all_gather_gemm(
     invariant: Invariant | None = None,
     epilogue: Applied | None = None,
 ) -> Any:
-    """Gathers the rows of x from all ranks and multiplies them with this rank's weight.
+    """Gathers the rows of x from all ranks and multiplies them by this rank's weight.
 
-    The column-parallel half of a tensor-parallel layer with sequence parallelism. The rows are sharded
-    equally, or, with `rows`, as `torch.chunk` cuts them; a shard may be short or empty then.
+    It is the column-parallel half of a tensor-parallel layer with sequence parallelism. The rows are sharded
+    equally, or, with `rows`, as by `torch.chunk`; a shard may then be short or empty.
 
     Args:
         x_shard: This rank's rows `[M_local, ..., K]`; float32, bfloat16, float16 (or float64).
         weight: `[N_local, K]` as in `nn.Linear`, or a list of such weights that share one gather (q/k/v,
             gate/up).
-        group: A ProcessGroup, a 1-D DeviceMesh, or None for the world.
+        group: ProcessGroup, 1-D DeviceMesh, or None for the world.
         bias: `[N_local]`, or one per weight if `weight` is a list.
         return_gathered: Return the gathered x as well.
-        backend: "auto" or a backend's name; see `explain`.
-        rows: None if every rank has as many rows as this one: the first eager call of a kind compares, and
-            raises on all if they have not, later ones ask nobody. Else M, the sum of the ranks' `M_local`, of
-            which each must have what `torch.chunk` gives it. Or "equal", which is None without a comparison;
-            or "exchange": the ranks ask each other in every call, one small all-gather between the hosts,
-            which a graph (torch.compile's, a captured one) cannot.
-        dim: The sharded dimension of `x_shard`, 0 for Megatron's `[s, b, h]`, 1 for `[b, s, h]` (which costs
-            a copy unless b = 1).
-        save_gathered: Keep the gathered x for the weight gradient, P times the shard's memory, instead of
-            gathering it again in backward (by copy engines alongside the gradient of x, where that is fused
-            and shards are not small). Always so where `return_gathered` keeps it alive anyway.
-        columns: N of all weights over all ranks; or "equal" if every rank has as many columns as this one; or
-            None: what `auto` chooses then does not depend on it.
-        deterministic: Whether the sums of the gradient must come out bitwise the same from call to call, as
-            for `gemm_reduce_scatter`.
-        reserve_sms: SMs that fused kernels leave to others on this rank, for the gradient's, too; None: what
-            `configured` or ``OVERLAP_GEMM_RESERVE_SMS`` says. Other backends take what their libraries take.
-        scale_x: As for `gemm_reduce_scatter`, of this rank's shard.
-        scale_w: As for `gemm_reduce_scatter`, or one per weight if `weight` is a list.
-        out_dtype: As for `gemm_reduce_scatter`.
-        block: As for `gemm_reduce_scatter`.
-        partials: As for `gemm_reduce_scatter`.
-        invariant: As for `gemm_reduce_scatter`.
-        epilogue: As for `gemm_reduce_scatter`; of one weight, or of pairs of the columns of two.
+        backend: "auto" or the name of a backend; see `explain`.
+        rows: Total number of rows M, the sum of the ranks' `M_local`, which must be those of `torch.chunk`.
+            None: all ranks have equally many rows; the first eager call with a signature compares them and
+            raises on all ranks if they differ, later calls do not communicate. "equal": like None, without a
+            comparison. "exchange": the ranks exchange their numbers of rows in
+            every call, by a small all-gather between the hosts. It is not possible in a graph (of
+            torch.compile, or captured).
+        dim: Sharded dimension of `x_shard`: 0 for Megatron's `[s, b, h]`, 1 for `[b, s, h]` (which costs a
+            copy unless b = 1).
+        save_gathered: Save the gathered x for the weight gradient, P times the memory of the shard, instead
+            of gathering it again in backward. (If the gradient of x is fused and shards are not small, copy
+            engines gather it at the same time.) `return_gathered` implies it.
+        columns: N of all weights over all ranks; "equal": every rank has as many columns as this one; None:
+            the choice of `auto` does not depend on N.
+        deterministic: Require bitwise repeatable sums of the gradient, as in `gemm_reduce_scatter`.
+        reserve_sms: SMs that fused kernels, also the gradient's, leave free on this rank; None: the value of
+            `configured`, or ``OVERLAP_GEMM_RESERVE_SMS``. Other backends ignore it.
+        scale_x: Scales of this rank's shard, as in `gemm_reduce_scatter`.
+        scale_w: Scales of the weight, as in `gemm_reduce_scatter`, or one per weight if `weight` is a list.
+        out_dtype: Type of the result, as in `gemm_reduce_scatter`.
+        block: Block of the scales, as in `gemm_reduce_scatter`.
+        partials: Type of the gradient's partial sums, as in `gemm_reduce_scatter`.
+        invariant: Bitwise invariance, as in `gemm_reduce_scatter`.
+        epilogue: Epilogue, as in `gemm_reduce_scatter`; of one weight, or of pairs of columns of two weights.
 
     Returns:
         `[M, ..., N_local]`, or a list with one such tensor per weight. With `return_gathered` a pair of that
-        and the gathered `[M, ..., K]`. Of an epilogue with outputs, in place of the product a tuple of that
-        and each output.
+        and the gathered `[M, ..., K]`. With an epilogue that has outputs, a tuple of the product and each
+        output in place of the product.
 
     Raises:
-        ValueError, TypeError: Arguments that do not fit together; the message holds the values and the rule.
-        RuntimeError: A peer is gone, did not answer within the group's timeout, or (`OVERLAP_GEMM_CHECK=1`)
-            disagrees about the call.
+        ValueError, TypeError: Arguments are incompatible; the message contains the values and the rule.
+        RuntimeError: A peer has exited, did not respond within the group's timeout, or
+            (`OVERLAP_GEMM_CHECK=1`) makes a different call.
     """
     several = isinstance(weight, (list, tuple))
     weights = list(weight) if isinstance(weight, (list, tuple)) else [weight]
@@ -166,13 +166,13 @@ def all_gather_gemm(
     )  # fmt: skip
     if epilogue is not None:
         scales = scale_x, scale_w
-        moved, *outs = call_with_epilogue(
+        gathered, *outs = call_with_epilogue(
             ops.all_gather_gemm, x_shard, weights, biases, group, call, epilogue, *scales
         )
-        return (_one(outs), moved) if return_gathered else _one(outs)
-    found = call_op(ops.all_gather_gemm, x_shard, weights, biases, group, call, scale_x, scales_w)
-    products = found[1:] if several else found[1]
-    return (products, found[0]) if return_gathered else products
+        return (_one(outs), gathered) if return_gathered else _one(outs)
+    results = call_op(ops.all_gather_gemm, x_shard, weights, biases, group, call, scale_x, scales_w)
+    products = results[1:] if several else results[1]
+    return (products, results[0]) if return_gathered else products
 
 
 @overload
@@ -206,54 +206,56 @@ def gemm_reduce_scatter(
     invariant: Invariant | None = None,
     epilogue: Applied | None = None,
 ) -> Any:
-    """Multiplies with this rank's slice of the weight and keeps this rank's rows of the sum over the ranks.
+    """Multiplies by this rank's slice of the weight and keeps this rank's rows of the sum over the ranks.
 
-    The row-parallel half of a tensor-parallel layer with sequence parallelism. Every backend but `torch`
-    accumulates the sum in float32 (or wider) in rank order: bitwise the same from call to call.
+    It is the row-parallel half of a tensor-parallel layer with sequence parallelism. Every backend but
+    `torch` accumulates the sum in float32 (or wider) in rank order, bitwise equal from call to call.
 
     Args:
         x: `[M, ..., K_local]`; float32, bfloat16, float16 (or float64). K_local may differ between ranks.
         weight: `[N, K_local]`.
-        group: A ProcessGroup, a 1-D DeviceMesh, or None for the world.
-        bias: `[N]`, the same on every rank; added once, after the sum. Every rank gets its whole gradient.
-        backend: "auto" or a backend's name; see `explain`.
-        dim: The dimension of x along which the result is sharded, as in `all_gather_gemm`.
-        k: K, the sum of the ranks' `K_local`; or "equal" if every rank has as much as this one; or None: what
-            `auto` chooses then does not depend on it.
-        deterministic: True keeps `auto` to backends that sum in rank order; None asks
+        group: ProcessGroup, 1-D DeviceMesh, or None for the world.
+        bias: `[N]`, the same on every rank; added once, after the sum. Every rank gets its full gradient.
+        backend: "auto" or the name of a backend; see `explain`.
+        dim: Dimension of x along which the result is sharded, as in `all_gather_gemm`.
+        k: K, the sum of the ranks' `K_local`; "equal": every rank has as much as this one; None: the choice
+            of `auto` does not depend on K.
+        deterministic: True restricts `auto` to backends that sum in rank order; None: the value of
             `torch.are_deterministic_algorithms_enabled()`. The same on every rank.
-        reserve_sms: As for `all_gather_gemm`.
-        scale_x: Where x and weight are float8_e4m3fn or float8_e5m2: float32, `[M, ..., 1]`, an element per
-            row of x, or one element. This rank's own rows' scales, whatever other ranks have.
-        scale_w: Likewise `[N, 1]` or `[1, N]`, or one element. Of float32, as scale_x, or float8_e8m0fnu.
-        out_dtype: Of result and bias where operands have scales: bfloat16 (which None means), float16 or
+        reserve_sms: SMs that fused kernels leave free, as in `all_gather_gemm`.
+        scale_x: Scales of x, if x and weight are float8_e4m3fn or float8_e5m2: float32 `[M, ..., 1]`, one per
+            row of x, or one element. Ranks may have different scales.
+        scale_w: Scales of the weight: `[N, 1]` or `[1, N]`, or one element. float32 like scale_x, or
+            float8_e8m0fnu.
+        out_dtype: Type of result and bias if operands have scales: bfloat16 (the default), float16 or
             float32.
-        block: Rows of the weight, and elements of K, that share a scale, 128 or 32: scale_x is
-            `[M, ..., ceil(K / block)]`, scale_w `[ceil(N / block), ceil(K / block)]` then; or ``"mx"``: they
-            are those of MX types. The same on every rank. None: of rows. See docs/fp8.md.
-        partials: "float32": what the ranks' partial sums are sent as; None: rounded once to the type of x (of
-            `out_dtype`).
-        invariant: "batch": a row's bits do not depend on the other rows, nor on how many there are; "ranks"
-            ("ranks:4", "ranks:2"): nor on the number of ranks up to 8 (4, 2), which sum K in as many equal
-            parts, in float32. The gradients' bits, too. See docs/invariance.md. The same on every rank.
-        epilogue: What the complete (or partial) sums go through before they are rounded and stored: an
-            `overlap_gemm.epilogue` with its inputs, of the shape of this rank's result: docs/epilogues.md.
+        block: Rows of the weight, and elements of K, that share a scale: 128 or 32. scale_x is then `[M, ...,
+            ceil(K / block)]`, scale_w `[ceil(N / block), ceil(K / block)]`. ``"mx"``: scales of MX types.
+            None: scales per row. The same on every rank. See docs/fp8.md.
+        partials: Type in which the ranks' partial sums are sent: "float32", or None: rounded once to the type
+            of x (of `out_dtype`).
+        invariant: "batch": the bits of a row depend neither on other rows nor on their number. "ranks"
+            ("ranks:4", "ranks:2"): nor on the number of ranks up to 8 (4, 2), since K is summed in that many
+            equal parts, in float32. It includes the gradients. The same on every rank. See
+            docs/invariance.md.
+        epilogue: `overlap_gemm.epilogue` with its inputs, applied to the complete (or partial) sums before
+            they are rounded and stored. Inputs have the shape of this rank's result. See docs/epilogues.md.
 
     Returns:
-        `[M_local, ..., N]`; M_local is this rank's share of M as `torch.chunk` cuts it. Of an epilogue with
-        outputs a tuple of that and each output.
+        `[M_local, ..., N]`; M_local is this rank's share of M as by `torch.chunk`. With an epilogue that has
+        outputs, a tuple of that and each output.
 
     Raises:
-        ValueError, TypeError, RuntimeError: As `all_gather_gemm`.
+        ValueError, TypeError, RuntimeError: The conditions of `all_gather_gemm`.
     """
     call = OpCall(
         k=k, dim=dim, backend=backend, deterministic=deterministic, reserve_sms=reserve_sms,
         out_dtype=out_dtype, block=block, partials=partials, invariant=invariant,
     )  # fmt: skip
-    given = ops.gemm_reduce_scatter, x, weight, bias, group, call
+    arguments = ops.gemm_reduce_scatter, x, weight, bias, group, call
     if epilogue is not None:
-        return _one(call_with_epilogue(*given, epilogue, scale_x, scale_w))
-    return call_op(*given, scale_x, scale_w)
+        return _one(call_with_epilogue(*arguments, epilogue, scale_x, scale_w))
+    return call_op(*arguments, scale_x, scale_w)
 
 
 @overload
@@ -286,42 +288,42 @@ def gemm_all_reduce(
     invariant: Invariant | None = None,
     epilogue: Applied | None = None,
 ) -> Any:
-    """Multiplies with this rank's slice of the weight and sums over the ranks.
+    """Multiplies by this rank's slice of the weight and sums over the ranks.
 
-    The row-parallel half of a tensor-parallel layer without sequence parallelism. Summed as in
-    `gemm_reduce_scatter`; all ranks get bitwise the same.
+    It is the row-parallel half of a tensor-parallel layer without sequence parallelism. The sum is that of
+    `gemm_reduce_scatter`; the results of all ranks are bitwise equal.
 
     Args:
         x: `[..., K_local]`; float32, bfloat16, float16 (or float64).
         weight: `[N, K_local]`.
-        group: A ProcessGroup, a 1-D DeviceMesh, or None for the world.
+        group: ProcessGroup, 1-D DeviceMesh, or None for the world.
         bias: `[N]`, the same on every rank; added once, after the sum.
-        backend: "auto" or a backend's name; see `explain`.
-        k: As for `gemm_reduce_scatter`.
-        deterministic: As for `gemm_reduce_scatter`.
-        reserve_sms: As for `all_gather_gemm`.
-        scale_x: As for `gemm_reduce_scatter`.
-        scale_w: As for `gemm_reduce_scatter`.
-        out_dtype: As for `gemm_reduce_scatter`.
-        block: As for `gemm_reduce_scatter`.
-        partials: As for `gemm_reduce_scatter`.
-        invariant: As for `gemm_reduce_scatter`.
-        epilogue: As for `gemm_reduce_scatter`.
+        backend: "auto" or the name of a backend; see `explain`.
+        k: K over all ranks, as in `gemm_reduce_scatter`.
+        deterministic: Require bitwise repeatable sums, as in `gemm_reduce_scatter`.
+        reserve_sms: SMs that fused kernels leave free, as in `all_gather_gemm`.
+        scale_x: Scales of x, as in `gemm_reduce_scatter`.
+        scale_w: Scales of the weight, as in `gemm_reduce_scatter`.
+        out_dtype: Type of the result, as in `gemm_reduce_scatter`.
+        block: Block of the scales, as in `gemm_reduce_scatter`.
+        partials: Type of partial sums, as in `gemm_reduce_scatter`.
+        invariant: Bitwise invariance, as in `gemm_reduce_scatter`.
+        epilogue: Epilogue, as in `gemm_reduce_scatter`.
 
     Returns:
         `[..., N]`, replicated; its gradient must be the same on every rank.
 
     Raises:
-        ValueError, TypeError, RuntimeError: As `all_gather_gemm`.
+        ValueError, TypeError, RuntimeError: The conditions of `all_gather_gemm`.
     """
     call = OpCall(
         k=k, backend=backend, deterministic=deterministic, reserve_sms=reserve_sms, out_dtype=out_dtype,
         block=block, partials=partials, invariant=invariant,
     )  # fmt: skip
-    given = ops.gemm_all_reduce, x, weight, bias, group, call
+    arguments = ops.gemm_all_reduce, x, weight, bias, group, call
     if epilogue is not None:
-        return _one(call_with_epilogue(*given, epilogue, scale_x, scale_w))
-    return call_op(*given, scale_x, scale_w)
+        return _one(call_with_epilogue(*arguments, epilogue, scale_x, scale_w))
+    return call_op(*arguments, scale_x, scale_w)
 
 
 @overload
@@ -354,40 +356,41 @@ def gemm_all_gather(
     invariant: Invariant | None = None,
     epilogue: Applied | None = None,
 ) -> Any:
-    """Multiplies with this rank's rows of the weight and gathers the columns of the result.
+    """Multiplies by this rank's rows of the weight and gathers the columns of the result.
 
     Args:
         x: `[..., K]`, the same on every rank; float32, bfloat16, float16 (or float64). Its gradient is
             complete on every rank.
         weight: `[N_local, K]`.
-        group: A ProcessGroup, a 1-D DeviceMesh, or None for the world.
+        group: ProcessGroup, 1-D DeviceMesh, or None for the world.
         bias: `[N_local]`.
-        backend: "auto" or a backend's name; see `explain`.
-        columns: N, where ranks have not as many columns as each other; as `rows` of `all_gather_gemm`.
-        deterministic: Of the gradient's sums, as for `gemm_reduce_scatter`.
-        reserve_sms: As for `all_gather_gemm`.
-        scale_x: As for `gemm_reduce_scatter`.
-        scale_w: As for `gemm_reduce_scatter`.
-        out_dtype: As for `gemm_reduce_scatter`.
-        block: As for `gemm_reduce_scatter`.
-        partials: As for `gemm_reduce_scatter`.
-        invariant: As for `gemm_reduce_scatter`.
-        epilogue: As for `gemm_reduce_scatter`.
+        backend: "auto" or the name of a backend; see `explain`.
+        columns: N, if ranks have different numbers of columns; its values are those of `rows` in
+            `all_gather_gemm`.
+        deterministic: Require bitwise repeatable sums of the gradient, as in `gemm_reduce_scatter`.
+        reserve_sms: SMs that fused kernels leave free, as in `all_gather_gemm`.
+        scale_x: Scales of x, as in `gemm_reduce_scatter`.
+        scale_w: Scales of the weight, as in `gemm_reduce_scatter`.
+        out_dtype: Type of the result, as in `gemm_reduce_scatter`.
+        block: Block of the scales, as in `gemm_reduce_scatter`.
+        partials: Type of the gradient's partial sums, as in `gemm_reduce_scatter`.
+        invariant: Bitwise invariance, as in `gemm_reduce_scatter`.
+        epilogue: Epilogue, as in `gemm_reduce_scatter`.
 
     Returns:
         `[..., N]`, replicated; its gradient must be the same on every rank.
 
     Raises:
-        ValueError, TypeError, RuntimeError: As `all_gather_gemm`.
+        ValueError, TypeError, RuntimeError: The conditions of `all_gather_gemm`.
     """
     call = OpCall(
         columns=columns, backend=backend, deterministic=deterministic, reserve_sms=reserve_sms,
         out_dtype=out_dtype, block=block, partials=partials, invariant=invariant,
     )  # fmt: skip
-    given = ops.gemm_all_gather, x, weight, bias, group, call
+    arguments = ops.gemm_all_gather, x, weight, bias, group, call
     if epilogue is not None:
-        return _one(call_with_epilogue(*given, epilogue, scale_x, scale_w))
-    return call_op(*given, scale_x, scale_w)
+        return _one(call_with_epilogue(*arguments, epilogue, scale_x, scale_w))
+    return call_op(*arguments, scale_x, scale_w)
 
 
 def column_parallel_gemm(
@@ -405,27 +408,27 @@ def column_parallel_gemm(
     partials: Partials | None = None,
     invariant: Invariant | None = None,
 ) -> Tensor:
-    """`x @ weight.T + bias` for replicated x; backward sums the gradient of x over the ranks.
+    """Returns `x @ weight.T + bias` for replicated x; backward sums the gradient of x over the ranks.
 
     Args:
         x: `[..., K]`, the same on every rank.
         weight: This rank's `[N_local, K]`.
         bias: `[N_local]` or None.
-        group: A ProcessGroup, a 1-D DeviceMesh, or None for the world.
-        backend: For the gemm_all_reduce of backward.
-        reserve_sms: The same.
-        scale_x: As for `gemm_reduce_scatter`.
-        scale_w: As for `gemm_reduce_scatter`.
-        out_dtype: As for `gemm_reduce_scatter`.
-        block: As for `gemm_reduce_scatter`.
-        partials: As for `gemm_reduce_scatter`.
-        invariant: As for `gemm_reduce_scatter`.
+        group: ProcessGroup, 1-D DeviceMesh, or None for the world.
+        backend: Backend of the gemm_all_reduce in backward.
+        reserve_sms: SMs that the gemm_all_reduce in backward leaves free.
+        scale_x: Scales of x, as in `gemm_reduce_scatter`.
+        scale_w: Scales of the weight, as in `gemm_reduce_scatter`.
+        out_dtype: Type of the result, as in `gemm_reduce_scatter`.
+        block: Block of the scales, as in `gemm_reduce_scatter`.
+        partials: Type of the gradient's partial sums, as in `gemm_reduce_scatter`.
+        invariant: Bitwise invariance, as in `gemm_reduce_scatter`.
 
     Returns:
         `[..., N_local]`.
 
     Raises:
-        ValueError, TypeError: As `overlap_gemm.all_gather_gemm`.
+        ValueError, TypeError: The conditions of `overlap_gemm.all_gather_gemm`.
     """
     call = OpCall(
         backend=backend,
@@ -439,5 +442,5 @@ def column_parallel_gemm(
 
 
 def _one(results: list[Tensor]) -> Any:
-    """The result of an epilogue, with its outputs where it has some."""
+    """Returns the result of an epilogue, or a tuple of it and its outputs."""
     return results[0] if len(results) == 1 else tuple(results)

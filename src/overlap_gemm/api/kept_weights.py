@@ -1,14 +1,14 @@
-"""Products of weights that are kept in 8 bits, as checkpoints store them, and of rows quantised at each call.
+"""Products of weights that stay in 8 bits, as checkpoints store them; rows are quantised at each call.
 
-Such weights are frozen: of `y = x @ weight.T` x and the bias have gradients, as adapters on a kept model want
-it. Both products are of 8 bits, and the weight's bits are never rounded again:
+The weights are frozen. In `y = x @ weight.T` x and the bias have gradients, for adapters on a kept model.
+Both products use 8-bit operands, and the weight is never rounded again:
 
-    y       rows of x, quantised (or with the checkpoint's scale of activations), and the weight as it is
-    grad x  rows of y's gradient, and the weight's bytes transposed. Scales of its rows lie along N, which is
-            summed there: they are multiplied into y's gradient before that is quantised. Scales of blocks are
-            transposed, as blocks are square
+- y: rows of x, quantised (or scaled by the checkpoint's activation scale), times the stored weight.
+- grad x: rows of y's gradient times the weight's bytes, transposed. Row scales of the weight are along N, the
+  summed dimension, so they are multiplied into y's gradient before its quantisation. Block scales are
+  transposed, since blocks are square.
 
-The gradient passes the rounding of x, and static scales' cut, as if there was none. Nothing of x is saved.
+The gradient ignores the rounding and clamping of x. Nothing of x is saved for backward.
 """
 
 from collections.abc import Sequence
@@ -27,13 +27,13 @@ from .quantization import Quantized, quantize_rows
 
 @dataclass(frozen=True)
 class Stored:
-    """A weight of a checkpoint that is kept in 8 bits.
+    """8-bit weight of a checkpoint.
 
     Attributes:
         values: `[N, K]`, `torch.float8_e4m3fn`.
-        scale: float32, `[N, 1]`, `[1, 1]`, or of blocks, `[ceil(N / block), ceil(K / block)]`.
-        input_scale: float32, `[1, 1]`: of what it is multiplied with; None: each row's own.
-        block: Rows and elements of K that share a scale; None: it is of rows, or of all.
+        scale: float32, `[N, 1]`, `[1, 1]`, or `[ceil(N / block), ceil(K / block)]`.
+        input_scale: Scale of the input, float32 `[1, 1]`; None: each row is scaled at each call.
+        block: Rows and elements of K that share a scale; None: scales are per row or per tensor.
     """
 
     values: Tensor
@@ -42,11 +42,11 @@ class Stored:
     block: int | None = None
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """Returns the weight, `[N, K]`, multiplied in float32."""
+        """Returns the weight `[N, K]`, scaled in float32."""
         return (self.values.float() * self.spread_scale()).to(dtype)
 
     def spread_scale(self) -> Tensor:
-        """Returns the scales of blocks, repeated for each element of `values`; others as they are."""
+        """Returns block scales repeated for each element of `values`; other scales unchanged."""
         scale, (rows, columns) = self.scale, self.values.shape
         if self.block is not None:
             scale = scale.repeat_interleave(self.block, 0)[:rows]
@@ -54,22 +54,22 @@ class Stored:
         return scale
 
     def operand(self) -> Quantized:
-        """Returns the weight as the ops take it, with the block of `block`."""
+        """Returns the weight as an operand of the ops, which take `block` separately."""
         return Quantized(self.values, self.scale)
 
 
 class StoredFloat8(Float8):
-    """The products of `Stored` weights; results are of x's type."""
+    """Products of `Stored` weights; results have x's dtype."""
 
     def _product(self, how: How, x: Tensor, weights: list[Any], biases: list[Tensor]) -> tuple[Tensor, ...]:
         x, _, biases = autocast(x, [], biases)
         if torch.is_grad_enabled() and any(weight.values.requires_grad for weight in weights):
             raise TypeError(
-                f"{how.op}: a weight kept in 8 bits has no gradient, but requires one: freeze it "
+                f"{how.op}: a weight kept in 8 bits has no gradient, but it requires one: freeze it "
                 f"(requires_grad_(False)), or load the checkpoint with quantized='dequantize'"
             )
         scales = [weight.input_scale for weight in weights if weight.input_scale is not None]
-        input_scale = torch.cat(scales).amax(0, keepdim=True) if scales else None  # the widest
+        input_scale = torch.cat(scales).amax(0, keepdim=True) if scales else None  # the widest range
         blocks = tuple(weight.block for weight in weights)
         parts = [part for weight in weights for part in (weight.values, weight.scale)]
         return _StoredProduct.apply(tuple(how), blocks, input_scale, x, *parts, *biases)  # type: ignore[no-any-return]
@@ -79,37 +79,37 @@ STORED = StoredFloat8()
 
 
 class _StoredProduct(torch.autograd.Function):
-    """A product of weights that are kept in 8 bits; see the module for its gradients."""
+    """Product of weights that stay in 8 bits; the module describes its gradients."""
 
     @staticmethod
-    def forward(ctx: Any, *given: Any) -> tuple[Tensor, ...]:
-        told, blocks, input_scale, x, *others = given  # so for torch.compile: see `float8._Product`
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
+        fields, blocks, input_scale, x, *others = args  # *args for torch.compile: see `float8._Product`
         parts, biases = others[: 2 * len(blocks)], others[2 * len(blocks) :]
         weights = _weights(blocks, parts)
         operands = [weight.operand() for weight in weights]
         rows = _rows(x, input_scale, weights)
-        outs = How(*told).multiply(rows, operands, biases, x.dtype, weights[0].block, copied_weight=False)
+        outs = How(*fields).multiply(rows, operands, biases, x.dtype, weights[0].block, copied_weight=False)
         ctx.save_for_backward(*parts)
-        ctx.told, ctx.blocks, ctx.biases = told, blocks, len(biases)
+        ctx.how, ctx.blocks, ctx.biases = fields, blocks, len(biases)
         ctx.x, ctx.out, ctx.dtype = x.shape, outs[0].shape, x.dtype
         return tuple(outs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         refuse_second_gradients()
-        how, parts = How(*ctx.told), ctx.saved_tensors
-        own = how.local_gradients(grads)
+        how, parts = How(*ctx.how), ctx.saved_tensors
+        local_grads = how.local_gradients(grads)
         grad_x = None
         grad_biases: list[Tensor | None] = [None] * ctx.biases
         needs_biases = ctx.needs_input_grad[4 + len(parts) :]
         if ctx.needs_input_grad[3]:
             dual = how.dual(ctx.x, ctx.out)
-            rows, transposed, is_padded = _transposed(own, _weights(ctx.blocks, parts))
+            rows, transposed, is_padded = _transposed(local_grads, _weights(ctx.blocks, parts))
             if is_padded:
                 dual = dual._replace(weight=None)
             (grad_x,) = dual.multiply(rows, [transposed], (), ctx.dtype, ctx.blocks[0])
         if any(needs_biases):
-            pairs = zip(how.of_all_rows(own, ctx.x), needs_biases, strict=True)
+            pairs = zip(how.of_all_rows(local_grads, ctx.x), needs_biases, strict=True)
             grad_biases = [grad.flatten(0, -2).sum(0) if needed else None for grad, needed in pairs]
         return None, None, None, grad_x, *[None] * len(parts), *grad_biases
 
@@ -120,7 +120,7 @@ def _weights(blocks: tuple[int | None, ...], parts: Sequence[Tensor]) -> list[St
 
 
 def _rows(x: Tensor, scale: Tensor | None, weights: list[Stored]) -> Quantized:
-    """Quantises x for weights that share it, by a scale of activations or, without one, dynamically."""
+    """Quantises x for weights that share it, by an activation scale or, without one, dynamically."""
     dtype, block = weights[0].values.dtype, weights[0].block
     if scale is None:
         return quantize_rows(x, dtype, block=block)
@@ -132,14 +132,17 @@ def _rows(x: Tensor, scale: Tensor | None, weights: list[Stored]) -> Quantized:
 
 
 def _transposed(grads: Sequence[Tensor], weights: list[Stored]) -> tuple[Quantized, Quantized, bool]:
-    """The operands of x's gradient: y's gradient, and all weights, transposed; whether both are padded."""
+    """Returns the operands of x's gradient, and whether they are padded.
+
+    The operands are y's gradient, and all weights, transposed.
+    """
     dtype, block = weights[0].values.dtype, weights[0].block
     values, scales = [weight.values for weight in weights], [weight.scale for weight in weights]
     if block is None:
         scaled = [grad.float() * scale.t() for grad, scale in zip(grads, scales, strict=True)]
         one = scales[0].new_ones(1, 1)
         return quantize_rows(_joined(scaled, -1), dtype), Quantized(_bytes_of(values), one), False
-    # A block ends where its weight does, so all but the last are filled up with zeros.
+    # The last block of a weight ends with the weight, so all weights but the last are padded with zeros.
     padding = [-len(value) % block for value in values[:-1]] + [0]
     grads = [pad(grad, (0, zeros)) for grad, zeros in zip(grads, padding, strict=True)]
     transposed = Stored(_bytes_of(values, padding), _joined(scales, 0).t(), block=block)
@@ -148,7 +151,10 @@ def _transposed(grads: Sequence[Tensor], weights: list[Stored]) -> tuple[Quantiz
 
 
 def _bytes_of(values: list[Tensor], padding: Sequence[int] = ()) -> Tensor:
-    """The values side by side, `[K, N of all]`, moved as bytes: not every operation has a type of 8 bits."""
+    """Returns the values concatenated and transposed, `[K, N of all]`.
+
+    They are moved as bytes, since not every operation supports 8-bit floats.
+    """
     parts = [value.view(torch.uint8) for value in values]
     parts = [
         pad(part, (0, 0, 0, zeros)) for part, zeros in zip(parts, padding or [0] * len(parts), strict=True)

@@ -1,4 +1,4 @@
-"""Keywords of the ops, for type checkers: what the overloads of an op in `functional` share."""
+"""Keyword arguments of the ops for type checkers, shared by the overloads in `functional`."""
 
 from collections.abc import Sequence
 from typing import TypedDict
@@ -13,7 +13,7 @@ from ..spec.promises import Invariant, Partials
 
 
 class OpOptions(TypedDict, total=False):
-    """Keywords of all ops."""
+    """Keyword arguments of all ops."""
 
     group: GroupLike
     backend: BackendName
@@ -27,7 +27,7 @@ class OpOptions(TypedDict, total=False):
 
 
 class GatherOptions(OpOptions, total=False):
-    """Keywords of `all_gather_gemm`, but those on which the type of its result depends."""
+    """Keyword arguments of `all_gather_gemm`, without those that determine the type of its result."""
 
     rows: Length
     dim: int
@@ -37,7 +37,7 @@ class GatherOptions(OpOptions, total=False):
 
 
 class ReduceOptions(OpOptions, total=False):
-    """Keywords of `gemm_all_reduce`, but `epilogue`."""
+    """Keyword arguments of `gemm_all_reduce` without `epilogue`."""
 
     bias: Tensor | None
     k: Length
@@ -45,13 +45,13 @@ class ReduceOptions(OpOptions, total=False):
 
 
 class ScatterOptions(ReduceOptions, total=False):
-    """Keywords of `gemm_reduce_scatter`, but `epilogue`."""
+    """Keyword arguments of `gemm_reduce_scatter` without `epilogue`."""
 
     dim: int
 
 
 class OutputOptions(OpOptions, total=False):
-    """Keywords of `gemm_all_gather`, but `epilogue`."""
+    """Keyword arguments of `gemm_all_gather` without `epilogue`."""
 
     bias: Tensor | None
     columns: Length

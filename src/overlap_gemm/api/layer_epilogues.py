@@ -1,7 +1,7 @@
 """Epilogues of layers: a residual added to a sum over the ranks, an activation applied to gate and up.
 
-`fuse` of a layer is None: kernels apply the epilogue where they do, else torch's operations follow, as they
-would without; True: the epilogue is an argument of the op in every call; False: of none.
+Values of a layer's `fuse`: None: kernels that support epilogues apply it, otherwise torch operations follow.
+True: it is an argument of the op in every call. False: torch operations always follow.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,15 +18,15 @@ from .float8 import PLAIN, Products
 from .functional import all_gather_gemm
 
 Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh"]
-"""Of a gated MLP."""
+"""Activation of a gated MLP."""
 
 
 class Gating(NamedTuple):
-    """An activation of gates that are multiplied by ups.
+    """Activation of gates that are multiplied by ups.
 
     Attributes:
-        epilogue: Of both sums.
-        on_tensors: torch's function of the gates.
+        epilogue: Epilogue of both sums.
+        on_tensors: torch's function for the gates.
     """
 
     epilogue: Epilogue
@@ -41,22 +41,22 @@ GATINGS: dict[Activation, Gating] = {
 
 
 RESIDUAL = "a residual"
-OWN_PRODUCTS = "without sequence parallelism gate and up are a rank's own products"
+LOCAL_PRODUCTS = "without sequence parallelism gate and up are local products"
 
 
 def gating_of(activation: Activation) -> str:
-    """Returns the name of a `Fusion` of gate and up."""
+    """Returns the text for a `Fusion` of gate and up."""
     return f"{GATINGS[activation].epilogue.name} of gate and up"
 
 
 class Fusion(NamedTuple):
-    """An operation of a module that may be an epilogue of an op.
+    """Operation of a module that may be applied as an epilogue of an op.
 
     Attributes:
         module: Name of the module.
-        epilogue: What is applied, in words.
-        op: The op that applies it.
-        why_not: Why it is not; None: it is, where the op's kernel applies epilogues.
+        epilogue: Text for the epilogue.
+        op: Name of the op.
+        why_not: Why it is not an epilogue; None: it is, if the op's kernel supports epilogues.
     """
 
     module: str
@@ -65,7 +65,7 @@ class Fusion(NamedTuple):
     why_not: str | None = None
 
     def __str__(self) -> str:
-        """Says it in words."""
+        """Returns a sentence for the report of `overlap_gemm.explain`."""
         if self.why_not is not None:
             return f"{self.module}: {self.epilogue} follows {self.op}: {self.why_not}"
         return f"{self.module}: {self.epilogue} is an epilogue of {self.op}"
@@ -77,13 +77,13 @@ def why_not_fused(
     partials: Partials | None = None,
     invariant: Invariant | None = None,
 ) -> str | None:
-    """Returns why a layer's ops never take an epilogue; None: they may."""
+    """Returns why a layer's ops never take an epilogue, or None."""
     if fuse is False:
         return "fuse=False"
     if products is not PLAIN:
-        return "products of 8-bit operands take no epilogue"
+        return "products of 8-bit operands have no epilogue"
     if promised := promises_of(partials, invariant).invariant:
-        return f"calls with invariant={promised!r} take no epilogue"
+        return f"calls with invariant={promised!r} have no epilogue"
     return None
 
 
@@ -99,13 +99,13 @@ def plus_residual(
     """Returns the residual plus the result of an op that sums over the ranks.
 
     Args:
-        products: The layer's.
+        products: Products of the layer.
         op: Name of the op.
         x: Operand of the op.
         weight: Weight of the op.
         residual: Tensor of the result's shape, or None.
-        fuse: Whether it is an epilogue: True, False, or None.
-        **how: The op's options.
+        fuse: `fuse` of the layer.
+        **how: Other arguments of the op.
     """
     call = getattr(products, op)
     if residual is None:
@@ -128,16 +128,16 @@ def gated(
     fuse: bool | None,
     **how: Any,
 ) -> Tensor:
-    """Returns activated gates times ups, of one gather of x.
+    """Returns activated gates times ups, with one gather of x.
 
     Args:
         x: Operand `[M_local, ..., K]`.
         weights: Gate and up.
-        biases: Theirs, or None.
-        epilogue: Of `GATINGS`.
-        activate: The same on tensors, of the gates.
-        fuse: Whether it is an epilogue: True, False, or None.
-        **how: Options of `all_gather_gemm`.
+        biases: Biases of gate and up, or None.
+        epilogue: Epilogue of `GATINGS`.
+        activate: The epilogue's activation on tensors.
+        fuse: `fuse` of the layer.
+        **how: Other arguments of `all_gather_gemm`.
     """
     applied: Applied = epilogue()
     if not fuse:

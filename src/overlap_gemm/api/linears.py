@@ -1,4 +1,4 @@
-"""What the layers of `nn` have in common: an `nn.Linear` in shards, and what takes those of all ranks."""
+"""Base class of the layers of `nn` (an `nn.Linear` in shards), and functions on the shards of all ranks."""
 
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, ClassVar, TypedDict
@@ -25,7 +25,7 @@ InitMethod = Callable[[Tensor], Any]
 
 
 class OpKeywords(TypedDict):
-    """Keywords that all ops have."""
+    """Keyword arguments that a layer passes to all its ops."""
 
     group: str
     backend: BackendName
@@ -35,10 +35,10 @@ class OpKeywords(TypedDict):
 
 
 class ShardedLinear(nn.Module):
-    """An `nn.Linear` of whose parameters each rank has shards; arguments are those of the layers in `nn`."""
+    """`nn.Linear` whose parameters are sharded over the ranks. Arguments are those of the layers in `nn`."""
 
     shard_dims: ClassVar[dict[str, int]]
-    """The dimension along which a parameter is cut; one that is not here is the same on every rank."""
+    """Dimension along which each parameter is sharded; parameters that are not listed are replicated."""
 
     weight: Tensor
     bias: Tensor | None
@@ -78,8 +78,8 @@ class ShardedLinear(nn.Module):
         self.adopt(self._draw(bias, device, dtype))
 
     @property
-    def told(self) -> OpKeywords:
-        """What every op of the layer is told in the same way."""
+    def op_keywords(self) -> OpKeywords:
+        """Returns the keyword arguments that all ops of the layer get."""
         return {
             "group": self.tp_group,
             "backend": self.backend,
@@ -90,12 +90,15 @@ class ShardedLinear(nn.Module):
 
     @property
     def products(self) -> Products:
-        """The ops, as `float8` has them."""
+        """Returns the ops, in 8 bits if `float8` is set."""
         return products(self.float8)
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, tp_group: GroupLike = None, **options: Any) -> "Self":
-        """This rank's shard of `linear`, which is the same on every rank. Options are the constructor's."""
+        """Returns a layer with this rank's shard of `linear`, which is the same on every rank.
+
+        Options are the constructor's.
+        """
         has_bias, dtype = linear.bias is not None, linear.weight.dtype
         layer = cls(
             linear.in_features, linear.out_features, bias=has_bias, tp_group=tp_group, device="meta",
@@ -105,35 +108,35 @@ class ShardedLinear(nn.Module):
         return layer
 
     def adopt(self, linear: nn.Linear) -> None:
-        """Makes this rank's shards of the unsharded layer's parameters the layer's parameters."""
+        """Sets the layer's parameters to this rank's shards of an unsharded layer's."""
         for name in ("weight", "bias"):
-            whole = getattr(linear, name)
+            full = getattr(linear, name)
             parameter = None
-            if whole is not None:
-                parameter = nn.Parameter(self.shard(name, whole.detach()), requires_grad=whole.requires_grad)
+            if full is not None:
+                parameter = nn.Parameter(self.shard(name, full.detach()), requires_grad=full.requires_grad)
             self.register_parameter(name, parameter)
 
     def reset_parameters(self) -> None:
-        """Draws the parameters anew, as the constructor does: one seed on every rank makes one layer."""
+        """Initializes the parameters again as the constructor does: equal seeds give shards of one layer."""
         linear = self._draw(self.bias is not None, self.weight.device, self.weight.dtype)
         with torch.no_grad():
             for name, parameter in self.named_parameters(recurse=False):
                 parameter.copy_(sharded_as(parameter, self.shard(name, getattr(linear, name))))
 
-    def shard(self, name: str, whole: Tensor) -> Tensor:
-        """A copy of this rank's part of the whole parameter."""
+    def shard(self, name: str, full: Tensor) -> Tensor:
+        """Returns a copy of this rank's shard of a full parameter."""
         if name not in self.shard_dims:
-            return whole.clone()
+            return full.clone()
         dim, group = self.shard_dims[name], self.tp_group
-        start, stop = Shards.even(whole.shape[dim], group_size(group)).range(group_rank(group))
-        return whole.narrow(dim, start, stop - start).clone(memory_format=torch.contiguous_format)
+        start, stop = Shards.even(full.shape[dim], group_size(group)).range(group_rank(group))
+        return full.narrow(dim, start, stop - start).clone(memory_format=torch.contiguous_format)
 
     def extent(self, name: str) -> int:
-        """Of the whole parameter, along the dimension in which it is cut."""
+        """Returns the full parameter's extent in the sharded dimension."""
         return (self.output_size, self.input_size)[self.shard_dims[name]]
 
     def extra_repr(self) -> str:
-        """For print(module)."""
+        """Returns the arguments for `print(module)`."""
         return (
             f"input_size={self.input_size}, output_size={self.output_size}, bias={self.bias is not None}, "
             f"tp={group_size(self.tp_group)}, sequence_parallel={self.sequence_parallel}"
@@ -141,9 +144,10 @@ class ShardedLinear(nn.Module):
         )
 
     def _draw(self, bias: bool, device: torch.device | str | None, dtype: torch.dtype | None) -> nn.Linear:
-        """The unsharded layer; drawing all of it on every rank makes the shards those of one layer.
+        """Returns the unsharded layer, drawn in full on every rank, so that the shards belong to one layer.
 
-        What every rank has whole, the bias of a row-parallel layer, is rank 0's, whatever the ranks' seeds.
+        Replicated parameters, such as the bias of a row-parallel layer, are rank 0's, whatever the ranks'
+        seeds.
         """
         linear = nn.Linear(self.input_size, self.output_size, bias=bias, device=device, dtype=dtype)
         if self.init_method is not None:
@@ -153,47 +157,50 @@ class ShardedLinear(nn.Module):
                     linear.bias.zero_()
         for name, parameter in linear.named_parameters():
             if name not in self.shard_dims:
-                take_from_rank_zero(parameter.data, self.tp_group)
+                broadcast_from_rank_zero(parameter.data, self.tp_group)
         return linear
 
 
-def take_from_rank_zero(tensor: Tensor, group: str) -> None:
-    """Makes rank 0's values every rank's, in place; not without memory, nor among virtual ranks."""
+def broadcast_from_rank_zero(tensor: Tensor, group: str) -> None:
+    """Copies rank 0's values to every rank, in place.
+
+    It does nothing on the meta device and for virtual ranks.
+    """
     ranks = resolve(group)
     if tensor.is_meta or ranks.size == 1 or ranks.process_group is None:
         return
-    if tensor.device.type in ranks.device_types:  # others no op of the layer would take
+    if tensor.device.type in ranks.device_types:  # no op of the layer supports other devices
         dist.broadcast(tensor, group=ranks.process_group, group_src=0)
 
 
 def full_state_dict(module: nn.Module) -> dict[str, Any]:
-    """The state dict that the unsharded model would have. Collective over the layers' groups.
+    """Returns the state dict of the unsharded model. Collective over the layers' groups.
 
     Args:
-        module: Any module with tensor-parallel layers of `overlap_gemm.nn` somewhere in it.
+        module: Module that contains tensor-parallel layers of `overlap_gemm.nn`.
 
     Returns:
-        `module.state_dict()` with each sharded parameter gathered, from FSDP's shards, too; the same on every
-        rank. The layers take such a state dict in `load_state_dict` as they take their own.
+        `module.state_dict()` with each sharded parameter gathered, also from FSDP's shards; the same on every
+        rank. The layers' `load_state_dict` accepts it, as well as a state dict of shards.
 
     Raises:
-        ValueError: The state dict holds something else in the place of a layer's parameter.
+        ValueError: The state dict lacks a layer's parameter, or contains another tensor in its place.
     """
     sharded = {id(parameter): (parameter, layer, name) for parameter, layer, name in _sharded(module)}
-    state = dict(module.state_dict(keep_vars=True))  # names may be anybody's; the parameters are the layers'
+    state = dict(module.state_dict(keep_vars=True))  # find parameters by identity: names may be changed
     if missing := sharded.keys() - {id(value) for value in state.values()}:
         shapes = ", ".join(str(list(sharded[key][0].shape)) for key in missing)
         raise ValueError(
-            f"the state dict does not hold shards {shapes} of tensor-parallel layers as they are: they are "
-            f"parametrized, or a hook has changed them, and what is there instead cannot be gathered"
+            f"full_state_dict: the state dict does not hold shards {shapes} of tensor-parallel layers: they "
+            f"are parametrized, or a hook has replaced them, and the replacement cannot be gathered"
         )
     for key, value in state.items():
         if isinstance(value, Tensor):
-            whole = whole_of(value)
+            full = gather_dtensor(value)
             if id(value) in sharded:
                 _, layer, name = sharded[id(value)]
-                whole = moves.join_shards(whole, layer.shard_dims[name], layer.extent(name), layer.tp_group)
-            state[key] = whole.detach()
+                full = moves.join_shards(full, layer.shard_dims[name], layer.extent(name), layer.tp_group)
+            state[key] = full.detach()
     return state
 
 
@@ -201,30 +208,31 @@ def full_state_dict(module: nn.Module) -> dict[str, Any]:
 def clip_grad_norm_(
     module: nn.Module, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> Tensor:
-    """`torch.nn.utils.clip_grad_norm_` by the unsharded model's norm. Collective over the layers' groups.
+    """Clips gradients by the unsharded model's norm. Collective over the layers' groups.
 
-    torch's own, given shards that are plain tensors, clips each rank by the norm of what it has.
+    In contrast, `torch.nn.utils.clip_grad_norm_` on shards that are plain tensors uses the norm of this
+    rank's part.
 
     Args:
-        module: Any module with tensor-parallel layers of `overlap_gemm.nn` somewhere in it, under FSDP or
-            not. The gradients of its other parameters are the same on every rank of the layers' groups.
-        max_norm: The norm that the gradients, which are changed in place, have at most afterwards.
-        norm_type: p of the norm, positive; infinity is one.
-        error_if_nonfinite: Refuse a norm that is not finite, on every rank.
+        module: Module that contains tensor-parallel layers of `overlap_gemm.nn`, with or without FSDP.
+            Gradients of its other parameters are the same on every rank of the layers' groups.
+        max_norm: Maximum norm of the gradients afterwards; they are changed in place.
+        norm_type: Order p of the norm: positive, or infinity.
+        error_if_nonfinite: Raise on every rank if the norm is not finite.
 
     Returns:
-        The norm before, 0-d, the same on every rank.
+        Norm before clipping, 0-d, the same on every rank.
 
     Raises:
-        ValueError: `norm_type` is not positive; or, on CPUs and with OVERLAP_GEMM_CHECK=1, the gradient of
-            a parameter that every rank has is not the same on all: it must be summed (`norms`).
-        RuntimeError: The norm is not finite, and `error_if_nonfinite`.
+        ValueError: `norm_type` is not positive. On CPUs, or with OVERLAP_GEMM_CHECK=1, also: the gradient of
+            a replicated parameter differs between ranks, so it must be summed (`norms`).
+        RuntimeError: The norm is not finite, and `error_if_nonfinite` is set.
     """
     if not norm_type > 0:
-        raise ValueError(f"norm_type must be positive, got {norm_type}")
+        raise ValueError(f"clip_grad_norm_: norm_type must be positive, got {norm_type}")
     groups = {id(parameter): layer.tp_group for parameter, layer, _ in _sharded(module)}
     _check_replicated(module, groups)
-    # By what they are sharded over. A rank without gradients takes part, too, in the same dtype.
+    # Grouped by process group and mesh. A rank without gradients takes part, too, in the same dtype.
     parts: dict[tuple[str | None, Any], list[Tensor]] = {}
     total = torch.zeros(1)
     for parameter in module.parameters():
@@ -234,25 +242,28 @@ def clip_grad_norm_(
             part.append(parameter.grad)
     norms = [total]
     for (group, _), gradients in parts.items():
-        norm = whole_of(nn.utils.get_total_norm(gradients, norm_type)).to(total).view(1)
+        norm = gather_dtensor(nn.utils.get_total_norm(gradients, norm_type)).to(total).view(1)
         norms.append(norm if group is None else moves.join_shards(norm, 0, group_size(group), group))
     total = torch.linalg.vector_norm(torch.cat(norms), norm_type)
     if error_if_nonfinite and not total.isfinite():
-        raise RuntimeError(f"the norm of order {norm_type} of the gradients is {total.item()}")
+        raise RuntimeError(
+            f"clip_grad_norm_: the norm of order {norm_type} of the gradients is {total.item()}, and "
+            f"error_if_nonfinite is set"
+        )
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)  # torch's
     for gradients in parts.values():
         for gradient in gradients:
-            own = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-            own.mul_(factor.to(own.device))
+            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            local.mul_(factor.to(local.device))
     return total
 
 
 def _check_replicated(module: nn.Module, groups: dict[int, str]) -> None:
-    """Raises, on every rank, for parameters of all ranks whose gradients differ by more than rounding."""
-    whole = [(name, p) for name, p in module.named_parameters() if id(p) not in groups]
-    if not whole or not (whole[0][1].device.type == "cpu" or agree.checking()):
+    """Raises on every rank if gradients of replicated parameters differ by more than rounding."""
+    replicated = [(name, p) for name, p in module.named_parameters() if id(p) not in groups]
+    if not replicated or not (replicated[0][1].device.type == "cpu" or agree.checking()):
         return
-    parts = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for _, p in whole]
+    parts = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for _, p in replicated]
     norms = torch.tensor([0.0 if part is None else float(part.norm()) for part in parts])
     for group in sorted(set(groups.values())):
         if group_size(group) == 1:
@@ -260,16 +271,16 @@ def _check_replicated(module: nn.Module, groups: dict[int, str]) -> None:
         everyone = moves.join_shards(norms.view(1, -1), 0, group_size(group), group)
         apart = everyone.amax(0) - everyone.amin(0) > 0.02 * everyone.amax(0)
         if apart.any():
-            names = ", ".join(name for (name, _), differs in zip(whole, apart, strict=True) if differs)
+            names = ", ".join(name for (name, _), differs in zip(replicated, apart, strict=True) if differs)
             raise ValueError(
-                f"gradients of {names} differ between the ranks of the group, each of which has all of them: "
-                f"if they work on this rank's rows (sequence_parallel=True), their gradients must be summed, "
-                f"as overlap_gemm.nn.LayerNorm and RMSNorm do, or nn.sum_sequence_parallel_gradients"
+                f"gradients of {names} must be equal on the ranks of the group, since these parameters are "
+                f"replicated. If they are applied to this rank's rows (sequence_parallel=True), sum their "
+                f"gradients with overlap_gemm.nn.LayerNorm, RMSNorm or sum_sequence_parallel_gradients"
             )
 
 
 def _sharded(module: nn.Module) -> Iterator[tuple[Tensor, ShardedLinear, str]]:
-    """Each sharded parameter, its layer, and its name there."""
+    """Yields each sharded parameter, its layer, and its name in the layer."""
     for layer in module.modules():
         if isinstance(layer, ShardedLinear):
             for name in layer.shard_dims:
@@ -277,13 +288,16 @@ def _sharded(module: nn.Module) -> Iterator[tuple[Tensor, ShardedLinear, str]]:
                     yield parameter, layer, name
 
 
-def whole_of(tensor: Tensor) -> Tensor:
-    """The whole tensor of a DTensor, for example of FSDP; any other as it is. Collective."""
+def gather_dtensor(tensor: Tensor) -> Tensor:
+    """Returns the full tensor of a DTensor, for example of FSDP; other tensors unchanged. Collective."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def sharded_as(parameter: Tensor, value: Tensor) -> Tensor:
-    """`value`, which every rank has, as `parameter` lies if that is a DTensor; shards as they are."""
+    """Returns the shard of `value`, which every rank has, by the layout of `parameter` if that is a DTensor.
+
+    A DTensor, or any value for a plain parameter, is returned unchanged.
+    """
     if not isinstance(parameter, DTensor) or isinstance(value, DTensor):
         return value
     mesh, placements = parameter.device_mesh, parameter.placements
@@ -291,7 +305,7 @@ def sharded_as(parameter: Tensor, value: Tensor) -> Tensor:
 
 
 def _shard_incoming(layer: ShardedLinear, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Before `load_state_dict`: cuts parameters of the unsharded layer; leaves shards as they are."""
+    """Shards an unsharded layer's parameters before `load_state_dict`; shards stay unchanged."""
     for name, parameter in layer.named_parameters(recurse=False):
         value = state.get(prefix + name)
         if value is None:

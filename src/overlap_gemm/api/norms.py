@@ -1,9 +1,9 @@
-"""Parameters of all ranks between layers with sequence parallelism, each of which sees its rows only.
+"""Replicated parameters between layers with sequence parallelism: each rank applies them to its rows only.
 
-Such a parameter's gradient is a part on each rank, and must be summed over them. `LayerNorm` and `RMSNorm` do
-so by themselves, in backward. Any other module is marked (`sequence_parallel_parameters`), and the gradients
-of all that are marked are summed after backward (`sum_sequence_parallel_gradients`), one message per dtype.
-The mark is Megatron's and TransformerEngine's: `parameter.sequence_parallel`.
+The gradient of such a parameter is a partial sum on each rank and must be summed over the ranks. `LayerNorm`
+and `RMSNorm` sum it in backward. Parameters of other modules are marked (`sequence_parallel_parameters`), and
+their gradients are summed after backward (`sum_sequence_parallel_gradients`), in one message per dtype. The
+mark is that of Megatron and TransformerEngine: `parameter.sequence_parallel`.
 """
 
 import warnings
@@ -20,21 +20,21 @@ from ..dispatch import moves
 from ..runtime.group import GroupLike, find, group_name
 
 MARK = "_sequence_parallel_parameters"
-"""Of a module whose own parameters are marked; copied with it, unlike attributes of parameters."""
+"""Attribute of modules whose direct parameters are marked; unlike parameters' attributes it is copied."""
 
 
 class SequenceParallelWarning(UserWarning):
-    """A parameter works on this rank's rows, and nothing says that its gradient is summed over the ranks."""
+    """A parameter is applied to this rank's rows, and its gradient is not summed over the ranks."""
 
 
 class LayerNorm(nn.LayerNorm):
-    """`torch.nn.LayerNorm` on this rank's rows of the sequence, with whole gradients of its parameters.
+    """`torch.nn.LayerNorm` on this rank's rows of the sequence, with complete gradients of its parameters.
 
     Args:
-        *args: As for `torch.nn.LayerNorm`.
-        sequence_parallel: The input is this rank's rows. False: it is the same on every rank.
-        tp_group: A ProcessGroup, a 1-D DeviceMesh, or None for the world.
-        **options: As for `torch.nn.LayerNorm`.
+        *args: Positional arguments of `torch.nn.LayerNorm`.
+        sequence_parallel: True: the input is this rank's rows. False: it is the same on every rank.
+        tp_group: ProcessGroup, 1-D DeviceMesh, or None for the world.
+        **options: Keyword arguments of `torch.nn.LayerNorm`.
     """
 
     def __init__(
@@ -50,13 +50,13 @@ class LayerNorm(nn.LayerNorm):
 
 
 class RMSNorm(nn.RMSNorm):
-    """`torch.nn.RMSNorm` on this rank's rows of the sequence, with the whole gradient of its weight.
+    """`torch.nn.RMSNorm` on this rank's rows of the sequence, with the complete gradient of its weight.
 
     Args:
-        *args: As for `torch.nn.RMSNorm`.
-        sequence_parallel: As for `LayerNorm`.
-        tp_group: As for `LayerNorm`.
-        **options: As for `torch.nn.RMSNorm`.
+        *args: Positional arguments of `torch.nn.RMSNorm`.
+        sequence_parallel: True: the input is this rank's rows. False: it is the same on every rank.
+        tp_group: ProcessGroup, 1-D DeviceMesh, or None for the world.
+        **options: Keyword arguments of `torch.nn.RMSNorm`.
     """
 
     def __init__(
@@ -77,13 +77,14 @@ def _summed(norm: Any, parameter: Tensor | None) -> Tensor | None:
 
 
 def sequence_parallel_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Marks the parameters of a module, and of those in it, as working on this rank's rows of the sequence.
+    """Marks the parameters of a module, and of modules in it, as applied to this rank's rows of the sequence.
 
     Args:
-        module: One without tensor-parallel layers in it: a norm of your own, a gate, a position embedding.
+        module: Module without tensor-parallel layers, for example a custom norm, a gate, a position
+            embedding.
 
     Returns:
-        The parameters. `sum_sequence_parallel_gradients` sums their gradients.
+        The parameters, whose gradients `sum_sequence_parallel_gradients` sums.
     """
     for part in module.modules():
         if list(part.parameters(recurse=False)):
@@ -97,13 +98,12 @@ def sequence_parallel_parameters(module: nn.Module) -> list[nn.Parameter]:
 def sum_sequence_parallel_gradients(module: nn.Module, tp_group: GroupLike = None) -> None:
     """Sums the gradients of marked parameters over the ranks, in place. Collective.
 
-    To be called once per step, after the last backward pass and before clipping: a second call would sum what
-    has been summed.
+    Call it once per step, after the last backward pass and before clipping: a second call would sum the sums.
 
     Args:
-        module: The model; parameters are marked by `sequence_parallel_parameters`, or have the attribute
-            `sequence_parallel` that Megatron and TransformerEngine give them.
-        tp_group: A ProcessGroup, a 1-D DeviceMesh, or None for the world.
+        module: Model with parameters marked by `sequence_parallel_parameters`, or by Megatron's and
+            TransformerEngine's attribute `sequence_parallel`.
+        tp_group: ProcessGroup, 1-D DeviceMesh, or None for the world.
     """
     group = find(tp_group)
     if group.size == 1:
@@ -135,30 +135,30 @@ def _marked(module: nn.Module) -> Iterator[nn.Parameter]:
                 yield parameter
 
 
-def warn_of_forgotten(layer: nn.Module, x: Tensor) -> None:
-    """Warns, once per layer, of unmarked parameters between the last op of ours and a gathered input.
+def warn_unmarked_parameters(layer: nn.Module, x: Tensor) -> None:
+    """Warns, once per layer, of unmarked parameters between an op of this library and a gathered input.
 
     Args:
-        layer: With sequence parallelism, of column-parallel weight.
-        x: Its input, this rank's rows.
+        layer: Column-parallel layer with sequence parallelism.
+        x: Input of the layer, this rank's rows.
     """
-    if torch.compiler.is_compiling() or x.grad_fn is None or vars(layer).get("_looked_for_forgotten"):
+    if torch.compiler.is_compiling() or x.grad_fn is None or vars(layer).get("_checked_for_unmarked"):
         return
-    vars(layer)["_looked_for_forgotten"] = True
-    shapes = [str(list(parameter.shape)) for parameter in _forgotten(x)]
+    vars(layer)["_checked_for_unmarked"] = True
+    shapes = [str(list(parameter.shape)) for parameter in _unmarked_parameters(x)]
     if shapes:
         warnings.warn(
-            f"parameters of shape {', '.join(shapes)} work on this rank's rows of the sequence, before a "
-            f"layer with sequence_parallel=True: their gradients are parts, to be summed over the ranks. "
-            f"overlap_gemm.nn.LayerNorm and RMSNorm do so; other modules are marked by overlap_gemm.nn."
-            f"sequence_parallel_parameters(module), for sum_sequence_parallel_gradients(model)",
+            f"parameters of shape {', '.join(shapes)} are applied to this rank's rows of the sequence, "
+            f"before a layer with sequence_parallel=True: their gradients must be summed over the ranks. Use "
+            f"overlap_gemm.nn.LayerNorm or RMSNorm, or mark the module by overlap_gemm.nn."
+            f"sequence_parallel_parameters(module) and call sum_sequence_parallel_gradients(model)",
             SequenceParallelWarning,
             stacklevel=3,
         )
 
 
-def _forgotten(x: Tensor) -> Iterator[Tensor]:
-    """Leaves of the graph of x, up to ops of ours, that are parameters without the mark."""
+def _unmarked_parameters(x: Tensor) -> Iterator[Tensor]:
+    """Yields unmarked parameters among the leaves of x's graph, up to ops of this library."""
     left: list[Any] = [x.grad_fn]
     seen: set[Any] = set()
     while left:

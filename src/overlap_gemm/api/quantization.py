@@ -1,8 +1,8 @@
-"""8-bit rows with scales of rows that have none: what stands in front of an op that takes them.
+"""Dynamic quantisation of rows to 8 bits with scales, for ops with scaled operands.
 
-Torch's own operations, so that a compiler sees what is done: `torch.compile` (Inductor) fuses them, with what
-computed the rows where that is compiled, too. Called eagerly on a GPU it is one kernel of ours, with the same
-results (`backends.scales.row_quantization`).
+It consists of torch operations, so that `torch.compile` (Inductor) fuses them, also with the computation of
+the rows. An eager call on a GPU is one kernel of this library with the same results
+(`backends.scales.row_quantization`).
 """
 
 from typing import NamedTuple
@@ -16,17 +16,16 @@ from ..backends.scales.scaling import FLOAT8, along_rows
 from ..dispatch.calls import is_plain
 
 LEAST_SCALE = 2.0**-60
-"""No scale is smaller: the product of two is a normal float32, and rows of zeros are no special case."""
+"""Minimum of scales: the product of two is a normal float32, and rows of zeros need no special case."""
 
 
 class Quantized(NamedTuple):
-    """What `quantize_rows` made of rows: they are `values * scale`.
+    """Result of `quantize_rows`; the rows are `values * scale`.
 
     Attributes:
-        values: `[..., K]`, one of `torch.float8_e4m3fn` and `torch.float8_e5m2`, contiguous.
-        scale: float32, `[..., 1]`, or `[..., ceil(K / block)]`, one for each block of a row. The latter lie
-            along the rows, as torch's products and TMA read them: as a matrix of all M rows in their order
-            they have strides 1 and M, rounded up to a multiple of 4.
+        values: `[..., K]`, `torch.float8_e4m3fn` or `torch.float8_e5m2`, contiguous. scale: float32, `[...,
+        1]`, or `[..., ceil(K / block)]`, one per block of a row. As a matrix of all M rows
+            the latter has strides 1 and `ceil(M / 4) * 4`, as torch's products and TMA read it.
     """
 
     values: Tensor
@@ -40,27 +39,28 @@ def quantize_rows(
     block: int | None = None,
     power_of_two: bool = False,
 ) -> Quantized:
-    """Rounds each row to 8 bits, with the scale that makes its largest magnitude the type's largest value.
+    """Rounds each row to 8 bits, with the scale that maps its largest magnitude to the type's largest value.
 
-    The dynamic scaling of an operand of the ops: ``values, scale = quantize_rows(x)``, then ``scale_x=scale``
-    (of a weight ``scale_w=``) alongside. An element comes back to within 2^-4 of itself (e5m2: 2^-3), or
-    within 2^-10 (2^-17) of its scale, whichever is more.
+    Use it for operands of the ops: ``values, scale = quantize_rows(x)``, then pass ``scale_x=scale`` (for a
+    weight ``scale_w=``). The error of an element is at most the larger of 2^-4 of the element (e5m2: 2^-3)
+    and 2^-10 of its scale (e5m2: 2^-17).
 
-    A row of zeros is zeros, its scale the least there is, 2^-60; so are elements below 2^-70 or so. Of a row
-    that holds a NaN or an infinity `values * scale` is NaN throughout, and so is every product with the row.
+    A row of zeros has zeros and the smallest scale, 2^-60; so have rows whose elements are all below about
+    2^-70. If a row contains a NaN or an infinity, all of
+    its `values * scale` is NaN, and so is every product with it.
 
     Args:
-        x: `[..., K]`; float32, bfloat16 or float16. No gradient passes.
+        x: `[..., K]`; float32, bfloat16 or float16. Gradients do not pass.
         dtype: `torch.float8_e4m3fn` (largest value 448) or `torch.float8_e5m2` (57344).
-        block: Elements of a row that share a scale: 128 for weights of 128 x 128 blocks, 32 of MX types.
-            The last block of a row may be shorter. None: one scale for the row.
-        power_of_two: Round scales up to powers of two, which `torch.float8_e8m0fnu` holds exactly.
+        block: Number of elements of a row that share a scale: 128 for weights with blocks of 128 x 128, 32
+            for MX types. The last block of a row may be shorter. None: one scale per row.
+        power_of_two: Round scales up to powers of two, which `torch.float8_e8m0fnu` represents exactly.
 
     Returns:
         `Quantized`: values `[..., K]`, and scales.
 
     Raises:
-        TypeError: A dtype that is not one of these.
+        TypeError: A dtype is not supported.
         ValueError: `block` is not positive, or x has no dimension.
     """
     if dtype not in FLOAT8:
@@ -79,20 +79,20 @@ def quantize_rows(
 
 
 def by_torch(x: Tensor, dtype: torch.dtype, block: int | None, power_of_two: bool) -> tuple[Tensor, Tensor]:
-    """Values and scales.
+    """Returns values and scales, computed by torch operations.
 
-    Products with reciprocals, of which there are few, in place of quotients; what is rounded up by that, the
-    conversion rounds down again. A last block that is shorter is by itself: of rows that are filled up, and
-    cut again, Inductor's code for CPUs leaves the end unwritten (torch 2.13).
+    Few reciprocals and many products replace quotients; the conversion to 8 bits rounds away the difference.
+    A shorter last block is computed separately: for rows that are padded and then cut, Inductor's CPU code
+    leaves the end unwritten (torch 2.13).
     """
     unit, width = 1 / torch.finfo(dtype).max, x.shape[-1]
     wide = x.detach().float()
     parts = [wide.unsqueeze(-2)]
     if block is not None:
-        whole = width - width % block
-        parts = [wide[..., :whole].unflatten(-1, (-1, block))]
-        if whole < width:
-            parts.append(wide[..., whole:].unsqueeze(-2))
+        full_blocks = width - width % block
+        parts = [wide[..., :full_blocks].unflatten(-1, (-1, block))]
+        if full_blocks < width:
+            parts.append(wide[..., full_blocks:].unsqueeze(-2))
     most = _joined([part.abs().amax(-1) for part in parts]) if width else wide.new_zeros(*x.shape[:-1], 1)
     scale = (most * unit).clamp(min=LEAST_SCALE)
     if power_of_two:
@@ -107,25 +107,25 @@ def by_torch(x: Tensor, dtype: torch.dtype, block: int | None, power_of_two: boo
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
-    """Along the last dimension."""
+    """Returns the parts, concatenated along the last dimension."""
     return torch.cat(parts, -1) if len(parts) > 1 else parts[0]
 
 
 def swizzle_scales(scale: Tensor) -> Tensor:
-    """Scales of blocks of 32 as Blackwell's tensor cores read them (torch's `SwizzleType.SWIZZLE_32_4_4`).
+    """Returns scales of blocks of 32 in the layout of Blackwell's tensor cores.
 
-    ``values, scale = quantize_rows(x, block=32, power_of_two=True)``, then ``scale_x=swizzle_scales(scale)``
-    with the values.
+    The layout is torch's `SwizzleType.SWIZZLE_32_4_4`. Use ``values, scale = quantize_rows(x, block=32,
+    power_of_two=True)``, then pass ``scale_x=swizzle_scales(scale)`` with the values.
 
     Args:
-        scale: `[rows, ceil(K / 32)]`, of powers of two from 2^-127 to 2^127, or NaN; others are rounded.
+        scale: `[rows, ceil(K / 32)]`, powers of two from 2^-127 to 2^127, or NaN; other values are rounded.
 
     Returns:
-        `torch.float8_e8m0fnu`, one-dimensional: atoms of 128 rows and 128 of K, 512 bytes each, those of the
-        same rows after each other; filled up with the least scale.
+        `torch.float8_e8m0fnu`, one-dimensional: atoms of 128 rows and 128 of K, 512 bytes each, row by row,
+        padded with the smallest scale.
 
     Raises:
-        ValueError: scale has not two dimensions.
+        ValueError: scale does not have two dimensions.
     """
     if scale.ndim != 2:
         raise ValueError(f"swizzle_scales: scale must be [rows, ceil(K / 32)], got {list(scale.shape)}")
@@ -133,6 +133,6 @@ def swizzle_scales(scale: Tensor) -> Tensor:
 
 
 def _up_to_power_of_two(scale: Tensor) -> Tensor:
-    """The next power of two of normal float32 values, themselves if they are one; NaN and infinity stay."""
+    """Returns normal float32 values rounded up to powers of two; NaN and infinity are unchanged."""
     bits = (scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000
     return torch.where(scale.isfinite(), bits.view(torch.float32), scale)

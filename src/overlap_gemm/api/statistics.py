@@ -1,4 +1,4 @@
-"""`stats`: what this process has called, by which backend and why, and the memory that it shares."""
+"""`stats`: calls of this process by op and backend, reasons of choices, and shared memory."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -14,15 +14,15 @@ __all__ = ["Stats", "stats"]
 
 @dataclass(frozen=True)
 class Stats:
-    """What `stats` returns; all of this process, since it began.
+    """Result of `stats`, for this process since its start.
 
     Attributes:
-        calls: Op -> backend -> calls, those that raised and those of gradients among them.
-        not_taken: Op and backend, as "gemm_all_reduce as torch" -> each backend that was considered,
-            and why it was not taken; of the last choice.
-        measured: Kind of call -> what was measured of it.
-        refused: Group -> calls that raised before their launch, and how the last of them ended.
-        symmetric_bytes: Group and kind of memory, as "0: slots" -> bytes on this rank.
+        calls: Op -> backend -> number of calls, including those that raised and those of gradients.
+        not_taken: Op and backend, such as "gemm_all_reduce as torch" -> other backend -> reason against it,
+            at the last choice.
+        measured: Call signature -> summary of its measurement.
+        refused: Group -> number of calls that raised before their launch, and the last error.
+        symmetric_bytes: Group and kind of memory, such as "0: slots" -> bytes on this rank.
     """
 
     calls: dict[str, dict[str, int]]
@@ -32,7 +32,7 @@ class Stats:
     symmetric_bytes: dict[str, int]
 
     def __str__(self) -> str:
-        """A line for each entry."""
+        """Returns one line per entry."""
         lines = [
             f"calls: {op} as {backend}: {count}"
             for op, by_backend in self.calls.items()
@@ -49,9 +49,9 @@ class Stats:
 
 
 def stats() -> Stats:
-    """Returns what this process has called, by which backend, why, and what memory it shares.
+    """Returns the calls of this process, the backends and the reasons for them, and its shared memory.
 
-    Reads host memory alone: no communication, nothing waits.
+    Reads host memory only: no communication, no waiting.
     """
     by_op: dict[str, dict[str, int]] = {}
     for (op, backend), (count,) in calls.items():

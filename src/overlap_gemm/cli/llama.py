@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ..api.linears import whole_of
+from ..api.linears import gather_dtensor
 from ..parallel import full_state_dict
 
 VOCABULARY = 256
@@ -182,7 +182,7 @@ def _evaluate(model: LlamaForCausalLM, tokens: Tensor) -> tuple[Tensor, dict[str
     model.zero_grad()
     loss, logits = loss_of(model, tokens)
     loss.backward()
-    gradients = {name: whole_of(parameter.grad) for name, parameter in model.named_parameters()}
+    gradients = {name: gather_dtensor(parameter.grad) for name, parameter in model.named_parameters()}
     model.zero_grad()
     return logits.detach(), gradients
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import optimizer as torch_optimizer
 
-from ..api.linears import whole_of
+from ..api.linears import gather_dtensor
 from .places import GROUPS
 
 RIGHT = tuple(
@@ -99,7 +99,7 @@ def full_norm(tensors: Tensor | Iterable[Tensor], norm_type: float = 2.0) -> Ten
     by_mesh: dict[Any, list[Tensor]] = {}
     for tensor in [tensors] if isinstance(tensors, Tensor) else tensors:
         by_mesh.setdefault(getattr(tensor, "device_mesh", None), []).append(tensor.detach())
-    norms = [whole_of(nn.utils.get_total_norm(each, norm_type)) for each in by_mesh.values()]
+    norms = [gather_dtensor(nn.utils.get_total_norm(each, norm_type)) for each in by_mesh.values()]
     return torch.linalg.vector_norm(torch.stack(norms), norm_type) if norms else torch.zeros(())
 
 

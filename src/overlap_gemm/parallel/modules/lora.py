@@ -20,7 +20,7 @@ from peft.tuners.lora.layer import Linear
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ...api.linears import whole_of
+from ...api.linears import gather_dtensor
 from ...nn import Dropout
 from ..assignment import UnknownModuleError
 from ..places import PLACE, Place, layouts_of, place_of
@@ -190,7 +190,7 @@ class PackedUp(PackedLinear):
         for key in ("weight", "bias"):
             parts = [getattr(part, key) for part in self.children()]
             if parts[0] is not None:
-                full = torch.cat([whole_of(part) for part in parts])
+                full = torch.cat([gather_dtensor(part) for part in parts])
                 destination[prefix + key] = full if keep_vars else full.detach()
         return destination
 
