@@ -11,6 +11,7 @@ import overlap_gemm
 from cute_emulator import Emulator
 from overlap_gemm.backends.fused import fused_backend as fused
 from overlap_gemm.backends.fused import gather_plans as gathers
+from overlap_gemm.backends.fused import launch_plan
 from overlap_gemm.backends.fused import plan_cache as plans
 from overlap_gemm.backends.fused.fused_backend import Fused
 from overlap_gemm.runtime.virtual import VirtualWorld
@@ -249,3 +250,26 @@ def test_the_first_call_of_a_process_enters_few_python_functions():
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) <= 20_000
+
+
+def test_a_shard_is_sent_after_the_first_product_and_before_the_next(world, monkeypatch):
+    """Launching the next one may wait for the device, where the first waits for the peers' shards."""
+    events = []
+    kernel = lambda *_: lambda *given: events.append("product")  # noqa: E731
+    monkeypatch.setattr(gathers, "compiled_gather", kernel)
+    monkeypatch.setattr(launch_plan.Copies, "send", lambda *_: events.append("send"))
+    weights = [torch.randn(n, 16).to(DTYPE) for n in (24, 48, 8)]
+    with configured(shard_transport="copy_engine"):
+        overlap_gemm.all_gather_gemm(X[:32], weights, group=world.names[0], rows=64, backend="fused")
+    assert events == ["product", "send", "product", "product"]
+
+
+def test_a_call_whose_shard_cannot_be_sent_is_ended(world, monkeypatch):
+    events = []
+    monkeypatch.setattr(gathers, "compiled_gather", lambda *_: lambda *given: None)
+    monkeypatch.setattr(gathers, "compiled_gate", lambda *_: lambda *given: events.append("end"))
+    monkeypatch.setattr(launch_plan.Copies, "send", mock.Mock(side_effect=RuntimeError("no copy engine")))
+    weights = [torch.randn(n, 16).to(DTYPE) for n in (24, 48)]
+    with configured(shard_transport="copy_engine"), pytest.raises(RuntimeError, match="no copy engine"):
+        overlap_gemm.all_gather_gemm(X[:32], weights, group=world.names[0], rows=64, backend="fused")
+    assert events == ["end"]

@@ -6,8 +6,9 @@ second stream                               what travels alongside      copy eng
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
@@ -42,7 +43,7 @@ class Travel(Protocol):
         """Queues what must run before the products, which fill the SMs: within a GPU copies are kernels."""
 
     def send(self, executor: Executor, second: int, own: tuple[int, int], exchange: Any) -> None:
-        """Queues the sending, once the products are launched; ``own``: addresses of rows and scales."""
+        """Queues the sending, after the first product; ``own``: addresses of rows and scales."""
 
 
 class OwnShard(NamedTuple):
@@ -202,11 +203,11 @@ class Plan:
                 if self.travel is None:
                     failure = self._multiply(exchange, a, scales, operands, kept, stream)
                 else:
-                    own = a.data_ptr(), scales
+                    own, travel = (a.data_ptr(), scales), self.travel
                     with executor.fork() as second:
-                        self.travel.stage(executor, second, own)
-                        failure = self._multiply(exchange, a, scales, operands, kept, stream)
-                        self.travel.send(executor, second, own, exchange)
+                        travel.stage(executor, second, own)
+                        send = partial(travel.send, executor, second, own, exchange)
+                        failure = self._multiply(exchange, a, scales, operands, kept, stream, send)
                 if failure:
                     raise failure
 
@@ -227,8 +228,14 @@ class Plan:
         operands: Sequence[tuple[Tensor, Tensor, tuple[Tensor, ...] | None]],
         kept: Tensor | None,
         stream: int,
+        send: Callable[[], None] | None = None,
     ) -> BaseException | None:
-        """Launches the products; returns why not all of them. A call of which one was launched is ended."""
+        """Launches the products; returns why not all of them. A call of which one was launched is ended.
+
+        `send` follows the first launch. The next launch may load its kernel and so block until the device is
+        idle (CUDA programming guide, lazy loading), while the first product waits for the peers' shards. If
+        ranks sent their shards after all launches, they would wait for each other.
+        """
         assert self.workspace is not None
         given, last = exchange, len(self.products) - 1
         if self.gathering is not None:
@@ -237,17 +244,22 @@ class Plan:
             if after is not None:
                 after = type(after)(scales, *after[1:])
             given = self.gathering._replace(exchange=exchange, own=a.data_ptr(), kept=flat, after=after)
-        for i, (product, tensors) in enumerate(zip(self.products, operands, strict=True)):
-            if last:
-                given = given._replace(is_first=int(i == 0), is_last=int(i == last))
-            try:
+        is_launched = False
+        try:
+            for i, (product, tensors) in enumerate(zip(self.products, operands, strict=True)):
+                if last:
+                    given = given._replace(is_first=int(i == 0), is_last=int(i == last))
                 product.gemm(a, *tensors, given, product.num_clusters, stream)
-            except BaseException as error:
                 if i == 0:
-                    raise
-                self.gate(END, 0, exchange, stream)
-                return error
-            self.workspace.group.progress.events += i == 0
+                    is_launched = True
+                    self.workspace.group.progress.events += 1
+                    if send is not None:
+                        send()
+        except BaseException as error:
+            if not (is_launched and last):
+                raise
+            self.gate(END, 0, exchange, stream)
+            return error
         return None
 
 
