@@ -8,6 +8,9 @@ from torch import Tensor
 
 from ..backends.op_call import OpCall
 
+DEVICES = ("cpu", "cuda")
+"""Types of devices that have autocast and ops of this package."""
+
 
 def autocast(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]
@@ -23,7 +26,7 @@ def autocast(
         biases: The biases.
     """
     device = x.device.type if isinstance(x, Tensor) else "cpu"
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+    if not is_autocast(device):
         return x, list(weights), list(biases)
     dtype = torch.get_autocast_dtype(device)
 
@@ -42,8 +45,16 @@ def autocast(
 def result_dtype(x: Tensor) -> torch.dtype:
     """Returns the type of a product of x."""
     device = x.device.type
-    is_cast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    return torch.get_autocast_dtype(device) if is_cast and x.dtype != torch.float64 else x.dtype
+    is_cast = is_autocast(device) and x.dtype != torch.float64
+    return torch.get_autocast_dtype(device) if is_cast else x.dtype
+
+
+def is_autocast(device: str) -> bool:
+    """Returns whether a type of device is in a region of `torch.autocast`.
+
+    Dynamo of torch 2.11 breaks its graph at `torch.amp.is_autocast_available`.
+    """
+    return device in DEVICES and torch.is_autocast_enabled(device)
 
 
 def autocast_call(x: Tensor, weight: Any, bias: Any, call: OpCall) -> tuple[Tensor, Any, Any, OpCall]:
