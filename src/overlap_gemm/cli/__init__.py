@@ -19,7 +19,7 @@ from .. import __version__
 
 logger = logging.getLogger(__name__)
 
-COMMANDS = ("demo", "explain", "plan", "tune", "doctor")
+COMMANDS = ("demo", "explain", "plan", "tune", "doctor", "soak")
 """In the order of `--help`."""
 
 TOOLS = ("bench", "emulate", "compile-check")
