@@ -253,9 +253,8 @@ def test_the_first_call_of_a_process_enters_few_python_functions():
 
 
 def test_a_shard_is_sent_after_the_first_product_and_before_the_next(world, monkeypatch):
-    """Launching the next one may wait for the device, where the first waits for the peers' shards."""
     events = []
-    kernel = lambda *_: lambda *given: events.append("product")  # noqa: E731
+    kernel = lambda *_: lambda *_: events.append("product")  # noqa: E731
     monkeypatch.setattr(gathers, "compiled_gather", kernel)
     monkeypatch.setattr(launch_plan.Copies, "send", lambda *_: events.append("send"))
     weights = [torch.randn(n, 16).to(DTYPE) for n in (24, 48, 8)]
@@ -266,8 +265,8 @@ def test_a_shard_is_sent_after_the_first_product_and_before_the_next(world, monk
 
 def test_a_call_whose_shard_cannot_be_sent_is_ended(world, monkeypatch):
     events = []
-    monkeypatch.setattr(gathers, "compiled_gather", lambda *_: lambda *given: None)
-    monkeypatch.setattr(gathers, "compiled_gate", lambda *_: lambda *given: events.append("end"))
+    monkeypatch.setattr(gathers, "compiled_gather", lambda *_: lambda *_: None)
+    monkeypatch.setattr(gathers, "compiled_gate", lambda *_: lambda *_: events.append("end"))
     monkeypatch.setattr(launch_plan.Copies, "send", mock.Mock(side_effect=RuntimeError("no copy engine")))
     weights = [torch.randn(n, 16).to(DTYPE) for n in (24, 48)]
     with configured(shard_transport="copy_engine"), pytest.raises(RuntimeError, match="no copy engine"):

@@ -93,7 +93,7 @@ def soak(
     kinds: Annotated[int, typer.Option(min=1, help="Distinct shapes; each compiles its kernels once.")] = 24,
     device: DeviceOption = None,
 ) -> None:
-    """Run random calls of all ops, one after another, and compare each result with float64.
+    """Runs random calls of all ops, one after another, and compare each result with float64.
 
     `bash launch/torchrun.sh overlap-gemm soak --minutes 5`. Ops, shapes, types, scales, backends, options,
     gradients, CUDA graphs and streams are random. Ranks lag, workspaces are closed, and some calls fail on

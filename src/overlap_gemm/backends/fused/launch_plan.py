@@ -232,9 +232,9 @@ class Plan:
     ) -> BaseException | None:
         """Launches the products; returns why not all of them. A call of which one was launched is ended.
 
-        `send` follows the first launch. The next launch may load its kernel and so block until the device is
-        idle (CUDA programming guide, lazy loading), while the first product waits for the peers' shards. If
-        ranks sent their shards after all launches, they would wait for each other.
+        `send` follows the first launch. The next launch may load its kernel, which may block until the device
+        is idle (CUDA programming guide, lazy loading). The first product waits for the peers' shards until
+        then. If ranks sent their shards after all launches, they would wait for each other.
         """
         assert self.workspace is not None
         given, last = exchange, len(self.products) - 1
