@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .api.ahead import reserve, warmup
+    from .api.all_to_all import all_to_all_gemm, gemm_all_to_all
     from .api.explanation import explain
     from .api.functional import all_gather_gemm, gemm_all_gather, gemm_all_reduce, gemm_reduce_scatter
     from .api.quantization import quantize_rows, swizzle_scales
@@ -38,6 +39,7 @@ __version__ = "0.1.0"
 
 HOMES = (
     "api.ahead",
+    "api.all_to_all",
     "api.explanation",
     "api.functional",
     "api.quantization",
@@ -68,6 +70,7 @@ __all__ = [
     "SymmetricMemoryError",
     "World",
     "all_gather_gemm",
+    "all_to_all_gemm",
     "close_workspaces",
     "configured",
     "epilogue",
@@ -75,6 +78,7 @@ __all__ = [
     "finalize",
     "gemm_all_gather",
     "gemm_all_reduce",
+    "gemm_all_to_all",
     "gemm_reduce_scatter",
     "init",
     "promising",

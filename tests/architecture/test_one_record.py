@@ -14,15 +14,16 @@ SCRIPT = """
 import torch
 import overlap_gemm
 from overlap_gemm.backends.op_call import OpCall
-from overlap_gemm.dispatch import ops
+from overlap_gemm.dispatch.ops import GEMM_OPS
 from overlap_gemm.dispatch.bound import call_op
 from overlap_gemm.dispatch.lowering import lower
 from overlap_gemm.runtime.group import LOCAL, resolve
 from overlap_gemm.spec import OPS
 
 x, weight, group = torch.randn(6, 4), torch.randn(8, 4), resolve(LOCAL)
+overlap_gemm.register  # loads all ops
 for name, spec in OPS.items():
-    op = getattr(ops, name)
+    op = GEMM_OPS[name]
     assert "int planted" in str(getattr(torch.ops.overlap_gemm, name).default._schema)  # torch's schema
 
     operands = (x, [weight], []) if spec.takes_lists else (x, weight, None)

@@ -36,6 +36,8 @@ BUDGET = {
     "gemm_reduce_scatter": (23, 36),
     "gemm_all_reduce": (23, 36),
     "gemm_all_gather": (23, 36),
+    "gemm_all_to_all": (31, 47),
+    "all_to_all_gemm": (32, 48),
 }
 """Python functions that a call enters: without a gradient, and where the weight wants one."""
 
@@ -61,6 +63,8 @@ BACKWARD_BUDGET = {
     "gemm_reduce_scatter": 81,
     "gemm_all_reduce": 74,
     "gemm_all_gather": 90,
+    "gemm_all_to_all": 119,
+    "all_to_all_gemm": 118,
 }
 """Python functions that the gradients of x and of the weight enter."""
 

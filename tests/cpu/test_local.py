@@ -79,6 +79,8 @@ def test_layers_in_a_world_of_one():
 )
 @pytest.mark.parametrize("op", [*OPS, "column_parallel_gemm"])
 def test_operands_that_do_not_fit(op, arguments, error, words):
+    if op in OPS and OPS[op].deals_depth and "of x" in words:
+        words = r"of K=5 of weight \[3, 5\] rank 0 of 1 owns 5 .* but x has 3"
     with pytest.raises(error, match=f"{op}: {words}"):
         if op in OPS:
             getattr(overlap_gemm, op)(*arguments)
@@ -155,7 +157,7 @@ def test_explain(op):
     assert overlap_gemm.explain(op, X, W, backend="decomposed").backend.name == "decomposed"
     with pytest.raises(ValueError, match="op must be one of all_gather_gemm"):
         overlap_gemm.explain("gemm", X, W)
-    with pytest.raises(ValueError, match=f"{op}: weight must be"):
+    with pytest.raises(ValueError, match=f"{op}: .*weight"):
         overlap_gemm.explain(op, X, W.t())
 
 

@@ -4,8 +4,8 @@ import pytest
 from typer.testing import CliRunner
 
 from overlap_gemm.cli import app
-from overlap_gemm.spec import OPS
 from overlap_gemm.tuning.machine import MACHINE_VARIABLE, load, machine_for
+from tests.support.ops import FUSED
 
 
 def plan(*arguments):
@@ -38,7 +38,7 @@ def test_the_link_bounds_where_it_is_slower():
     assert "limited by the link" in said
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", FUSED)
 def test_every_op_is_fused_where_rows_are_many(op):
     _, said = plan(op, 8192, 8192, 28672, "--ranks", 4)
     assert "choice, captured in a CUDA graph: fused" in said
@@ -77,7 +77,7 @@ def test_wrong_arguments_are_named(tmp_path):
     assert result.exit_code == 2 and "shipped: b200, h100, h200" in said and "damaged" not in said
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", FUSED)
 def test_what_the_backend_refuses_is_not_chosen(op):
     """N of no multiple of 8; an all-gather GEMM's kernels pad it."""
     result, said = plan(op, 8192, 8191, 28672, "--ranks", 4)

@@ -12,7 +12,7 @@ from overlap_gemm.backends.op_call import OpCall
 from overlap_gemm.backends.reach import Reach
 from overlap_gemm.backends.scales import scaling
 from overlap_gemm.backends.select import choose, predicted
-from overlap_gemm.spec import OPS
+from tests.support.ops import SCALED
 from tests.support.problems import problem as problem_of
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -47,7 +47,7 @@ def test_bad_input_is_an_error_with_the_rule(op, what):
 
 
 @pytest.mark.parametrize("backend", ["torch", "sequential"])
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", SCALED)
 def test_k_may_be_any(op, backend, monkeypatch):
     """On GPUs torch's product takes multiples of 16: zeros are appended, whatever lies there."""
     real = torch._scaled_mm
@@ -177,7 +177,7 @@ def _world():
     return group_name(None)
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", SCALED)
 def test_autocast_leaves_them_alone(op):
     with torch.autocast("cpu", torch.float16):
         out = getattr(overlap_gemm, op)(X, WEIGHT, **SCALES)

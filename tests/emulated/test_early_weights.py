@@ -17,6 +17,7 @@ from overlap_gemm.runtime.peers import local_peers
 from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.spec import ARGUMENTS, OPS
 from overlap_gemm.tuning.settings import configured
+from tests.support.ops import SHARDED
 
 EARLY, LATE = "dependent_weights", "dependent"
 M, N, K = 16, 64, 64
@@ -58,7 +59,7 @@ def weights(depth=K, offset=0, dtype=torch.bfloat16):
     return torch.ones(N * depth + offset, dtype=dtype)[offset:].view(N, depth)
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", SHARDED)
 def test_a_weight_of_the_callers_is_read_early_and_a_copy_is_not(op, group, launched):
     call(op, group, weights())
     call(op, group, weights(depth=61))
@@ -72,7 +73,7 @@ def test_one_copied_weight_of_several_makes_all_late(group, launched):
     assert launched == [LATE, LATE]
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", SHARDED)
 def test_what_autocast_has_cast_is_not_read_early(op, group, launched):
     x = torch.ones(M, K)
     with torch.autocast("cpu", torch.bfloat16):
@@ -106,7 +107,7 @@ def test_weights_quantised_at_the_call_are_not_read_early_and_kept_ones_are(grou
     assert launched == [LATE, EARLY]
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", SHARDED)
 def test_ranks_prepare_one_kernel_whether_it_reads_early_or_not(op, group, launched):
     """A rank whose weight is copied would otherwise wait for its peers to prepare another one."""
     call(op, group, weights())

@@ -12,14 +12,14 @@ from overlap_gemm.exchange.tile_exchange import PartialExchange
 from overlap_gemm.kernel import epilogue as device
 from overlap_gemm.kernel.epilogue import Visits
 from overlap_gemm.runtime.compile_cache import CompileCache
-from overlap_gemm.testing.cases import LAYOUTS
 from tests.support.emulated.chosen import in_turn
 from tests.support.emulated.epilogue_cases import AR, ARCHITECTURES, RS, STREAM, Called, gated, worst
 from tests.support.emulated.op_runs import lagging, world_of
+from tests.support.ops import SHARDED
 
 
 @pytest.mark.parametrize(("op", "one", "world", "arch"), in_turn(
-    [(op, one) for op in LAYOUTS for one in (gated, STREAM) if one is gated or op in (RS, AR)],
+    [(op, one) for op in SHARDED for one in (gated, STREAM) if one is gated or op in (RS, AR)],
     (2, 3, 4), ARCHITECTURES,
 ), ids=lambda given: getattr(given, "name", str(given)))  # fmt: skip
 def test_kernels_apply_epilogues(op, one, world, arch):
@@ -36,7 +36,7 @@ def test_pairs_of_columns_are_made_in_the_all_gather_gemm(world, arch):
         assert worst(case, ranks) <= 1
 
 
-@pytest.mark.parametrize("op", LAYOUTS)
+@pytest.mark.parametrize("op", SHARDED)
 def test_what_takes_the_place_of_an_epilogue_is_not_called_where_a_kernel_applies_it(op):
     def otherwise(*_):
         raise AssertionError
@@ -45,7 +45,7 @@ def test_what_takes_the_place_of_an_epilogue_is_not_called_where_a_kernel_applie
         assert worst(Called(op, 2, gated, otherwise=otherwise), ranks) <= 1
 
 
-@pytest.mark.parametrize("op", LAYOUTS)
+@pytest.mark.parametrize("op", SHARDED)
 def test_one_rank_alone(op):
     with world_of("sm_90a", 1) as ranks:
         assert worst(Called(op, 1, gated), ranks) <= 1

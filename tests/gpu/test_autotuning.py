@@ -11,6 +11,7 @@ from overlap_gemm.backends import autotuning
 from overlap_gemm.spec import OPS
 from overlap_gemm.spec.sharding import Shards
 from tests.support.autotuned import begun_anew
+from tests.support.ops import SHARDED
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs")
 
@@ -50,7 +51,7 @@ def right(rank, size, op, folder):
             never.assert_not_called()
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", SHARDED)
 def test_what_was_measured_is_right_and_kept(ranks, tmp_path, op):
     ranks(2).run(right, op, str(tmp_path))
 

@@ -4,15 +4,15 @@ import pytest
 
 from overlap_gemm import epilogues
 from overlap_gemm.runtime.virtual import VirtualWorld
-from overlap_gemm.testing.cases import LAYOUTS
 from tests.support.emulated.epilogue_cases import Called, gated, worst
+from tests.support.ops import SHARDED
 
 SIZES = {"few-rows": (16, 1024, 512), "even": (1024, 1024, 512), "ragged": (1000, 1088, 520)}
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("op", LAYOUTS)
+@pytest.mark.parametrize("op", SHARDED)
 def test_inputs_of_every_kind(device, op, sizes, ranks):
     with VirtualWorld(ranks, device=device) as world:
         for seed in range(8):

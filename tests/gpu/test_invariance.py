@@ -5,11 +5,11 @@ import torch
 
 import overlap_gemm
 from overlap_gemm.runtime.virtual import VirtualWorld
-from overlap_gemm.spec import OPS
 from overlap_gemm.testing.cases import LAYOUTS, Case
 from tests.support.invariance import adversarial, same_bits
+from tests.support.ops import SHARDED
 
-SUMS = [name for name, op in OPS.items() if op.sums]
+SUMS = [name for name, op in SHARDED.items() if op.sums]
 
 
 def results(op, whole, ranks, device, **options):
@@ -45,7 +45,7 @@ def test_a_row_has_the_same_bits_in_batches_of_any_size(device, op, ranks):
     assert found[0][1].any()
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", SHARDED)
 def test_portable_products_in_blocks_serve_gpus(device, op):
     """In float32, which no fused kernel takes."""
     whole = adversarial(Case(op, 300, 256, 512, torch.float32, bias=False))

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 import overlap_gemm
-from overlap_gemm.spec import OPS
 from overlap_gemm.testing.cases import LAYOUTS, Case, operands
 from overlap_gemm.testing.emulated import poisoned_allocations
 from overlap_gemm.tuning.settings import configured
 from tests.support.gradients import forward_and_backward
 from tests.support.hopper import HOPPER_KERNELS
+from tests.support.ops import SHARDED
 from tests.support.references import reference
 from tests.support.shares import assert_right
 from tests.support.tolerances import tolerance
@@ -110,7 +110,7 @@ SHAPES = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("backend", ["sequential", "decomposed"])
 @pytest.mark.parametrize("shape", PORTABLE)
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", SHARDED)
 def test_portable_backends(ranks, op, shape, backend, dtype, world):
     ranks(world).run(matches_the_whole, Case(op, *PORTABLE[shape], dtype), backend)
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from overlap_gemm.runtime.virtual import VirtualWorld
-from overlap_gemm.spec import OPS
 from overlap_gemm.testing.cases import LAYOUTS, Case, operands
 from overlap_gemm.testing.emulated import judge, run_launches
 from overlap_gemm.tuning.settings import configured
 from tests.support.gradients import forward_and_backward
 from tests.support.hopper import HOPPER_KERNELS
 from tests.support.launches import replays, sequence
+from tests.support.ops import SHARDED
 from tests.support.references import reference
 from tests.support.shares import own_device
 from tests.support.tolerances import tolerance
@@ -50,7 +50,7 @@ def test_virtual_ranks(device, other, kernel, size):
 # --- a GPU per rank ---
 
 
-def random_cases(seed, size, count=24, ops=OPS):
+def random_cases(seed, size, count=24, ops=SHARDED):
     """Calls of any op and shape, each likely to follow each other."""
     draw = random.Random(seed)
     rows = [1, 2, size - 1, size, 64, 130, 256 * size, 2048]
@@ -95,7 +95,7 @@ def test_random_sequences_of_all_ops(ranks, seed, transport, late, world):
 @worlds
 @pytest.mark.parametrize("transport", ["copy_engine", "peer_bulk"])
 def test_replays_of_all_ops(ranks, transport, world):
-    cases = [Case(op, 512, 256, 200, torch.bfloat16, bias=False) for op in (*OPS, "all_gather_gemm")]
+    cases = [Case(op, 512, 256, 200, torch.bfloat16, bias=False) for op in (*SHARDED, "all_gather_gemm")]
     ranks(world).run(replays, cases, [{"transport": transport}], 10)
 
 

@@ -11,6 +11,7 @@ from overlap_gemm.dispatch import choosing
 from overlap_gemm.runtime import agree
 from overlap_gemm.spec import OPS
 from overlap_gemm.spec.sharding import Shards
+from tests.support.ops import SHARDED
 
 M, N, K = 9, 7, 10
 
@@ -46,7 +47,7 @@ def warmed_up(rank, size, op):
     assert overlap_gemm.reserve(max_rows=64, columns=64) == 0  # no fused kernels here
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", SHARDED)
 def test_a_warm_up_leaves_nothing_to_find_out(ranks, op):
     ranks(2).run(warmed_up, op)
 
@@ -73,7 +74,7 @@ def warmed_up_in_8_bits(rank, size, op, block):
 
 
 @pytest.mark.parametrize("block", [None, 128, "mx"])
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", SHARDED)
 def test_a_warm_up_in_8_bits(ranks, op, block):
     ranks(2).run(warmed_up_in_8_bits, op, block)
 

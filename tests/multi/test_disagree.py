@@ -14,6 +14,7 @@ from overlap_gemm.runtime.agree import DisagreementError
 from overlap_gemm.spec import OPS
 from overlap_gemm.testing.cases import LAYOUTS, Case
 from overlap_gemm.tuning.settings import settings
+from tests.support.ops import SHARDED
 from tests.support.shares import parts
 
 X, WEIGHT = (8, 6), (10, 6)
@@ -32,7 +33,7 @@ def called(rank, op, what):
         elif what == "bias":
             options["bias"] = torch.ones(weight[0])
         elif what == "op":
-            op = list(OPS)[(list(OPS).index(op) + 1) % len(OPS)]
+            op = list(SHARDED)[(list(SHARDED).index(op) + 1) % len(SHARDED)]
         elif what == "backend":
             options["backend"] = "torch"
         elif what == "deterministic":
@@ -77,7 +78,7 @@ def disagree(rank, size, op, what, backend):
 @pytest.mark.parametrize(
     "what", ["rows", "width", "dtype", "bias", "op", "backend", "deterministic", "dim", "configured"]
 )
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", SHARDED)
 def test_every_rank_learns_what_they_disagree_on(ranks, op, what):
     if what == "dim" and op not in ("all_gather_gemm", "gemm_reduce_scatter"):
         what = "rows"
@@ -110,7 +111,7 @@ def drawn_settings(rank, size, seed):
     }
     raised = 0
     for _ in range(60):
-        op, rows = draw.choice(list(OPS)), draw.randrange(1, 9)
+        op, rows = draw.choice(list(SHARDED)), draw.randrange(1, 9)
         asked = {name: draw.choice(values) for name, values in choices.items()}
         if draw.random() < 0.5:  # a rank's own
             name = draw.choice(list(choices))
@@ -144,7 +145,7 @@ def drawn_calls(rank, size, backend, seed):
     draw, wrong = random.Random(seed), 0
     kinds = [
         (op, rows, dtype, dim)
-        for op in OPS
+        for op in SHARDED
         for rows, dtype in ((4, torch.float32), (8, torch.float32), (4, torch.bfloat16), (4, torch.float64))
         for dim in (0, 1)
         if dim == 0 or op in ("all_gather_gemm", "gemm_reduce_scatter")

@@ -13,8 +13,9 @@ from overlap_gemm.runtime.agree import DisagreementError
 from overlap_gemm.spec import OPS
 from overlap_gemm.spec.sharding import Shards
 from overlap_gemm.testing.cases import LAYOUTS
+from tests.support.ops import SHARDED
 
-OPS_WITH_EPILOGUE = list(LAYOUTS)
+OPS_WITH_EPILOGUE = list(SHARDED)
 M, N, K = 9, 40, 12
 
 

@@ -197,7 +197,10 @@ def partly_frozen(rank, size, op, needed):
     for names in (("x", "weight", "bias"), needed):
         torch.manual_seed(10 + rank)
         operands = {"x": torch.randn(2 * size, 3), "weight": torch.randn(4, 3)}
-        torch.manual_seed(20 if op in ("gemm_reduce_scatter", "gemm_all_reduce") else 20 + rank)
+        if OPS[op].weight is None:  # the same on every rank
+            torch.manual_seed(15)
+            operands["weight"] = torch.randn(4, 3 * size if OPS[op].deals_depth else 3)
+        torch.manual_seed(20 if OPS[op].weight != "n" else 20 + rank)
         operands["bias"] = torch.randn(4)
         for name in names:
             operands[name].requires_grad_()

@@ -9,10 +9,10 @@ import torch
 
 import overlap_gemm
 from overlap_gemm.backends import portable_arithmetic as arithmetic
-from overlap_gemm.spec import OPS
 from overlap_gemm.testing.cases import LAYOUTS, Case
 from tests.support.gradients import forward_and_backward
 from tests.support.invariance import adversarial, differing, shares, wholes
+from tests.support.ops import SHARDED
 
 WORLDS = (1, 2, 4)
 DTYPES = [torch.float32, torch.bfloat16]
@@ -29,7 +29,7 @@ def random_case(op: str, dtype: torch.dtype, seed: int, leaves: int = 8) -> Case
 # --- ranks ---
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", SHARDED)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("seed", range(3))
 def test_bits_do_not_depend_on_the_number_of_ranks(op, dtype, seed, ranks):
@@ -118,7 +118,7 @@ def differing_rows(ranks, case, backend, invariant, kept):
     return differing({name: tensor[kept] for name, tensor in everything.items()}, some)
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", SHARDED)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("backend", ["auto", "sequential", "decomposed"])
 def test_rows_do_not_depend_on_the_batch(op, dtype, backend, ranks):
@@ -144,7 +144,7 @@ def sums_with_partials(rank, size, case, backend, partials):
     return [("out", out, layout.out)]
 
 
-@pytest.mark.parametrize("op", [name for name, spec in OPS.items() if spec.sums])
+@pytest.mark.parametrize("op", [name for name, spec in SHARDED.items() if spec.sums])
 @pytest.mark.parametrize("backend", ["torch", "sequential", "decomposed"])
 def test_float32_partial_sums_are_rounded_once(op, backend, ranks):
     case = Case(op, 13, 48, 96, torch.bfloat16, True, 2)

@@ -6,8 +6,9 @@ import torch
 from overlap_gemm import quantize_rows
 from overlap_gemm.api.kept_weights import STORED, Stored
 from overlap_gemm.testing.cases import LAYOUTS, Case, Layout, operands
+from tests.support.ops import SHARDED
 
-PRODUCTS = {**LAYOUTS, "column_parallel_gemm": Layout(None, 0, 0, 1)}
+PRODUCTS = {**{op: LAYOUTS[op] for op in SHARDED}, "column_parallel_gemm": Layout(None, 0, 0, 1)}
 FORMS = ("rows", "tensor", "static", 128, 32)
 E4M3 = torch.float8_e4m3fn
 

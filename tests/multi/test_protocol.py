@@ -11,6 +11,7 @@ import overlap_gemm
 from overlap_gemm.spec import OPS
 from overlap_gemm.spec.sharding import Shards
 from overlap_gemm.testing.cases import LAYOUTS, Case, operands
+from tests.support.ops import SHARDED
 
 BACKENDS = ("sequential", "decomposed")
 
@@ -78,7 +79,7 @@ def torchs_own_way(rank, size, op):
         sum(part.square().sum() for part in outs).backward()
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", SHARDED)
 def test_backend_torch_is_torchs_collective_and_nothing_else(ranks, op):
     ranks(3).run(torchs_own_way, op)
 
@@ -103,7 +104,7 @@ def repeats(rank, size, op, backend, calls):
 
 @pytest.mark.parametrize("world", [4, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", SHARDED)
 def test_200_calls_with_changing_data(ranks, op, backend, world):
     ranks(world).run(repeats, op, backend, 200)
 
@@ -137,7 +138,7 @@ def leading_dimensions(rank, size, op, dim):
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", SHARDED)
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_leading_dimensions(ranks, op, dim, world):
     ranks(world).run(leading_dimensions, op, dim)

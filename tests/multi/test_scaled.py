@@ -14,6 +14,7 @@ from overlap_gemm.spec import OPS
 from overlap_gemm.testing.cases import LAYOUTS
 from overlap_gemm.testing.workload import Workload
 from overlap_gemm_tools.baselines import baselines
+from tests.support.ops import SHARDED
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BACKENDS = ("sequential", "decomposed", "torch")
@@ -77,7 +78,7 @@ def check(rank, ranks, op, shape, backend, **how):
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", SHARDED)
 def test_is_the_product_of_the_dequantised_operands(ranks, op, shape, backend, world):
     ranks(world).run(check, op, SHAPES[shape], backend)
 
@@ -90,7 +91,7 @@ def every_type(rank, ranks, op):
         check(rank, ranks, op, (23, 13, 64), backend, tensorwise=True)
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", SHARDED)
 def test_every_type_and_one_scale_for_all(ranks, op):
     ranks(2).run(every_type, op)
 
@@ -124,7 +125,7 @@ def of_blocks(rank, ranks, op, size):
 
 
 @pytest.mark.parametrize("size", [128, 32])
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", SHARDED)
 def test_scales_of_blocks(ranks, op, size):
     """Those of 32 are ue8m0."""
     ranks(2).run(of_blocks, op, size)
@@ -169,7 +170,7 @@ def uneven_cut(rank, ranks, op, kind, rows):
 
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("kind", [128, "mx"])
-@pytest.mark.parametrize("op", [name for name, spec in OPS.items() if spec.sums])
+@pytest.mark.parametrize("op", [name for name, spec in SHARDED.items() if spec.sums])
 def test_a_cut_of_k_into_several_blocks_and_one_and_none(ranks, op, kind, world):
     ranks(world).run(uneven_cut, op, kind, 9)
 
@@ -229,7 +230,7 @@ def blocks_by_torch(rank, ranks, op, m):
     assert torch.allclose(found, call(backend="sequential"), rtol=1e-5, atol=1e-3)
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", SHARDED)
 def test_scales_of_blocks_as_torch_has_them(ranks, op):
     ranks(2).run(blocks_by_torch, op, 1 if op == "gemm_all_gather" else 22)
 
@@ -258,7 +259,7 @@ def baselines_agree(rank, ranks, op):
             assert calls["torch"]().shape == kind.by("sequential", operands, group)().shape
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", SHARDED)
 def test_what_bench_measures_against_is_the_op(ranks, op):
     ranks(2).run(baselines_agree, op)
 

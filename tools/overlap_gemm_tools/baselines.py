@@ -30,8 +30,11 @@ from overlap_gemm.testing.workload import Call, OpTensors, Workload
 
 def baselines(workload: Workload, operands: OpTensors, group: Group) -> dict[str, Call]:
     """The calls that use nothing of this library, by name; those that take every shape of it first."""
-    whole = workload.gathered(operands) if workload.spec.gathers_operand else operands
-    calls: dict[str, Call] = {"product": product(workload, whole)}
+    multiplied = workload.gathered(operands) if workload.spec.gathers_operand else operands
+    if workload.spec.deals_depth:
+        rows, _, depth = workload.spec.product(workload.m, workload.n, workload.k, group.size)
+        multiplied = operands._replace(x=operands.x.new_ones(rows, depth))
+    calls: dict[str, Call] = {"product": product(workload, multiplied)}
     if group.size > 1:
         calls["collective"] = _collective(workload, calls["product"], operands, group)
         calls["torch"] = lambda: _both(workload, operands, group)
@@ -66,18 +69,26 @@ def product(workload: Workload, operands: OpTensors, fast: bool = False) -> Call
 def _collective(workload: Workload, multiply: Call, operands: OpTensors, group: Group) -> Call:
     if workload.spec.gathers_operand:
         return lambda: _gathered(operands, workload.m, group)
+    if workload.spec.operand_is_sent:
+        return lambda: _rows_of_columns(operands.x, workload.k, group)
     found = cast(Tensor, multiply())
     if workload.spec.gathers_output:
         return lambda: _blocks(found, workload, group)
+    if not workload.spec.sums:
+        return lambda: _columns_of_rows(found, workload, group)
     return lambda: _summed(found, workload, group)
 
 
 def _both(workload: Workload, operands: OpTensors, group: Group) -> Tensor:
     if workload.spec.gathers_operand:
         operands = _gathered(operands, workload.m, group)
+    elif workload.spec.operand_is_sent:
+        operands = operands._replace(x=_rows_of_columns(operands.x, workload.k, group))
     found = cast(Tensor, product(workload, operands)())
-    if workload.spec.gathers_operand:
+    if workload.spec.operand_is_sent:
         return found
+    if workload.spec.result_move == ("all_to_all", "m", "n"):
+        return _columns_of_rows(found, workload, group)
     return (_side_by_side if workload.spec.gathers_output else _summed)(found, workload, group)
 
 
@@ -102,6 +113,25 @@ def _all(own: Tensor, rows: int, group: Group) -> Tensor:
     whole = own.new_empty(rows, own.shape[1])
     group.all_gather(whole, own)
     return whole
+
+
+def _columns_of_rows(product: Tensor, workload: Workload, group: Group) -> Tensor:
+    """Exchanges rows for columns of all ranks' rows."""
+    _require_even(workload.m, group)
+    _require_even(product.shape[1], group)
+    sent = product.view(len(product), group.size, -1).transpose(0, 1).contiguous()
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group.process_group)
+    return received.flatten(0, 1)
+
+
+def _rows_of_columns(x: Tensor, columns: int, group: Group) -> Tensor:
+    """Exchanges columns for rows of all ranks' columns."""
+    _require_even(len(x), group)
+    _require_even(columns, group)
+    received = torch.empty_like(x)
+    dist.all_to_all_single(received, x, group=group.process_group)
+    return received.view(group.size, -1, x.shape[1]).transpose(0, 1).reshape(-1, columns)
 
 
 def _blocks(product: Tensor, workload: Workload, group: Group) -> Tensor:
@@ -139,7 +169,7 @@ def symmetric(workload: Workload, operands: OpTensors, group: Group, fast: bool 
     """
     ops, name = torch.ops.symm_mem, symmetric_name(group)
     spec, (x, weight, scale_x, scale_w), dtype = workload.spec, operands, workload.out_dtype
-    if spec.gathers_output or (workload.blocks and spec.out != spec.x):
+    if spec.gathers_output or spec.weight is None or (workload.blocks and spec.out != spec.x):
         return {}
     if spec.sums and spec.out is not None:
 

@@ -14,6 +14,7 @@ import typer
 from rich.progress import track
 from rich.table import Table
 
+from overlap_gemm.api import all_to_all as _  # noqa: F401 (registers its ops)
 from overlap_gemm.cli.console import rank_zero_console
 from overlap_gemm.config.gemm_config import GemmConfig
 from overlap_gemm.config.scale_blocks import BLOCKS

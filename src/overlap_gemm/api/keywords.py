@@ -1,7 +1,7 @@
 """Keyword arguments of the ops for type checkers, shared by the overloads in `functional`."""
 
 from collections.abc import Sequence
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -48,6 +48,21 @@ class ScatterOptions(ReduceOptions, total=False):
     """Keyword arguments of `gemm_reduce_scatter` without `epilogue`."""
 
     dim: int
+
+
+class AllToAllOptions(OpOptions, total=False):
+    """Keywords of `all_to_all_gemm`."""
+
+    bias: Tensor | Sequence[Tensor] | None
+    dim: int
+    scale_w: Tensor | Sequence[Tensor] | None
+    epilogue: Any
+
+
+class DealOptions(AllToAllOptions, total=False):
+    """Keywords of `gemm_all_to_all`."""
+
+    rows: Length
 
 
 class OutputOptions(OpOptions, total=False):

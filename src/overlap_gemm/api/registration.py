@@ -96,17 +96,17 @@ def _function_of(op: GemmOp) -> Function:
             raise TypeError(
                 f"{spec.name}: no keyword {', '.join(sorted(unknown))}; it has {', '.join(known)}"
             )
-        call = OpCall(**options)._replace(keep=spec.operand_is_sent)
+        call = OpCall(**options, keep=spec.operand_is_sent)
         several = isinstance(weight, (list, tuple))
-        if spec.takes_lists:
+        if op.takes_lists:
             weight, bias = _listed(weight), [] if bias is None else _listed(bias)
             scale_w = None if scale_w is None else _listed(scale_w)
         if epilogue is not None:
             results = call_with_epilogue(op, x, weight, bias, group, call, epilogue, scale_x, scale_w)
-            results = results[1:] if spec.takes_lists else results
+            results = results[1:] if op.takes_lists else results
             return results[0] if len(results) == 1 else tuple(results)
         result = call_op(op, x, weight, bias, group, call, scale_x, scale_w)
-        if not spec.takes_lists:
+        if not op.takes_lists:
             return result
         return result[1:] if several else result[1]
 

@@ -6,6 +6,7 @@ from typing import Annotated, Literal, cast
 import torch
 import typer
 
+from ..api import all_to_all as _  # noqa: F401 (registers its ops)
 from ..backends.scales.scaling import Block, blocks_named
 from ..spec import OPS
 

@@ -7,9 +7,11 @@ likewise.
 from .op import ARGUMENTS, Axis, Move, OpSpec
 from .ops import (
     ALL_GATHER_GEMM,
+    ALL_TO_ALL_GEMM,
     COLUMN_PARALLEL_GEMM,
     GEMM_ALL_GATHER,
     GEMM_ALL_REDUCE,
+    GEMM_ALL_TO_ALL,
     GEMM_REDUCE_SCATTER,
     OPS,
     add_op,
@@ -21,11 +23,13 @@ from .transport import EMPTY_BYTE, TRANSPORTS, TransportSpec, transports_of
 
 __all__ = [
     "ALL_GATHER_GEMM",
+    "ALL_TO_ALL_GEMM",
     "ARGUMENTS",
     "COLUMN_PARALLEL_GEMM",
     "EMPTY_BYTE",
     "GEMM_ALL_GATHER",
     "GEMM_ALL_REDUCE",
+    "GEMM_ALL_TO_ALL",
     "GEMM_REDUCE_SCATTER",
     "OPS",
     "PATTERNS",

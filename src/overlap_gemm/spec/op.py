@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Container
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 Axis = Literal["m", "n", "k"]
@@ -76,25 +77,25 @@ class OpSpec:
                 known = " or ".join(map(repr, (*axes, None)))
                 raise ValueError(f"{self.name}: {tensor} must be sharded along {known}, got {axis!r}")
 
-    @property
+    @cached_property
     def operand_move(self) -> Move | None:
         """Returns the redistribution of x before the product; None: x is multiplied as it is."""
         needed: dict[Axis | None, Axis | None] = {"n": None, "k": "k", None: "m"}
         return Move.between(self.x, needed[self.weight])
 
-    @property
+    @cached_property
     def result_move(self) -> Move | None:
         """Returns the redistribution of the product; None: a rank's product is its result."""
         if self.sums:
             return Move("all_reduce" if self.out is None else "reduce_scatter", None, self.out)
         return Move.between("m" if self.weight is None else "n", self.out)
 
-    @property
+    @cached_property
     def operand_is_sent(self) -> bool:
         """Returns whether x is sent, before the product; else the product is."""
         return self.operand_move is not None and self.operand_move.kind != "slice"
 
-    @property
+    @cached_property
     def sent(self) -> tuple[Move, ...]:
         """Returns the redistributions that send data."""
         both = (self.operand_move, self.result_move)

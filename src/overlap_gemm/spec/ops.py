@@ -15,6 +15,14 @@ GEMM_ALL_GATHER = OpSpec("gemm_all_gather", 4, "GEMM-AG", x=None, weight="n", ou
 COLUMN_PARALLEL_GEMM = OpSpec("column_parallel_gemm", 0, "GEMM", x=None, weight="n", out="n")
 """A rank's own product, whose gradient alone is communicated: not one of `OPS`."""
 
+GEMM_ALL_TO_ALL = OpSpec(
+    "gemm_all_to_all", 5, "GEMM-A2A", x="m", weight=None, out="n", dual="all_to_all_gemm"
+)
+ALL_TO_ALL_GEMM = OpSpec(
+    "all_to_all_gemm", 6, "A2A-GEMM", x="k", weight=None, out="m", dual="gemm_all_to_all"
+)
+"""Registered by `api.all_to_all`."""
+
 OPS = {op.name: op for op in (ALL_GATHER_GEMM, GEMM_REDUCE_SCATTER, GEMM_ALL_REDUCE, GEMM_ALL_GATHER)}
 """By name, in the order in which they are listed; registered ones come last."""
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from .op import OpSpec
+from .pattern import patterns_of
 
 EMPTY_BYTE = 0xFF
 """What every byte is where LL words have not come, in a new workspace as in one that was read
@@ -47,5 +48,7 @@ TRANSPORTS = {
 
 
 def transports_of(op: OpSpec) -> tuple[str, ...]:
-    """Names of the transports that an op has."""
+    """Names of the transports that an op has; none where it has no fused kernel."""
+    if not patterns_of(op.name):
+        return ()
     return tuple(name for name, transport in TRANSPORTS.items() if transport.carries(op))

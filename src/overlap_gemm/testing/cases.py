@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ..api import all_to_all as _  # noqa: F401 (registers its ops)
 from ..spec import OPS
 from ..spec.sharding import Shards
 

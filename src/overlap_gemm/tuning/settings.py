@@ -85,11 +85,11 @@ class Settings(NamedTuple):
             ValueError: The op does not support the transport.
         """
         name = self._transport(op)
-        if name is not None and not TRANSPORTS[name].carries(op):
-            ops = ", ".join(other for other, spec in OPS.items() if TRANSPORTS[name].carries(spec))
+        if name is not None and name not in transports_of(op):
+            ops = ", ".join(other for other, spec in OPS.items() if name in transports_of(spec))
             raise ValueError(
                 f"transport={name!r} is for {ops}, not for {op.name}: use one of "
-                f"{', '.join(transports_of(op))}"
+                f"{', '.join(transports_of(op)) or 'none'}"
             )
         return None if name is None else TRANSPORTS[name]
 

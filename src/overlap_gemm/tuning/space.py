@@ -240,7 +240,8 @@ def _choose(
     )
     chosen = replace(best, **dict(fields))
     # Slots contain the output, whatever type partial sums have.
-    return replace(chosen, slot_dtype=chosen.out_dtype) if facts.spec.gathers_output else chosen
+    sends_results = facts.spec.gathers_output or facts.spec.weight is None
+    return replace(chosen, slot_dtype=chosen.out_dtype) if sends_results else chosen
 
 
 def _eligible(

@@ -21,7 +21,7 @@ from ...runtime import executor
 from ...runtime.executor import why_no_cuda
 from ...runtime.group import Group
 from ...spec import PATTERNS, OpSpec, patterns_of
-from ...spec.sharding import Shards, shard_rows
+from ...spec.sharding import Shards, num_owners, shard_rows
 from ...tuning.settings import late_weights, promised, settings, within
 from ...tuning.space import constants, every_config
 from ..base import Problem
@@ -134,6 +134,16 @@ class Fused:
             return f"fused kernels take bfloat16 or float16, not {problem.dtype}"
         if not spec.gathers_operand and problem.width % ROW_ELEMENTS:
             return f"N={problem.width} must be a multiple of {ROW_ELEMENTS}: TMA rows are whole 16 bytes"
+        if spec.weight is None:
+            parts = (
+                (problem.m, problem.call.chunk),
+                *((n, shard_rows(n, problem.world_size)) for n in problem.widths),
+            )
+            for extent, shard in parts:
+                if shard and num_owners(extent, shard) < problem.world_size:
+                    return (
+                        f"{extent} rows or columns in shards of {shard} leave some of the ranks without any"
+                    )
         for width in problem.widths or (problem.width,):
             columns = shard_rows(width, problem.world_size)
             if spec.deals_columns and (columns % ROW_ELEMENTS or width % ROW_ELEMENTS):

@@ -1,0 +1,127 @@
+"""GEMM all-to-all as an op of the fused kernel: every rank's rows are exchanged for its columns.
+
+Every rank has its rows of ``a`` and all of ``b``: it computes its rows of each owner's columns.
+
+    epilogue        adds the bias (an accumulator is a complete sum), rounds each tile -> ring
+    comm lane       bulk store into slot[source][tile] of the tile's owner; flag[tile][source] after it
+    receive role    per source and tile: waits for the flag, copies the slot into the source's rows
+
+A rank's tiles for itself pass through a slot, too. Shards of rows and of columns are those of
+``torch.chunk``, and none is empty: a source with fewer rows sends the rows that exist, and flags of all tiles
+of a full shard.
+
+Progress, and reuse of slots and flags: as in :mod:`overlap_gemm.exchange.reduce_scatter`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Int32, Int64, cute
+
+from overlap_gemm.config.orders import DealtShards
+from overlap_gemm.device.failure import Role
+from overlap_gemm.device.traced import Scalar, Stages
+from overlap_gemm.exchange.arguments import Exchange
+from overlap_gemm.exchange.call import Call
+from overlap_gemm.exchange.copies import CopiedUnit
+from overlap_gemm.exchange.receive import ReceiveContext, Receiver, Window, copy_unit, unit_exists
+from overlap_gemm.exchange.send import OwnerSender
+from overlap_gemm.exchange.tile_exchange import TileExchange
+from overlap_gemm.kernel.epilogue import Visits
+from overlap_gemm.kernel.surface import Output
+from overlap_gemm.kernel.work import CtaTile, Share, TileShards, Work, shard_tiles
+from overlap_gemm.spec import GEMM_ALL_TO_ALL
+from overlap_gemm.spec.sharding import ceil_div, num_owners
+
+
+@dataclass(frozen=True)
+class AllToAll(TileExchange):
+    """``out[rows of source] = (a of source) @ (columns of this rank).T``, from every source.
+
+    Attributes:
+        config: Configuration of the kernel; results are sent as they are, so slots have the output's type.
+        transport: Transport by which a tile reaches a rank.
+    """
+
+    code = GEMM_ALL_TO_ALL.code
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for slots of another type."""
+        if self.config.slot_dtype != self.config.out_dtype:
+            raise ValueError(
+                f"an all-to-all sends results: slot_dtype={self.config.slot_dtype!r} must be "
+                f"out_dtype={self.config.out_dtype!r}"
+            )
+
+    @property
+    def order(self) -> DealtShards:
+        """Returns the order of tiles: owners in turn."""
+        return DealtShards(self.config.raster_group)
+
+    @property
+    def visits(self) -> Visits:
+        """Returns visitors of partial and of complete sums: an accumulator is both."""
+        return Visits(self.config, ("partial", "complete"))
+
+    @property
+    def receive(self) -> Receiver:
+        """Returns the role that stores every source's rows."""
+        return Receiver(self.config, (RowsOfSources(self),))
+
+    def share(self, exchange: Exchange, rows: Scalar, cols: Scalar, out: Any) -> Share:
+        """Returns this rank's rows by each owner's columns; slots are counted by full shards of both."""
+        full, shard = ceil_div(cute.size(out, mode=[0]), exchange.world), exchange.shard_rows
+        shards = TileShards(full, shard, 0, shard)
+        return Share(rows, cols, exchange.rank, num_owners(cols, shard), shards, shard)
+
+    def output(self, out: cute.Tensor, exchange: Exchange) -> Output:
+        """Returns the output for ordinary stores."""
+        return Output(None, out)
+
+    def sender(self, stages: Stages, work: Work, call: Call, output: Output) -> OwnerSender:
+        """Returns the sender of every tile to its owner."""
+        return OwnerSender(self, work, call, stages, call.epoch)
+
+
+@dataclass(frozen=True)
+class RowsOfSources:
+    """Tiles of all sources in turn, from this rank's slots into their rows (a `receive.Part`).
+
+    Attributes:
+        op: Op of the kernel.
+    """
+
+    op: AllToAll
+
+    def tiles(self, context: ReceiveContext) -> Any:
+        """Returns the number of tiles of all sources: of each as many as of a full shard."""
+        return context.call.exchange.world * Int32(shard_tiles(self.op.config, context.work.whole))
+
+    def locate(self, context: ReceiveContext, index: Scalar, unit: Scalar) -> CopiedUnit:
+        """Returns the slot and the place of a unit: a tile is numbered as its source computes it."""
+        config, call, out, work = self.op.config, context.call, context.out, context.work
+        source, tile = index % call.exchange.world, index // call.exchange.world
+        at = CtaTile.numbered(config, self.op.order, work.whole, tile)
+        first = source * work.shards.rows
+        rows = cutlass.min(work.shards.rows, cute.size(out, mode=[0]) - first)
+        window = Window.of(out, first, 0, rows, cute.size(out, mode=[1]))
+        slot = (Int64(source) * work.slots + tile) * config.tile_bytes
+        exists = unit_exists(config, unit, at, window)
+        return CopiedUnit(exists, call.base + call.buffer + slot, unit, at, window, source, tile)
+
+    def await_tile(self, context: ReceiveContext, index: Scalar) -> None:
+        """Waits for the source's flag of a tile."""
+        world = context.call.exchange.world
+        source, tile = index % world, index // world
+        self.op.transport.await_result(context.call, self.op.code, tile, tile, source)
+
+    @cute.jit
+    def finish(self, context: ReceiveContext, place: CopiedUnit) -> None:
+        """Copies a unit."""
+        if place.exists:
+            transport = self.op.transport
+            arrival = transport.arrival(context.call, GEMM_ALL_TO_ALL.code, Role.RECEIVE_RESULT, place.tile)
+            copy_unit(self.op.config, transport, arrival, *place.copied)

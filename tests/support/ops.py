@@ -1,0 +1,13 @@
+"""Ops that tests try, by what they have."""
+
+from overlap_gemm.spec import OPS, patterns_of
+from overlap_gemm.testing import cases as _  # noqa: F401 (registers the ops that come in so)
+
+SHARDED = {name: op for name, op in OPS.items() if op.weight is not None}
+"""Ops of which each rank has a part of the weight."""
+
+FUSED = {name: op for name, op in OPS.items() if patterns_of(name)}
+"""Ops that have a fused kernel."""
+
+SCALED = {name: op for name, op in OPS.items() if not op.deals_depth}
+"""Ops that take operands with scales."""
