@@ -120,6 +120,8 @@ class Workload:
         x_shape, weight_shape = self.shapes(group)
         generator = torch.Generator(device).manual_seed(group.rank)
         x = torch.randn(x_shape, generator=generator, device=device, dtype=self.out_dtype)
+        if self.spec.weight is None:  # every rank has the same
+            generator.manual_seed(group.size)
         weight = torch.randn(weight_shape, generator=generator, device=device, dtype=self.out_dtype)
         weight, deviation = weight / self.k**0.5, self.k**-0.5
         (x, scale_x), (weight, scale_w) = self._rounded(x, 1), self._rounded(weight, BLOCK, deviation)
