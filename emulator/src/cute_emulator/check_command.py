@@ -35,6 +35,7 @@ from cute_emulator.commands import (
     with_line_information,
 )
 from cute_emulator.errors import EmulatorError
+from cute_emulator.host.dsl import shared_compiles
 from cute_emulator.host.emulator import Emulator
 from cute_emulator.host.script import run_script
 from cute_emulator.machine.roles import parse_roles
@@ -135,10 +136,11 @@ def main(
 
 
 def side_by_side(check: Callable[[Setting], R], settings: Iterable[Setting], jobs: int) -> Iterator[R]:
-    """What a check gives for each setting, in order; in `jobs` processes, which share what is imported."""
+    """Yields the result of a check for each setting, in order; processes share imports and compiles."""
     if jobs < 2:
         yield from map(check, settings)
         return
+    shared_compiles.folder()
     with ProcessPoolExecutor(jobs, mp_context=get_context("fork")) as pool:
         yield from pool.map(check, settings)
 

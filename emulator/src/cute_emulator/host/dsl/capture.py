@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import struct
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
 from cute_emulator.errors import EmulatorError
+from cute_emulator.host.dsl import shared_compiles
 from cute_emulator.host.dsl.shared_names import comments_of
 
 _FATBIN = struct.Struct("<IHHQ")  # magic, version, bytes of this header, bytes that follow it
@@ -39,24 +39,34 @@ def keep_ptx(compile_module: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(compile_module)
     def compile_and_keep(compiler: Any, module: Any, pipeline: str, *args: Any, **kwargs: Any) -> Any:
+        wanted = _DUMP_OPTION.search(pipeline)
+        path = wanted[1] if wanted else ""
+        pipeline = _DUMP_OPTION.sub("", pipeline)
+        key = shared_compiles.key_of(module, pipeline, args, sorted(kwargs.items()))
+        known = None if getattr(compiler, "_post_compile_hook", None) else shared_compiles.load(key)
+        if known is not None:
+            shared_compiles.replace(module, known)
+            _dump(known.texts, path)
+            return module
         with tempfile.TemporaryDirectory(prefix="overlap_gemm_ptx_") as folder:
-            stem = Path(folder) / "module"
-            asked = _DUMP_OPTION.search(pipeline)
-            option = f"dump-ptx-path='{stem}'"
-            if asked:
-                pipeline = _DUMP_OPTION.sub(lambda _: option, pipeline)
-            else:
-                pipeline = pipeline.replace(_PIPELINE, f"{_PIPELINE}{option} ")
+            option = f"dump-ptx-path='{Path(folder) / 'module'}'"
+            pipeline = pipeline.replace(_PIPELINE, f"{_PIPELINE}{option} ")
             names = comments_of(module)
             compiled = compile_module(compiler, module, pipeline, *args, **kwargs)
             files = sorted(Path(folder).glob("module*.ptx"))
-            if asked:
-                for file in files:
-                    shutil.copyfile(file, asked.group(1) + file.name.removeprefix("module"))
-            _append(compiled, [file.read_text() + names for file in files])
+            texts = {file.name.removeprefix("module"): file.read_text() for file in files}
+        _dump(texts, path)
+        _append(compiled, [text + names for text in texts.values()])
+        shared_compiles.store(key, compiled, texts)
         return compiled
 
     return compile_and_keep
+
+
+def _dump(texts: Mapping[str, str], path: str) -> None:
+    """Writes PTX, by the ends of its files' names, where the pipeline says."""
+    for suffix, text in texts.items() if path else ():
+        Path(path + suffix).write_text(text)
 
 
 def _append(module: Any, texts: list[str]) -> None:
