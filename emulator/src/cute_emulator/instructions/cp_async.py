@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cute_emulator.errors import MemoryFault
 from cute_emulator.instructions.bulk import smem_chunks
@@ -18,7 +19,7 @@ from cute_emulator.machine.shared_races import Unit, nearby
 from cute_emulator.machine.warp import Group, Warp
 from cute_emulator.machine.watching import notify
 from cute_emulator.machine.window import OFFSET, WINDOW
-from cute_emulator.numbers.lanes import lane_array, lane_list, one
+from cute_emulator.numbers.lanes import FULL, lane_array, lane_list, one
 from cute_emulator.ptx.ir import Function, Imm, Instruction
 from cute_emulator.units.tma import CHUNK_DTYPE
 
@@ -35,41 +36,51 @@ def _cp_async(program: Any, f: Function, ins: Instruction) -> Op:
 
     def run(group: Group, mask: int, dst: Any, src: Any, size: int, source_size: Any) -> None:
         grid, cta = group.warp.grid, group.warp.cta
-        lanes = lane_array(mask)
-        d = np.broadcast_to(np.asarray(dst, np.int64), 32)[lanes] & OFFSET
-        s = np.broadcast_to(np.asarray(src).astype(np.int64), 32)[lanes]
-        take = np.broadcast_to(np.asarray(source_size, np.int64), 32)[lanes]
-        memory = grid.machine.memory
-        if (d % size).any() or (s % size).any():
+        d, s, take = _of_lanes(dst, mask) & OFFSET, _of_lanes(src, mask), _of_lanes(source_size, mask)
+        memory, lowest, highest = grid.machine.memory, int(d.min()), int(d.max())
+        if int(np.bitwise_or.reduce(d | s)) & (size - 1):
             raise fail(group, ins, f"an address is not a multiple of {size}")
-        if int(d.max()) + size > grid.smem_bytes:
+        if highest + size > grid.smem_bytes:
             raise fail(group, ins, "the destination reaches beyond shared memory")
+        if int(take.max()) > size:
+            raise fail(group, ins, f"src-size {int(take.max())} is larger than cp-size {size}")
+        full, places = take == size, d >> size.bit_length() - 1
 
         def copy() -> None:
-            data = np.zeros((len(d), size), np.uint8)
             try:
-                full = take == size
-                if full.any():
-                    data[full] = memory.gather(s[full], size).view(np.uint8).reshape(-1, size)
-                for n in np.flatnonzero(~full & (take > 0)):
-                    data[n, : take[n]] = memory.bytes_at(int(s[n]), int(take[n]))
+                if full.all():
+                    smem_chunks(cta, size)[places] = memory.gather(s, size)
+                else:
+                    data = np.zeros((len(d), size), np.uint8)
+                    if full.any():
+                        data[full] = memory.gather(s[full], size).view(np.uint8).reshape(-1, size)
+                    for n in np.flatnonzero(~full & (take > 0)):
+                        data[n, : take[n]] = memory.bytes_at(int(s[n]), int(take[n]))
+                    smem_chunks(cta, size)[places] = data.reshape(-1).view(CHUNK_DTYPE[size])
             except MemoryFault as why:
                 raise fail(group, ins, str(why)) from None
-            smem_chunks(cta, size)[d // size] = data.reshape(-1).view(CHUNK_DTYPE[size])
             if cta.cluster.watch:
                 notify(cta.cluster.watch, ((d >> 4) + (cta.base >> 4)).tolist())
             group.warp.copies.wake()
 
         unit, agent = _unit(group.warp), group.warp.agent
         unit.advance()
-        cta.mark_stored(d >> 4, int(d.min()), int(d.max()), agent.id + COPY << 32 | unit.issued)
+        cta.mark_stored(d >> 4, lowest, highest, agent.id + COPY << 32 | unit.issued)
         if grid.checks.shared is not None:
-            grid.checks.shared.copied_lanes(agent, cta, d, size, ins.line, unit)
+            grid.checks.shared.copied_lanes(agent, cta, d, lowest, highest, size, ins.line, unit)
         what = f"the cp.async of line {ins.line}"
         event = grid.engine.submit(Event(copy, grid, cta, what, line=ins.line, size=int(take.sum())))
         group.warp.copies.open.append(event)
 
     return Op(run, (dst, src, size, source_size))
+
+
+def _of_lanes(value: Any, mask: int) -> NDArray[np.int64]:
+    """Returns an operand's values of the lanes of a mask."""
+    if value.__class__ is int:
+        return np.full(mask.bit_count(), value, np.int64)
+    values: NDArray[np.int64] = value.astype(np.int64)
+    return values if mask == FULL else values[lane_array(mask)]
 
 
 @instruction("cp.async.commit_group")

@@ -150,6 +150,8 @@ def _st_async(program: Any, f: Function, ins: Instruction) -> Op:
         parts = values if count > 1 else (values,)
         grid, cluster = group.warp.grid, group.warp.cta.cluster
         group.effects += 1
+        if cluster.size < 2:
+            raise fail(group, ins, "the cluster has one CTA; the instruction is for those of several")
         for lane in lane_list(mask):
             pick = 1 << lane
             at, signal = one(address, pick) & WINDOW, one(barrier, pick) & WINDOW

@@ -63,13 +63,15 @@ def _bar(program: Any, f: Function, ins: Instruction) -> Op:
             count = one(count, mask)
             if count % 32:
                 raise fail(group, ins, f"thread count {count} is not a multiple of the warp size")
+            if not count and verb == "arrive":
+                raise fail(group, ins, "an arrival names the number of threads that take part")
             votes = (bits(vote) & mask).bit_count() if reduces else 0
             expected = (count or barrier.everyone()) if reduces else 0
             cta.grid.checks.arrive(group, mask, barrier, ins)
             if aligned and mask != group.warp.live:
                 cta.grid.checks.tell(AlignedBarrierReached(group, ins.line, mask, ins))
             try:
-                generation = barrier.arrive(_threads(group, mask), count, votes)
+                generation = barrier.arrive(_threads(group, mask), count, votes, reduces)
             except EmulatorError as why:
                 raise fail(group, ins, str(why)) from None
             group.effects += 1
@@ -229,7 +231,10 @@ def _tx(program: Any, f: Function, ins: Instruction) -> Op:
             barrier = group.warp.cta.mbarrier(a & WINDOW)
             group.warp.grid.checks.mbarrier_known(group, barrier, ins.line)
             barrier.expected = ins.line if expects else barrier.expected
-            (barrier.expect if expects else barrier.complete)(n)
+            try:
+                (barrier.expect if expects else barrier.complete)(n)
+            except EmulatorError as why:
+                raise fail(group, ins, str(why)) from None
 
     return Op(run, ins.operands[:2])
 
@@ -311,6 +316,9 @@ def _fence(program: Any, f: Function, ins: Instruction) -> Op:
 
     if ins.opcode == "fence.proxy.alias":
         return Op(lambda group, mask: group.warp.agent.fence_alias())
+
+    if "tensormap::generic" in ins.opcode and "acquire" in ins.parts and ins.operands[-1] != Imm(128):
+        raise Unsupported(f"{ins.opcode} of other than 128 bytes")
 
     orders_init = "mbarrier_init" in ins.parts or {"cluster", "gpu", "sys"} & set(ins.parts)
 

@@ -91,6 +91,14 @@ def _pipe(warp: Warp, lane: int) -> Unit:
 # -- loads and stores ----------------------------------------------------------------------------
 
 
+def of_all(group: Group, ins: Instruction, value: Any, mask: int, name: str) -> int:
+    """Returns an operand that all lanes give the same value (9.7.16.7.1, 9.7.16.8.3, 9.7.16.8.4)."""
+    first = one(value, mask)
+    if value.__class__ is not int and (value != first).any():
+        raise fail(group, ins, f"lanes differ in {name}: {first:#x} and {int(value[value != first][0]):#x}")
+    return first
+
+
 def _own(group: Group, address: int) -> int:
     """An address that names none of the four quarters of the lanes means the warp's own.
 
@@ -135,7 +143,7 @@ def _ld(program: Any, f: Function, ins: Instruction) -> Op:
     def run(group: Group, mask: int, address: Any) -> Any:
         if not gathered(group, mask, FULL):
             return BLOCK_RESULT
-        at = _own(group, one(address, mask))
+        at = _own(group, of_all(group, ins, address, mask, "taddr"))
         _access(group, ins, "ld", at, lanes, columns)
         try:
             values = tmem.load(group.warp.cta.tmem, at, shape, repeat, packed, split)
@@ -157,7 +165,7 @@ def _st(program: Any, f: Function, ins: Instruction) -> Op:
     def run(group: Group, mask: int, address: Any, values: Any) -> Any:
         if not gathered(group, mask, FULL):
             return BLOCK_RESULT
-        at = _own(group, one(address, mask))
+        at = _own(group, of_all(group, ins, address, mask, "taddr"))
         _access(group, ins, "st", at, lanes, columns)
         rows = np.stack([as_array(v, 32) for v in (values if isinstance(values, tuple) else (values,))])
         try:

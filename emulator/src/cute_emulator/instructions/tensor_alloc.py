@@ -10,7 +10,7 @@ from cute_emulator.instructions.convergence import gathered
 from cute_emulator.instructions.emit import BLOCK_RESULT, Op
 from cute_emulator.instructions.registry import instruction
 from cute_emulator.instructions.sync import fail
-from cute_emulator.instructions.tensor import cells_of, group_of, grouped, touch
+from cute_emulator.instructions.tensor import cells_of, group_of, grouped, of_all, touch
 from cute_emulator.machine.events import TensorMemoryAllocated
 from cute_emulator.machine.pools import COLUMNS, allocate
 from cute_emulator.machine.warp import Group
@@ -24,7 +24,7 @@ def _alloc(program: Any, f: Function, ins: Instruction) -> Op:
     def run(group: Group, mask: int, address: Any, columns: Any) -> Any:
         if not gathered(group, mask, FULL):
             return BLOCK_RESULT
-        cta, n = group.warp.cta, one(columns, mask)
+        cta, n = group.warp.cta, of_all(group, ins, columns, mask, "nCols")
         if n & (n - 1) or not 32 <= n <= COLUMNS:
             raise fail(group, ins, f"{n} columns; a power of two from 32 to 512 is valid")
         if not cta.may_alloc:

@@ -32,6 +32,8 @@ def _replace(program: Any, f: Function, ins: Instruction) -> Op:
     name = ins.parts[3]
     if name not in FIELDS:
         raise Unsupported(f"field {name}")
+    if (name in ("global_address", "global_stride")) != (ins.parts[-1] == "b64"):
+        raise Unsupported(f"field {name} of .{ins.parts[-1]}")
     address, *place, value = ins.operands
     ordinal = place[0].value if place and isinstance(place[0], Imm) else 0
     space = space_of(ins)

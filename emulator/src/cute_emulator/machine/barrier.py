@@ -138,6 +138,8 @@ class MBarrier(Waiters):
     def expect(self, nbytes: int) -> None:
         """`expect-tx`."""
         self.tx += nbytes
+        if self.tx >= 1 << 20:
+            raise EmulatorError(f"{self.name()}: {self.tx} bytes are expected, 2**20 - 1 at most are valid")
         self._advance()
 
     def complete(self, nbytes: int) -> None:
@@ -147,6 +149,8 @@ class MBarrier(Waiters):
 
     def arrive(self, count: int = 1, passing: Vector | None = None, copied: Vector | None = None) -> None:
         """`arrive-on`; `passing` is what an asynchronous unit that arrives passes on, `copied` its copies."""
+        if count < 1:
+            raise EmulatorError(f"{self.name()}: {count} arrivals; 1 to 2**20 - 1 are valid")
         if count > self.pending:
             raise EmulatorError(
                 f"{self.name()}: {count} arrival(s) where {self.pending} of {self.count} are "
@@ -197,28 +201,31 @@ class CountBarrier(Waiters):
         generation: Number of times it has released.
         votes: Sum of the predicates of `bar.red`, by parity of the generation.
         present: Threads that had arrived when it released last.
+        reduces: Whether `bar.red` arrived last.
     """
 
     joint = True
 
-    __slots__ = ("arrived", "count", "everyone", "generation", "name", "present", "votes")
+    __slots__ = ("arrived", "count", "everyone", "generation", "name", "present", "reduces", "votes")
 
     def __init__(self, name: str, everyone: Callable[[], int], scope: str = "cta") -> None:
         super().__init__(scope)
         self.name, self.everyone = name, everyone
         self.arrived, self.count, self.generation = 0, 0, 0
-        self.present = 0
+        self.present, self.reduces = 0, False
         self.votes = [0, 0]
 
-    def arrive(self, threads: int, count: int = 0, votes: int = 0) -> int:
+    def arrive(self, threads: int, count: int = 0, votes: int = 0, reduces: bool = False) -> int:
         """Counts arrivals, with the instruction's thread count or 0; returns their generation."""
+        if self.arrived and reduces != self.reduces:
+            raise EmulatorError(f"{self.name}: a reduction and another barrier instruction meet in one phase")
         if self.arrived and count != self.count:
             raise EmulatorError(
                 f"{self.name}: a participant expects {count or 'all'} threads, "
                 f"an earlier one {self.count or 'all'}"
             )
         generation = self.generation
-        self.count = count
+        self.count, self.reduces = count, reduces
         self.arrived += threads
         self.votes[generation & 1] += votes
         self.reach()

@@ -251,11 +251,12 @@ class SharedRaces:
             self._drop_words(agent, cta, chunks, line)
 
     def copied_lanes(
-        self, agent: Agent, cta: Cta, offsets: NDArray[np.int64], size: int, line: int, unit: Unit
-    ) -> None:
-        """Lanes of a warp tell `cp.async` to write `size` bytes each."""
+        self, agent: Agent, cta: Cta, offsets: NDArray[np.int64], low: int, high: int, size: int, line: int,
+        unit: Unit,
+    ) -> None:  # fmt: skip
+        """Lanes of a warp tell `cp.async` to write `size` bytes each, beginning from `low` to `high`."""
         cells, self._lanes = cta.cells, None
-        where = cells.of_lanes(offsets, int(offsets.min()), int(offsets.max()), size)
+        where = cells.of_lanes(offsets, low, high, size)
         self._check(agent, cta, cells.raw[where], "write", line, False, where, pipe=unit)
         cells.raw[where] = PACK.pack(entry_of(unit.number, unit.issued, line, False), 0, 0)
         hit = [a for a in cells.words if ((offsets <= a) & (a < offsets + size)).any()]

@@ -324,9 +324,13 @@ class Program:
     def switch(self, group: Group, index: Any, places: tuple[int, ...]) -> int:
         """`brx.idx`."""
         if index.__class__ is int:
+            values = {0: index}
+        else:
+            values = {lane: int(index[lane]) for lane in range(32) if group.mask >> lane & 1}
+        if (last := max(values.values())) >= len(places):
+            raise IndexError(f"brx.idx with the index {last}, where there are {len(places)} targets")
+        if index.__class__ is int:
             return places[index]
-        rest = group.mask
-        values = {lane: int(index[lane]) for lane in range(32) if rest >> lane & 1}
         groups: dict[int, int] = {}
         for lane, value in values.items():
             groups[places[value]] = groups.get(places[value], 0) | 1 << lane
