@@ -45,6 +45,25 @@ def test_a_row_has_the_same_bits_in_batches_of_any_size(device, op, ranks):
     assert found[0][1].any()
 
 
+@pytest.mark.parametrize("op", SUMS)
+@pytest.mark.parametrize("depth", [4096, 8 * 72])
+def test_bits_do_not_depend_on_the_number_of_ranks(device, op, depth):
+    """Compares numbers of ranks, each with the kernel that the model takes, and one with another."""
+    inputs, seen = adversarial(Case(op, 264, 512, depth, torch.bfloat16, bias=False)), []
+    wide = {"mma": "cooperative", "tile": (128, 256), "cluster": (1, 1)}
+    is_hopper = torch.cuda.get_device_capability(device)[0] == 9
+    for ranks, fields in [(1, {}), (2, {}), (4, {}), *([(2, wide)] if is_hopper else ())]:
+        with overlap_gemm.configured(**fields):
+            first = results(op, inputs, ranks, device, invariant="ranks")
+            below = results(op, inputs, ranks, device, invariant="ranks", bias=-first[0])
+        seen.append((first, below))
+    rows = len(seen[2][0])  # rank 0's, of the most ranks
+    for first, below in seen[1:]:
+        assert same_bits(first[:rows], seen[0][0][:rows])
+        assert same_bits(below[:rows], seen[0][1][:rows])
+    assert (seen[0][1][1:] != 0).any()
+
+
 @pytest.mark.parametrize("op", SHARDED)
 def test_portable_products_in_blocks_serve_gpus(device, op):
     """In float32, which no fused kernel takes."""

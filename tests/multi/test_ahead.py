@@ -52,6 +52,22 @@ def test_a_warm_up_leaves_nothing_to_find_out(ranks, op):
     ranks(2).run(warmed_up, op)
 
 
+def warmed_up_with_a_promise(rank, size, op):
+    overlap_gemm.warmup(op, (8, 16, 32), dtype=torch.float32, invariant="ranks")
+    never = mock.Mock(side_effect=AssertionError("compared after the warm-up"))
+    x, weight = OPS[op].shapes(8, 16, 32, Shards.owned_by(size, rank))
+    extents = OPS[op].arguments(8, 16, 32)
+    with mock.patch.object(choosing, "choose", never), mock.patch.object(agree, "_exchange", never):
+        getattr(overlap_gemm, op)(torch.ones(x), torch.ones(weight), invariant="ranks", **extents)
+        with pytest.raises(AssertionError, match="compared after"):  # another promise is another call
+            getattr(overlap_gemm, op)(torch.ones(x), torch.ones(weight), invariant="batch", **extents)
+
+
+@pytest.mark.parametrize("op", SHARDED)
+def test_a_warm_up_is_for_calls_with_its_promise(ranks, op):
+    ranks(2).run(warmed_up_with_a_promise, op)
+
+
 def warmed_up_in_8_bits(rank, size, op, block):
     e4m3 = torch.float8_e4m3fn
     m, n, k = 8, 32, 25 if block is None else 576

@@ -19,6 +19,7 @@ from ..backends.select import choose
 from ..runtime.group import Group, GroupLike, find
 from ..runtime.order import forbid_capture
 from ..spec import OPS, op_named
+from ..spec.promises import Invariant, Partials, Promises, check_promises
 from ..spec.sharding import Shards
 from ..tuning.measured import POLICIES, Policy
 from .registration import function_of
@@ -37,6 +38,8 @@ def warmup(
     reserve_sms: int | None = None,
     backward: bool = False,
     autotune: Policy | None = None,
+    partials: Partials | None = None,
+    invariant: Invariant | None = None,
 ) -> None:
     """Makes calls of `op` on each shape, so that later calls need no compilation, allocation or agreement.
 
@@ -64,6 +67,8 @@ def warmup(
         backward: Warm up the gradients, too.
         autotune: ``"measure"``: `auto` uses the fastest candidate as measured now. ``"model"``: the fastest
             as predicted. None: ``OVERLAP_GEMM_AUTOTUNE``, otherwise ``"measure"`` on GPUs.
+        partials: Element type of partial sums between ranks, "float32" or None.
+        invariant: Promise about bits, see `gemm_reduce_scatter`.
 
     Raises:
         CaptureError: A CUDA graph is being captured.
@@ -81,7 +86,12 @@ def warmup(
     local_shard = Shards.owned_by(ranks.size, ranks.rank)
     out_dtype = OUT_DTYPES[0] if dtype in FLOAT8 else None
     blocks = blocks_named(block, dtype)
-    options = OpCall(backend=backend, deterministic=deterministic, out_dtype=out_dtype, block=block)
+    check_promises(Promises(partials, invariant))
+    promises: dict[str, Any] = {"partials": partials} if partials else {}
+    promises |= {"invariant": invariant} if invariant else {}
+    options = OpCall(
+        backend=backend, deterministic=deterministic, out_dtype=out_dtype, block=block, **promises
+    )
     for m, n, k in shapes:
         x_shape, weight_shape = spec.shapes(m, n, k, local_shard)
         layouts = (x_shape, weight_shape, weight_shape[:1])
@@ -104,7 +114,8 @@ def warmup(
         def make(name: str, extents: dict[str, int]) -> None:
             operands = [t.requires_grad_(backward) for t in (x, weight, local_bias)]  # noqa: B023
             how: dict[str, Any] = {"bias": operands[2] if bias else None, "backend": name, **extents}
-            how |= {"deterministic": deterministic, "reserve_sms": reserve_sms, **scales}  # noqa: B023
+            how |= {"deterministic": deterministic, "reserve_sms": reserve_sms}
+            how |= {**promises, **scales}  # noqa: B023
             out = call(operands[0], operands[1], group=group, **how)
             if backward:
                 torch.autograd.grad(out, operands[: 2 + bias], torch.empty_like(out))
