@@ -70,25 +70,6 @@ def _ways(result: Row, others: Sequence[str]) -> dict[str, str]:
     }
 
 
-def float8(name: str) -> list[dict[str, str]]:
-    """Ops of 8-bit operands, and the fused ops of bfloat16; ratio to the fastest of torch's 8-bit ways."""
-    results = report(name)["results"]
-    of = {(one["float8"], *(one[key] for key in ("op", "m", "n", "k"))): one["us"] for one in results}
-    ways = ("torch", "torch fast", "torch-symm")
-    return [
-        {
-            "op": op,
-            "M, N, K": f"{m}, {n}, {k}",
-            "bf16 fused": microseconds(of[False, op, m, n, k]["now"] / 1e6),
-            "fused": microseconds(us["now"] / 1e6),
-            **{way: microseconds(us[way] / 1e6) if way in us else "-" for way in ways},
-            "fused / best": f"{us['now'] / min(us[way] for way in ways if way in us):.2f}",
-        }
-        for (is_float8, op, m, n, k), us in of.items()
-        if is_float8
-    ]
-
-
 def layers(name: str) -> list[dict[str, str]]:
     """The projections of a layer, in milliseconds."""
     rows = []
@@ -153,7 +134,7 @@ def emulator() -> list[dict[str, str]]:
 
 
 TABLES: dict[str, Callable[..., list[dict[str, str]]]] = {
-    one.__name__: one for one in (ways, float8, layers, scattered, decomposed, emulator)
+    one.__name__: one for one in (ways, layers, scattered, decomposed, emulator)
 }
 
 if __name__ == "__main__":

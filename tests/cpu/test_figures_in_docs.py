@@ -123,14 +123,21 @@ def beyond_the_models_bytes():
 
 
 def float8_beside_every_way():
-    """Time of the fused ops relative to the fastest of torch's ways, also those that do not promote sums."""
-    return [float(row["fused / best"]) for row in tables.float8("h200x2-variants")]
+    """Times of `auto` relative to the fastest of torch's backends, also those that do not promote sums."""
+    return against("h200x2-e4m3", "graph")
 
 
 def float8_beside_bfloat16():
-    """Time of the fused ops relative to theirs with bfloat16 operands."""
-    rows = tables.float8("h200x2-variants")
-    return [float(row["fused"]) / float(row["bf16 fused"]) for row in rows]
+    """Times of the fused ops relative to theirs with bfloat16 operands, of the shapes that both files have."""
+
+    def times(name):
+        return {
+            tuple(result[key] for key in ("op", "m", "n", "k")): result["graph"]["seconds"]["fused"]
+            for result in report(name)["results"]
+        }
+
+    bfloat16 = times("h200x2-shapes")
+    return [time / bfloat16[key] for key, time in times("h200x2-e4m3").items() if key in bfloat16]
 
 
 def with_product(m):
@@ -272,13 +279,13 @@ SOURCES = {
     "README.md": ["h100x2-shapes"],
     "docs/index.md": ["h100x2-shapes", "h200x4"],
     "benchmarks/README.md": [
-        "h200x4", "h200x4-layer", "h200x2-layer-compiled", "h200x2-shapes", "h200x2-variants",
+        "h200x4", "h200x4-layer", "h200x2-layer", "h200x2-shapes", "h200x2-e4m3",
         "h200x8-reduce-scatter-graphs", "cpu-2-ranks-decode", "h100x2-shapes", "h200-quantize",
         "h200-train-step", "emulator-speed",
     ],
     "docs/fused.md": ["h200x2-shapes", "h200x4"],
     "docs/evidence.md": ["h200x4"],
-    "docs/fp8.md": ["h200x2-variants", "h200-quantize"],
+    "docs/fp8.md": ["h200x2-e4m3", "h200-quantize"],
 }  # fmt: skip
 NOT_TIMED = {
     ("docs/fp8.md", "3 %"): "checked by tests/multi/test_float8.py",
