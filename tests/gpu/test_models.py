@@ -81,7 +81,7 @@ def async_tensor_parallelism(rank, size, backend, device):
     torch_symm_mem.install(backend=backend)
     try:
         with (
-            mock.patch.object(torch_symm_mem, "_say") as said,
+            mock.patch.object(torch_symm_mem, "_log_fallback") as said,
             symm_mem._test_mode(),  # every group may use them
             torch._inductor.config.patch(_micro_pipeline_tp=True, fx_graph_cache=False),
         ):

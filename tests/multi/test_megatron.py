@@ -174,7 +174,7 @@ def test_layers_equal_megatrons_own(ranks):
 
 def layers_on_a_cpu(rank, size):
     with on_a_cpu(), mock.patch.object(megatron.logger, "warning") as said:
-        megatron._say.cache_clear()
+        megatron._log_fallback.cache_clear()
         layers_equal_megatrons_own(rank, size)
     said.assert_called_once_with(
         "Megatron's own forward of %s runs: %s", "ColumnParallelLinear", "disable_grad_reduce"

@@ -232,7 +232,7 @@ def named(rank, ranks, folder):
         TensorParallelTrainer(model, arguments, train_dataset=samples(), optimizers=(optimizer, None))
     mesh = init_device_mesh("cpu", (ranks,))
     sharded = parallelize(tiny("qwen3", 2, dtype=torch.float32), mesh, logits="sharded")
-    with pytest.raises(ValueError, match="Trainer's losses want whole logits"), on_cpus():
+    with pytest.raises(ValueError, match="Trainer's losses need replicated logits"), on_cpus():
         arguments = TrainingArguments(folder, **SETTINGS)
         TensorParallelTrainer(sharded, arguments, train_dataset=samples())
 

@@ -131,7 +131,7 @@ REFUSED = {
         r"scale_b must be \[1, 1\], or of 4 rows, got \[1, 32\]",
     ),
     "swizzled": ({"swizzle_b": SwizzleType.SWIZZLE_32_4_4}, ValueError, "swizzle_b .* SWIZZLE_32_4_4"),
-    "two levels": ({"scale_recipe_b": [ROW, TENSOR]}, ValueError, "one level of scales"),
+    "two levels": ({"scale_recipe_b": [ROW, TENSOR]}, ValueError, "scales must have one level"),
     "unswizzled": (
         {"scale_recipe_a": MX, "scale_recipe_b": MX},
         ValueError,

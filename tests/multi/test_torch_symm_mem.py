@@ -38,7 +38,7 @@ def equals_torchs_own(rank, size):
     group = dist.group.WORLD.group_name
     torch.manual_seed(rank)
     torch_symm_mem.install(backend="decomposed")
-    with mock.patch.object(torch_symm_mem, "_say") as said:
+    with mock.patch.object(torch_symm_mem, "_log_fallback") as said:
         for shape in ((4, 6), (2, 4, 6), (4, 3, 2, 6)):
             for dim, return_a, columns in itertools.product(
                 range(len(shape) - 1), (True, False), ((5,), (5, 3))
@@ -87,7 +87,7 @@ def falls_back_and_says_so(rank, size):
     handler = logging.Handler()
     handler.emit = records.append
     torch_symm_mem.logger.addHandler(handler)
-    torch_symm_mem._say.cache_clear()
+    torch_symm_mem._log_fallback.cache_clear()
     for _ in range(2):  # gathering the last dimension is torch's own business; said once
         found = OPS.fused_all_gather_matmul(x, [weight], 1, group)
         expected = symm_mem._fused_all_gather_matmul_fallback(x, [weight], 1, group)
@@ -199,7 +199,7 @@ def scaled_equals_torchs_own(rank, size):
     torch.manual_seed(rank)
     torch_symm_mem.install(backend="torch")
     gather, half, single = OPS.fused_all_gather_scaled_matmul, torch.bfloat16, torch.float32
-    with mock.patch.object(torch_symm_mem, "_say") as said:
+    with mock.patch.object(torch_symm_mem, "_log_fallback") as said:
         for kind, dim, fast in (("rows", 0, False), ("one", 0, True), ("rows", 1, False), ("all", 1, False)):
             A, B, scale_a, scale_b = scaled_operands(6, 16, 32)
             A, scale_a = A.view(2, 3, 32), scale_a.view(2, 3, 1)
@@ -232,7 +232,7 @@ def differs_where_torchs_own_is_wrong(rank, size):
     """A bias is added once, and no 8-bit partials are summed; both are said."""
     group = dist.group.WORLD.group_name
     torch_symm_mem.install()
-    torch_symm_mem._differs.cache_clear()
+    torch_symm_mem._log_difference.cache_clear()
     ones, one = torch.ones(4, 32).to(torch.float8_e4m3fn), torch.ones(())
     B, bias, scatter = ones.t(), torch.full((4,), 5.0), OPS.fused_scaled_matmul_reduce_scatter
     with mock.patch.object(torch_symm_mem.logger, "warning") as said:

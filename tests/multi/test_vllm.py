@@ -137,7 +137,7 @@ def registered(calls):
     plugin._register.cache_clear()
     plugin._overlaps.cache_clear()
     plugin._kernels.clear()
-    plugin._say.cache_clear()
+    plugin._log_fallback.cache_clear()
     with mock.patch.dict(sys.modules, modules):
         plugin.register()
         assert not registry, "off unless it is asked for"

@@ -1,1 +1,1 @@
-"""The ops inside stacks that exist, one file each. A stack is imported when its file is, and not before."""
+"""The ops inside other software stacks, one file for each. A stack is imported only with its file."""

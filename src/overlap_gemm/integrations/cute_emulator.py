@@ -1,6 +1,7 @@
-"""Fused kernels in an emulator: the executor of an emulated rank, registered while one is open.
+"""Fused kernels in the emulator: executors of emulated ranks, registered while an emulator is open.
 
-`overlap_gemm` names this module to `cute_emulator.clients`, which imports it when an emulator opens.
+`overlap_gemm` registers the name of this module in `cute_emulator.clients`, which imports it when an emulator
+opens.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ..runtime.executor import register
 from ..runtime.order import LaunchOrder, Stream
 
 SECOND_STREAM = 1 << 16
-"""Number of an emulated rank's second stream alongside its stream 0."""
+"""Number of an emulated rank's second stream, in addition to stream 0."""
 
 per_process("overlap_gemm.backends.reach", _known=dict)
 per_process("overlap_gemm.runtime.bootstrap", _world=lambda: None, _owns_process_group=bool)
@@ -30,12 +31,12 @@ per_process("overlap_gemm.runtime.peers", _lock=threading.Lock, _peers=dict, orp
 
 
 def opened(emulator: Emulator) -> None:
-    """Fused calls with CPU tensors run in `emulator` from now on."""
+    """Registers `emulator` for fused calls with CPU tensors."""
     register(CuteEmulation(emulator))
 
 
 def closed() -> None:
-    """They run nowhere any more."""
+    """Unregisters the emulator."""
     register(None)
 
 
@@ -46,7 +47,7 @@ class CuteEmulation:
     emulator: Emulator
 
     def executor(self, rank: int | None = None) -> EmulatorExecutor:
-        """See `runtime.executor.Emulation.executor`."""
+        """Returns a new executor for a rank; None: for the calling rank."""
         emulator = self.emulator
         rank = emulator.calling_rank() if rank is None else rank
         streams = EmulatedStreams(emulator, rank)
@@ -57,25 +58,25 @@ class CuteEmulation:
 
 @dataclass(frozen=True)
 class EmulatedStream:
-    """A stream of one rank of an emulator."""
+    """A stream of one emulated rank."""
 
     emulator: Emulator
     rank: int
     cuda_stream: int
 
     def wait_stream(self, stream: EmulatedStream) -> None:
-        """See `Stream.wait_stream`."""
+        """Makes later launches on this stream wait for the launches on `stream` so far."""
         self.emulator.wait_stream(self.rank, self.cuda_stream, stream.cuda_stream)
 
 
 @dataclass
 class EmulatedStreams:
-    """Of one rank of an emulator, which captures nothing.
+    """Streams of one emulated rank; captures are not supported.
 
     Attributes:
-        emulator: it.
-        rank: whose.
-        handle: the stream that launches go to; a test sets it.
+        emulator: Emulator of the rank.
+        rank: Number of the rank.
+        handle: Stream of the next launches; tests set it.
     """
 
     emulator: Emulator
@@ -83,21 +84,21 @@ class EmulatedStreams:
     handle: int = 0
 
     def current(self) -> EmulatedStream:
-        """See `Streams.current`."""
+        """Returns the stream of the next launches."""
         return EmulatedStream(self.emulator, self.rank, self.handle)
 
     def is_capturing(self) -> bool:
-        """See `Streams.is_capturing`."""
+        """Returns False."""
         return False
 
     def capture_of(self, stream: Stream) -> int:
-        """See `Streams.capture_of`."""
+        """Returns 0: no capture."""
         return 0
 
 
 @dataclass(frozen=True)
 class EmulatorExecutor:
-    """One rank of an open emulator; with several ranks its launches wait for `Emulator.run`."""
+    """Executor of one rank of an open emulator; with several ranks its launches wait for `Emulator.run`."""
 
     emulator: Emulator
     rank: int
@@ -108,42 +109,45 @@ class EmulatorExecutor:
 
     @property
     def arch(self) -> str:
-        """The emulated architecture."""
+        """Returns the emulated architecture."""
         return self.emulator.device.arch
 
     @property
     def flavour(self) -> str:
-        """Its kernels carry their PTX, which names Python lines where the DSL was told to keep them."""
+        """Returns the cache key of emulated kernels.
+
+        They contain their PTX, with Python lines if CUTE_DSL_LINEINFO is set.
+        """
         return "emulated" + " with lines" * (os.environ.get("CUTE_DSL_LINEINFO") == "1")
 
     @property
     def is_open(self) -> bool:
-        """Whether the emulator is."""
+        """Returns whether the emulator is open."""
         return self.emulator is Emulator.current()
 
     @property
     def num_sms(self) -> int:
-        """SMs the emulated device claims."""
+        """Returns the number of SMs of the emulated device."""
         return self.emulator.devices[self.rank].num_sms
 
     @property
     def is_whole_device(self) -> bool:
-        """See `Executor.is_whole_device`."""
+        """Returns True."""
         return True
 
     def max_clusters(self, size: int) -> int:
-        """See `Executor.max_clusters`."""
+        """Returns the number of clusters of `size` CTAs that are resident at once."""
         return self.num_sms // size
 
     @contextmanager
     def active(self, *used: torch.Tensor | None) -> Iterator[int]:
-        """See `Executor.active`; the emulator itself keeps what a launch was given."""
+        """Yields the handle of the current stream; the emulator keeps the tensors of a launch itself."""
         with self.emulator.rank(self.rank):
             yield self.streams.current().cuda_stream
 
     @contextmanager
     def fork(self) -> Iterator[int]:
-        """See `Executor.fork`."""
+        """Yields the handle of a second stream that runs concurrently."""
         current = self.streams.current()
         second = replace(current, cuda_stream=SECOND_STREAM + current.cuda_stream)
         second.wait_stream(current)
@@ -151,5 +155,5 @@ class EmulatorExecutor:
         current.wait_stream(second)
 
     def copy(self, stream: int, target: int, source: int, nbytes: int) -> None:
-        """See `Executor.copy`."""
+        """Queues a copy on a stream."""
         self.emulator.copy(self.rank, stream, target, source, nbytes)

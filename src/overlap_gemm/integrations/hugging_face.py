@@ -1,12 +1,12 @@
-"""Our ops behind transformers' own tensor parallelism, `from_pretrained(..., distributed_config=...)`.
+"""Our ops for transformers' own tensor parallelism, `from_pretrained(..., distributed_config=...)`.
 
     from overlap_gemm.integrations import hugging_face
     hugging_face.install()
     model = AutoModelForCausalLM.from_pretrained(name, distributed_config=DistributedConfig(tp_size=2))
 
-Linears that a model's plan shards by column and row then multiply with `gemm_all_reduce`, `gemm_all_gather`
-and their gradients; whatever else the plan names stays transformers'. `overlap_gemm.parallel.parallelize`
-does more (sequence parallelism, one gather for q, k and v) for the families that it knows.
+Linears that a model's plan shards by column and row then use `gemm_all_reduce`, `gemm_all_gather` and their
+gradients. All other modules of the plan stay transformers'. For the supported families,
+`overlap_gemm.parallel.parallelize` does more: sequence parallelism, one gather for q, k and v.
 """
 
 import logging
@@ -38,19 +38,19 @@ except ImportError:
     is_new_enough = False
 if not is_new_enough:
     raise ImportError(
-        f"overlap_gemm.integrations.hugging_face needs transformers >= 5.17, whose styles install forwards, "
-        f"got {transformers_version}; overlap_gemm.parallel.parallelize takes >= 5.10"
+        f"overlap_gemm.integrations.hugging_face needs transformers >= 5.17, got {transformers_version}; "
+        f"overlap_gemm.parallel.parallelize supports >= 5.10"
     )
 
 logger = logging.getLogger(__name__)
 
 
 class Colwise(ColwiseParallel):
-    """transformers' "colwise" with our product.
+    """transformers' "colwise" style with our product.
 
     Args:
         output_layouts: `Shard(-1)`, or `Replicate()` to gather the output features.
-        backend: As for `overlap_gemm.all_gather_gemm`.
+        backend: Backend of the op, as in `overlap_gemm.all_gather_gemm`.
     """
 
     def __init__(self, *, output_layouts: Placement, backend: BackendName):
@@ -58,7 +58,7 @@ class Colwise(ColwiseParallel):
         self.style = OverlapColwiseParallel(output_layouts=output_layouts, backend=backend)
 
     def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        """Called by transformers for each module that a plan names."""
+        """Sets the forward of a module. Called by transformers for each module that a plan names."""
         if not _is_plain_linear(module):
             return super().install_forward(module, mesh)
         module.forward = ColwiseForward(module, mesh, self.style)
@@ -66,10 +66,10 @@ class Colwise(ColwiseParallel):
 
 
 class Rowwise(RowwiseParallel):
-    """transformers' "rowwise" with our product.
+    """transformers' "rowwise" style with our product.
 
     Args:
-        backend: As for `overlap_gemm.all_gather_gemm`.
+        backend: Backend of the op, as in `overlap_gemm.gemm_all_reduce`.
     """
 
     def __init__(self, *, backend: BackendName):
@@ -77,7 +77,7 @@ class Rowwise(RowwiseParallel):
         self.style = OverlapRowwiseParallel(backend=backend)
 
     def install_forward(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-        """Called by transformers for each module that a plan names."""
+        """Sets the forward of a module. Called by transformers for each module that a plan names."""
         if not _is_plain_linear(module):
             return super().install_forward(module, mesh)
         module.forward = RowwiseForward(module, mesh, self.style)
@@ -85,38 +85,38 @@ class Rowwise(RowwiseParallel):
 
 
 _replaced: dict[str, Any] = {}
-"""transformers' own styles (None for names it has not), by the names that are ours while installed."""
+"""transformers' styles (None if there was none) by the names under which ours are registered."""
 
 
 def install(*, backend: BackendName = "auto", names_only: bool = False) -> None:
     """Registers the styles "overlap_colwise", "overlap_rowwise" and "overlap_colwise_gather_output".
 
     Args:
-        backend: As for `overlap_gemm.all_gather_gemm`.
-        names_only: Leave transformers' "colwise", "rowwise" and "colwise_gather_output", which the models'
-            own plans name (`tp_plan="auto"`), as they are: only plans that name ours get them.
+        backend: Backend of the ops, as in `overlap_gemm.all_gather_gemm`.
+        names_only: Do not replace transformers' "colwise", "rowwise" and "colwise_gather_output", which the
+            models' own plans use (`tp_plan="auto"`). Only plans with our names then use our ops.
 
     Raises:
-        RuntimeError: It is installed already.
-        ValueError: No such backend.
+        RuntimeError: The styles are already installed.
+        ValueError: There is no such backend.
     """
     check_name(backend)
     if _replaced:
-        raise RuntimeError("hugging_face is installed already; uninstall() it first")
+        raise RuntimeError("hugging_face is installed already; call uninstall() first")
     styles: dict[str, Any] = {
         "colwise": Colwise(output_layouts=Shard(-1), backend=backend),
         "colwise_gather_output": Colwise(output_layouts=Replicate(), backend=backend),
         "rowwise": Rowwise(backend=backend),
     }
     for name, style in styles.items():
-        for own in [f"overlap_{name}"] + [name] * (not names_only):
-            _replaced[own] = ALL_PARALLEL_STYLES._global_mapping.get(own)
-            ALL_PARALLEL_STYLES.register(own, style)
-    logger.info("transformers' styles %s are carried out by overlap_gemm", ", ".join(_replaced))
+        for key in [f"overlap_{name}"] + [name] * (not names_only):
+            _replaced[key] = ALL_PARALLEL_STYLES._global_mapping.get(key)
+            ALL_PARALLEL_STYLES.register(key, style)
+    logger.info("transformers' styles %s use overlap_gemm", ", ".join(_replaced))
 
 
 def uninstall() -> None:
-    """Gives transformers' styles back. Models that have been loaded keep what they have."""
+    """Restores transformers' styles. Models that were loaded before are unchanged."""
     for name, style in _replaced.items():
         if style is None:
             ALL_PARALLEL_STYLES._global_mapping.pop(name)

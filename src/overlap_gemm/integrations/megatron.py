@@ -3,10 +3,10 @@
     from overlap_gemm.integrations.megatron import with_overlap
     model = GPTModel(config, with_overlap(get_gpt_layer_local_spec()), ...)
 
-The layers are Megatron's own, with their parameters, initialisation and checkpoints; only the forward (and so
-the backward) is ours. A layer asked for what ours has not (experts, shared experts that overlap with the
-dispatcher, gradient accumulation fusion, deferred weight gradients, CPU offloading) calls Megatron's forward,
-and the logger of this module says so, once.
+The layers are Megatron's own, with their parameters, initialisation and checkpoints; only forward, and so
+backward, is replaced. A layer with an unsupported option calls Megatron's forward, and the logger of this
+module reports the reason once. Unsupported are experts, shared experts that overlap with the dispatcher,
+gradient accumulation fusion, deferred weight gradients, and CPU offloading.
 """
 
 import copy
@@ -32,19 +32,19 @@ logger = logging.getLogger(__name__)
 
 
 class ColumnParallelLinear(megatron_layers.ColumnParallelLinear):
-    """Megatron's, with `all_gather_gemm` under sequence parallelism and a summed gradient without."""
+    """Megatron's layer with `all_gather_gemm` under sequence parallelism, or a summed gradient without."""
 
     def forward(
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """As Megatron's: `[s, b, h]` to the product and, with `skip_bias_add`, the bias."""
+        """Returns the product of `[s, b, h]`, and the bias with `skip_bias_add`, as Megatron's layer does."""
         why = _why_not(self) or ("disable_grad_reduce" if self.disable_grad_reduce else None)
         if why is not None:
-            _say(type(self).__name__, why)
+            _log_fallback(type(self).__name__, why)
             return super().forward(input_, weight, runtime_gather_output)
         weight = self.weight if weight is None else weight
         if weight is None or tuple(weight.shape) != (self.output_size_per_partition, self.input_size):
-            return super().forward(input_, weight, runtime_gather_output)  # which says what is wrong
+            return super().forward(input_, weight, runtime_gather_output)  # which raises the error
         bias = None if self.skip_bias_add else self.bias
         if self.sequence_parallel:
             out = all_gather_gemm(
@@ -58,13 +58,13 @@ class ColumnParallelLinear(megatron_layers.ColumnParallelLinear):
 
 
 class RowParallelLinear(megatron_layers.RowParallelLinear):
-    """Megatron's, with `gemm_reduce_scatter` under sequence parallelism and `gemm_all_reduce` without."""
+    """Megatron's layer with `gemm_reduce_scatter` under sequence parallelism, `gemm_all_reduce` without."""
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        """As Megatron's: this rank's features to the sum and, with `skip_bias_add`, the bias."""
+        """Returns the sum for this rank's features, and the bias with `skip_bias_add`, as Megatron does."""
         why = _why_not(self)
         if why is not None:
-            _say(type(self).__name__, why)
+            _log_fallback(type(self).__name__, why)
             return super().forward(input_)
         if not self.input_is_parallel:
             input_ = mappings.scatter_to_tensor_model_parallel_region(input_, group=self.tp_group)
@@ -72,19 +72,19 @@ class RowParallelLinear(megatron_layers.RowParallelLinear):
         out = sum_of_products(input_, self.weight, group=self.tp_group, k=self.input_size)
         if self.skip_bias_add or self.bias is None:
             return out, self.bias if self.skip_bias_add else None
-        # Outside of the op: Megatron sums the gradient of a bias that saw a rank's rows only.
+        # Added outside of the op: Megatron itself sums the gradient of a bias that is applied to local rows.
         return out + self.bias, None
 
 
 class OverlapSpecProvider(LocalSpecProvider):
-    """A `BackendSpecProvider`: Megatron's local modules with our linears."""
+    """`BackendSpecProvider` with Megatron's local modules and our linears."""
 
     def column_parallel_linear(self) -> type:
-        """Which column parallel linear module the backend uses."""
+        """Returns the class of column-parallel linears."""
         return ColumnParallelLinear
 
     def row_parallel_linear(self) -> type:
-        """Which row parallel linear module the backend uses."""
+        """Returns the class of row-parallel linears."""
         return RowParallelLinear
 
 
@@ -94,78 +94,78 @@ OURS = {
 }
 
 
-MLAS_OWN = ("linear_q_down_proj", "linear_kv_down_proj")
-"""Fields whose class Megatron's latent attention compares with a list of its own."""
+CHECKED_BY_MLA = ("linear_q_down_proj", "linear_kv_down_proj")
+"""Fields whose class Megatron's latent attention (MLA) compares with a fixed list."""
 
 
 def with_overlap(spec: Any) -> Any:
-    """A module specification with our linears in place of Megatron's local ones.
+    """Returns a module specification with our linears in place of Megatron's local ones.
 
     Args:
-        spec: A `ModuleSpec`, such as `get_gpt_layer_local_spec()` returns, what holds several, as
-            `get_gpt_decoder_block_spec` does, or a part of one; not changed.
+        spec: `ModuleSpec`, such as `get_gpt_layer_local_spec()` returns; an object with several
+            specifications, such as `get_gpt_decoder_block_spec` returns; or a part of one. It is not changed.
 
     Raises:
-        ValueError: There is none of Megatron's local linears in it, as in Transformer Engine's.
+        ValueError: The specification has none of Megatron's local linears; Transformer Engine's has none.
     """
-    found: list[type] = []
-    changed = _with_overlap(spec, found)
-    if not found:
+    replaced: list[type] = []
+    changed = _with_overlap(spec, replaced)
+    if not replaced:
         raise ValueError(
-            "with_overlap found none of Megatron's own linears (tensor_parallel.ColumnParallelLinear and "
-            "RowParallelLinear) in the specification, and those of Transformer Engine it does not replace: "
-            "start from a local one, such as get_gpt_layer_local_spec()"
+            "with_overlap: the specification must contain Megatron's own linears (tensor_parallel."
+            "ColumnParallelLinear, RowParallelLinear), got none; those of Transformer Engine are not "
+            "replaced: use a local specification, such as get_gpt_layer_local_spec()"
         )
     return changed
 
 
-def _with_overlap(spec: Any, found: list[type]) -> Any:
-    """`with_overlap`, which adds the linears that it comes across to `found`."""
+def _with_overlap(spec: Any, replaced: list[type]) -> Any:
+    """Returns `with_overlap`'s result, and appends the replaced linears to `replaced`."""
     if isinstance(spec, type):
         ours = OURS.get(spec, spec)
         if ours in OURS.values():
-            found.append(ours)
+            replaced.append(ours)
         return ours
     if isinstance(spec, ModuleSpec):
         changed = copy.copy(spec)
         changed.module, changed.submodules = (
-            _with_overlap(each, found) for each in (spec.module, spec.submodules)
+            _with_overlap(each, replaced) for each in (spec.module, spec.submodules)
         )
         return changed
     if isinstance(spec, (list, tuple)):
-        return type(spec)(_with_overlap(each, found) for each in spec)
-    if isinstance(spec, functools.partial):  # how Megatron 0.19 says module and submodules
-        arguments = _with_overlap(spec.args, found)
-        named = {key: _with_overlap(each, found) for key, each in spec.keywords.items()}
+        return type(spec)(_with_overlap(each, replaced) for each in spec)
+    if isinstance(spec, functools.partial):  # Megatron 0.19's form of module and submodules
+        arguments = _with_overlap(spec.args, replaced)
+        named = {key: _with_overlap(each, replaced) for key, each in spec.keywords.items()}
         return functools.partial(spec.func, *arguments, **named)
     if dataclasses.is_dataclass(spec) and not isinstance(spec, type):
         fields = {
-            field.name: _with_overlap(getattr(spec, field.name), found)
+            field.name: _with_overlap(getattr(spec, field.name), replaced)
             for field in dataclasses.fields(spec)
-            if field.name not in MLAS_OWN
+            if field.name not in CHECKED_BY_MLA
         }
         return dataclasses.replace(spec, **fields)
     return spec
 
 
 def _why_not(layer: Any) -> str | None:
-    """What a layer is asked for that our forward has not."""
-    asked = {
+    """Returns the first option of a layer that our forward does not support, or None."""
+    options = {
         "experts": layer.is_expert,
         # Set on a shared expert that overlaps with the dispatcher, which communicates for it.
         "explicit_expert_comm": layer.explicit_expert_comm,
         "gradient_accumulation_fusion": layer.gradient_accumulation_fusion,
         "defer_embedding_wgrad_compute": layer.config.defer_embedding_wgrad_compute,
         "cpu_offloading": layer.config._cpu_offloading_context is not None,
-        # Of Megatron 0.19: weights that are gathered for each use, and kernels of its own for inference.
+        # Options of Megatron 0.19: weights gathered for each use, and its own inference kernels.
         "gtp_remat": getattr(layer, "gtp_remat_size", 1) > 1,
         "inference_optimized": getattr(layer, "use_inference_optimized_all_gather", False)
         and not layer.training,
     }
-    return next((name for name, wanted in asked.items() if wanted), None)
+    return next((name for name, is_set in options.items() if is_set), None)
 
 
 @functools.cache
-def _say(layer: str, why: str) -> None:
-    """Once for each reason."""
+def _log_fallback(layer: str, why: str) -> None:
+    """Logs each reason once."""
     logger.warning("Megatron's own forward of %s runs: %s", layer, why)

@@ -1,10 +1,10 @@
-"""`torch.nn.functional.scaled_mm`, word for word, with an op of ours in front.
+"""`torch.nn.functional.scaled_mm` with an op of this library as its first argument.
 
     row = torch.nn.functional.ScalingType.RowWise
-    own = scaled_mm(gemm_reduce_scatter, a, b.t(), scale_a, row, scale_b, row)
+    local_rows = scaled_mm(gemm_reduce_scatter, a, b.t(), scale_a, row, scale_b, row)
 
-is `F.scaled_mm(a, b.t(), scale_a, row, scale_b, row)` of every rank's slices of K, summed over the ranks,
-of which each keeps its rows.
+equals `F.scaled_mm(a, b.t(), scale_a, row, scale_b, row)` of every rank's slices of K, summed over the ranks;
+each rank keeps its rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,13 +20,13 @@ from ..spec.sharding import ceil_div
 from ..tuning.settings import configured
 
 RECIPES = ("TensorWise", "RowWise")
-"""Names of the members of torch's `ScalingType` that the ops take, of each operand by itself."""
+"""Names of the supported members of torch's `ScalingType`, for each operand independently."""
 
 BLOCKWISE = ("BlockWise1x128", "BlockWise128x128")
-"""Those of blocks, of both operands."""
+"""Supported members for blocks, of (mat_a, mat_b)."""
 
 MX_TYPES, SWIZZLED = ("BlockWise1x32", "BlockWise1x32"), "SWIZZLE_32_4_4"
-"""Those of MX types, of both operands, and how their scales lie."""
+"""Supported members for MX types, of (mat_a, mat_b), and the required swizzle of their scales."""
 
 UNSWIZZLED = "NO_SWIZZLE"
 
@@ -47,49 +47,50 @@ def scaled_mm(
     use_fast_accum: bool = False,
     **options: Any,
 ) -> Any:
-    """Carries out an op on operands as `torch.nn.functional.scaled_mm` takes them.
+    """Runs an op on operands in the format of `torch.nn.functional.scaled_mm`.
 
     Args:
         op: One of the four ops.
-        mat_a: The op's x `[M, K]`, row-major.
-        mat_b: The transpose of its weight, `[K, N]`, column-major.
-        scale_a: float32; one element if `scale_recipe_a` is TensorWise, `[M, 1]` if RowWise,
-            `[M, ceil(K / 128)]` if BlockWise1x128; or a list of it.
-        scale_recipe_a: Of torch's `ScalingType`, or a list of one.
-        scale_b: float32; one element, or `[1, N]`, or if BlockWise128x128, as `scale_recipe_a` is of blocks
-            then, `[ceil(K / 128), ceil(N / 128)]`, with torch's rows up to a multiple of 4 or without; or a
-            list of it. Both of float8_e8m0fnu, of any shape, if BlockWise1x32.
-        scale_recipe_b: As `scale_recipe_a`.
-        swizzle_a: None, or torch's `SwizzleType.NO_SWIZZLE`, or a list of one; if BlockWise1x32
-            `SWIZZLE_32_4_4`.
-        swizzle_b: The same.
-        bias: `[N]`, of `output_dtype`; added once, after the sum where there is one.
+        mat_a: x of the op, `[M, K]`, row-major.
+        mat_b: Transposed weight of the op, `[K, N]`, column-major.
+        scale_a: float32: one element (TensorWise), `[M, 1]` (RowWise), or `[M, ceil(K / 128)]`
+            (BlockWise1x128); or a list of it. float8_e8m0fnu of any shape (BlockWise1x32).
+        scale_recipe_a: Member of torch's `ScalingType`, or a list of one.
+        scale_b: float32: one element (TensorWise), `[1, N]` (RowWise), or `[ceil(K / 128), ceil(N / 128)]`
+            (BlockWise128x128, with BlockWise1x128 for mat_a); or a list of it. The last may have torch's
+            padding of rows to a multiple of 4. float8_e8m0fnu of any shape (BlockWise1x32).
+        scale_recipe_b: Member of torch's `ScalingType`, or a list of one.
+        swizzle_a: None, or torch's `SwizzleType.NO_SWIZZLE`, or a list of one; `SWIZZLE_32_4_4` with
+            BlockWise1x32.
+        swizzle_b: None, or torch's `SwizzleType.NO_SWIZZLE`, or a list of one; `SWIZZLE_32_4_4` with
+            BlockWise1x32.
+        bias: `[N]`, of `output_dtype`; added once, after the sum if there is one.
         output_dtype: `torch.bfloat16`, `float16` or `float32`.
-        contraction_dim: Empty, as nothing else is K.
-        use_fast_accum: As `configured(fast_accum=True)`.
-        **options: The op's others: `group`, `backend`, `dim`, `rows`, ...
+        contraction_dim: Must be empty: K is the contracted dimension.
+        use_fast_accum: Use `configured(fast_accum=True)`.
+        **options: Other arguments of the op: `group`, `backend`, `dim`, `rows`, ...
 
     Returns:
-        The op's result.
+        Result of the op.
 
     Raises:
-        ValueError: A recipe, a swizzle or dimensions that the ops do not take, or scales that are not as the
-            recipe says.
-        TypeError: Likewise of types; None of `output_dtype`, which to torch is the operands' type.
+        ValueError: A recipe, swizzle or dimension is not supported, or the scales do not fit the recipe.
+        TypeError: A type is not supported. (None as `output_dtype` is not; in torch it is the operands'
+            type.)
     """
     name = op_named(getattr(op, "__name__", op)).name
     recipes = _member(scale_recipe_a), _member(scale_recipe_b)
     blocks, of_mx_types = recipes in (BLOCKWISE, MX_TYPES), recipes == MX_TYPES
     for side, recipe, swizzle in (("a", scale_recipe_a, swizzle_a), ("b", scale_recipe_b, swizzle_b)):
-        if (said := _member(recipe)) not in RECIPES and not blocks:
+        if (member := _member(recipe)) not in RECIPES and not blocks:
             raise ValueError(
-                f"{name}: scale_recipe_{side} must be ScalingType.{' or '.join(RECIPES)}, got {said}; or the "
-                f"two are {' and '.join(BLOCKWISE)}, or both {MX_TYPES[0]}"
+                f"{name}: scale_recipe_{side} must be ScalingType.{' or '.join(RECIPES)}, or the pair "
+                f"{' and '.join(BLOCKWISE)}, or twice {MX_TYPES[0]}, got {member}"
             )
-        if of_mx_types and (said := _member(swizzle)) != SWIZZLED:
-            raise ValueError(f"{name}: swizzle_{side} must be {SWIZZLED} with {MX_TYPES[0]}, got {said}")
-        if not of_mx_types and swizzle is not None and (said := _member(swizzle)) != UNSWIZZLED:
-            raise ValueError(f"{name}: swizzle_{side} must be None or {UNSWIZZLED}, got {said}")
+        if of_mx_types and (member := _member(swizzle)) != SWIZZLED:
+            raise ValueError(f"{name}: swizzle_{side} must be {SWIZZLED} with {MX_TYPES[0]}, got {member}")
+        if not of_mx_types and swizzle is not None and (member := _member(swizzle)) != UNSWIZZLED:
+            raise ValueError(f"{name}: swizzle_{side} must be None or {UNSWIZZLED}, got {member}")
     if len(contraction_dim):
         raise ValueError(f"{name}: contraction_dim must be empty, got {list(contraction_dim)}")
     if output_dtype not in OUT_DTYPES:
@@ -100,11 +101,11 @@ def scaled_mm(
         scales = {side: scale.reshape(-1) for side, scale in scales.items()}
     elif blocks:
         scales = _of_blocks(name, mat_a, mat_b, scales)
-    wanted = {"a": [*mat_a.shape[:-1], 1], "b": [1, mat_b.shape[-1]]}
+    expected = {"a": [*mat_a.shape[:-1], 1], "b": [1, mat_b.shape[-1]]}
     for side, recipe in () if blocks else (("a", scale_recipe_a), ("b", scale_recipe_b)):
         by_row, shape = _member(recipe) == RECIPES[1], list(scales[side].shape)
-        if by_row and shape != wanted[side]:
-            raise ValueError(f"{name}: scale_{side} must be {wanted[side]} (RowWise), got {shape}")
+        if by_row and shape != expected[side]:
+            raise ValueError(f"{name}: scale_{side} must be {expected[side]} (RowWise), got {shape}")
         if not by_row and scales[side].numel() != 1:
             raise ValueError(f"{name}: scale_{side} must have one element (TensorWise), got {shape}")
     block: Block = "mx" if of_mx_types else BLOCK if blocks else None
@@ -116,28 +117,28 @@ def scaled_mm(
 
 
 def _of_blocks(name: str, mat_a: Tensor, mat_b: Tensor, scales: dict[str, Any]) -> dict[str, Any]:
-    """Torch's scales of blocks as the ops have them."""
+    """Returns the scales of blocks in the layout of the ops."""
     along, columns = ceil_div(mat_a.shape[-1], BLOCK), ceil_div(mat_b.shape[-1], BLOCK)
-    given = {side: list(scale.shape) for side, scale in scales.items()}
-    if given["a"] != [*mat_a.shape[:-1], along]:
-        raise ValueError(f"{name}: scale_a must be {[*mat_a.shape[:-1], along]}, got {given['a']}")
-    if given["b"] not in ([along, columns], [ceil_div(along, 4) * 4, columns]):
+    shapes = {side: list(scale.shape) for side, scale in scales.items()}
+    if shapes["a"] != [*mat_a.shape[:-1], along]:
+        raise ValueError(f"{name}: scale_a must be {[*mat_a.shape[:-1], along]}, got {shapes['a']}")
+    if shapes["b"] not in ([along, columns], [ceil_div(along, 4) * 4, columns]):
         raise ValueError(
             f"{name}: scale_b must be {[along, columns]}, or of {ceil_div(along, 4) * 4} rows, "
-            f"got {given['b']}"
+            f"got {shapes['b']}"
         )
     return {"a": scales["a"], "b": scales["b"][:along].t()}
 
 
-def _single(given: Any) -> Any:
-    """A value, of which torch takes lists, too."""
-    if isinstance(given, (list, tuple)):
-        if len(given) != 1:
-            raise ValueError(f"one level of scales is carried out, got {len(given)}")
-        return given[0]
-    return given
+def _single(value: Any) -> Any:
+    """Returns a value, or the only element of a list."""
+    if isinstance(value, (list, tuple)):
+        if len(value) != 1:
+            raise ValueError(f"scaled_mm: scales must have one level, got {len(value)}")
+        return value[0]
+    return value
 
 
-def _member(given: Any) -> str:
-    """The name of a member of torch's enumerations, which older releases lack."""
-    return str(getattr(_single(given), "name", given))
+def _member(value: Any) -> str:
+    """Returns the name of a member of torch's enumerations, which older releases lack."""
+    return str(getattr(_single(value), "name", value))

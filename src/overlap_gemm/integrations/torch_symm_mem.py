@@ -1,20 +1,21 @@
-"""torch's fused symmetric-memory ops, `torch.ops.symm_mem.fused_*`, carried out by our ops.
+"""torch's fused symmetric-memory ops, `torch.ops.symm_mem.fused_*`, implemented by our ops.
 
-`fused_all_gather_matmul`, `fused_matmul_reduce_scatter`, and of 8-bit operands with scales
-`fused_all_gather_scaled_matmul`, `fused_scaled_matmul_reduce_scatter`.
+They are `fused_all_gather_matmul` and `fused_matmul_reduce_scatter`, and for 8-bit operands with scales
+`fused_all_gather_scaled_matmul` and `fused_scaled_matmul_reduce_scatter`.
 
     from overlap_gemm.integrations import torch_symm_mem
     torch_symm_mem.install()            # uninstall() undoes it
 
-torch.compile's async tensor parallelism (`torch._inductor.config._micro_pipeline_tp`), torchtitan and
-whatever else calls these ops then runs ours, on CUDA and on CPU, where torch has none. Where ours cannot
-serve, or on a GPU has nothing faster than product and collective, torch's own implementation is called, and
-the logger of this module says so, once for each reason.
+torch.compile's async tensor parallelism (`torch._inductor.config._micro_pipeline_tp`), torchtitan and all
+other callers of these ops then use ours, on CUDA and on CPU, where torch has none. If our op does not support
+a call, or on a GPU is not faster than product and collective, torch's own implementation is called. The
+logger of this module then reports each reason once.
 
-Where `fused_scaled_matmul_reduce_scatter` differs from torch's, and the logger says so: a bias is added once,
-after the sum, where torch's adds each rank's to its partial sum, so P times. Where no ``out_dtype`` is given,
-which makes the result one of A's 8-bit type, partial sums are bfloat16 and the result alone is rounded to it,
-where torch's adds 8-bit partials.
+`fused_scaled_matmul_reduce_scatter` differs from torch's in two cases, and the logger reports it:
+
+- A bias is added once, after the sum. torch's adds it to each rank's partial sum, so P times.
+- Without ``out_dtype`` the result has A's 8-bit type. Partial sums are bfloat16 and only the result is
+  rounded to 8 bits; torch's adds 8-bit partials.
 """
 
 import itertools
@@ -42,25 +43,25 @@ from ..tuning.settings import configured
 logger = logging.getLogger(__name__)
 
 KEYS = ("CPU", "CUDA")
-"""torch's dispatch keys that are ours while installed."""
+"""torch's dispatch keys for which our implementations are installed."""
 
 _installed: torch.library.Library | None = None
 
 
 def install(*, backend: BackendName = "auto") -> None:
-    """Makes our ops the implementations of torch's four, in this process. Every rank calls it.
+    """Makes our ops the implementations of torch's four ops in this process. Every rank calls it.
 
     Args:
-        backend: As for `overlap_gemm.all_gather_gemm`.
+        backend: Backend of the ops, as in `overlap_gemm.all_gather_gemm`.
 
     Raises:
-        RuntimeError: It is installed already.
-        ValueError: No such backend.
+        RuntimeError: The ops are already installed.
+        ValueError: There is no such backend.
     """
     global _installed
     check_name(backend)
     if _installed is not None:
-        raise RuntimeError("torch_symm_mem is installed already; uninstall() it first")
+        raise RuntimeError("torch_symm_mem is installed already; call uninstall() first")
     library = torch.library.Library("symm_mem", "IMPL")
 
     ours = {
@@ -70,16 +71,16 @@ def install(*, backend: BackendName = "auto") -> None:
         "fused_scaled_matmul_reduce_scatter": partial(_scaled_matmul_reduce_scatter, backend),
     }
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that a kernel is overridden, which is the purpose
+        warnings.simplefilter("ignore", UserWarning)  # "kernel is overridden", which is intended
         for op, key in itertools.product(ours, KEYS):
             if hasattr(torch.ops.symm_mem, op):
                 library.impl(op, ours[op], key, allow_override=True)
     _installed = library
-    logger.info("torch.ops.symm_mem.fused_* are carried out by overlap_gemm, backend=%r", backend)
+    logger.info("torch.ops.symm_mem.fused_* use overlap_gemm, backend=%r", backend)
 
 
 def uninstall() -> None:
-    """Gives torch's implementations back. Nothing happens if ours are not installed."""
+    """Restores torch's implementations; does nothing if ours are not installed."""
     global _installed
     if _installed is not None:
         _installed._destroy()
@@ -87,7 +88,7 @@ def uninstall() -> None:
 
 
 def installed() -> bool:
-    """Whether our ops are torch's now."""
+    """Returns whether our implementations are installed."""
     return _installed is not None
 
 
@@ -103,8 +104,8 @@ def _all_gather_matmul(
     why = _why_not(A, Bs, gather_dim)
     why = why or _why_slower(ALL_GATHER_GEMM.name, A, Bs, gather_dim, group_name, backend)
     if why is not None:
-        own = _torchs("fused_all_gather_matmul", A, why)
-        return own(A, list(Bs), gather_dim, group_name, return_A=return_A)
+        torch_op = _torch_op("fused_all_gather_matmul", A, why)
+        return torch_op(A, list(Bs), gather_dim, group_name, return_A=return_A)
     out = all_gather_gemm(
         A, [B.t() for B in Bs], group=group_name, dim=gather_dim, rows="equal", columns="equal",
         return_gathered=return_A, backend=backend,
@@ -118,10 +119,10 @@ def _matmul_reduce_scatter(
     why = _why_not(A, [B], scatter_dim) or _why_no_sum(A.shape[scatter_dim], reduce_op, group_name)
     why = why or _why_slower(GEMM_REDUCE_SCATTER.name, A, [B], scatter_dim, group_name, backend)
     if why is not None:
-        own = _torchs("fused_matmul_reduce_scatter", A, why)
-        return own(A, B, reduce_op, scatter_dim, group_name)
+        torch_op = _torch_op("fused_matmul_reduce_scatter", A, why)
+        return torch_op(A, B, reduce_op, scatter_dim, group_name)
     out = gemm_reduce_scatter(A, B.t(), group=group_name, dim=scatter_dim, k="equal", backend=backend)
-    # What torch's fake kernel promises to the compiler is contiguous, whatever the dimension.
+    # torch's fake kernel declares a contiguous result for every dimension.
     out = out.contiguous()
     return out / group_size(group_name) if reduce_op == "avg" else out
 
@@ -139,21 +140,21 @@ def _all_gather_scaled_matmul(
     out_dtypes: Sequence[torch.dtype | None],
     use_fast_accum: Sequence[bool],
 ) -> tuple[Tensor, list[Tensor]]:
-    # torch's dispatcher turns a list of types into one of numbers.
+    # torch's dispatcher converts a list of types to numbers.
     out_dtypes = symm_mem._maybe_convert_scalar_types_to_dtypes(list(out_dtypes))
-    promised = {dtype or A.dtype for dtype in out_dtypes}
-    why = _why_not_scaled(A, Bs, gather_dim, result_scales, promised)
+    result_types = {dtype or A.dtype for dtype in out_dtypes}
+    why = _why_not_scaled(A, Bs, gather_dim, result_scales, result_types)
     if why is None and len(set(use_fast_accum)) > 1:
         why = f"use_fast_accum={list(use_fast_accum)} differ"
     if why is not None:
-        own = _torchs("fused_all_gather_scaled_matmul", A, why)
-        given = (gather_dim, group_name, list(biases), list(result_scales), list(out_dtypes))
-        return own(A, list(Bs), A_scale, list(B_scales), *given, list(use_fast_accum))
+        torch_op = _torch_op("fused_all_gather_scaled_matmul", A, why)
+        arguments = (gather_dim, group_name, list(biases), list(result_scales), list(out_dtypes))
+        return torch_op(A, list(Bs), A_scale, list(B_scales), *arguments, list(use_fast_accum))
     rows = A.shape[gather_dim]
-    if A_scale.numel() > 1 and A_scale.shape[gather_dim] != rows:  # every rank has those of all rows
+    if A_scale.numel() > 1 and A_scale.shape[gather_dim] != rows:  # every rank has the scales of all rows
         A_scale = A_scale.narrow(gather_dim, rows * group_rank(group_name), rows)
-    (dtype,) = promised
-    wide = _wide(dtype)
+    (dtype,) = result_types
+    wide = _computed_dtype(dtype)
     added: list[Tensor] | None = None
     if any(bias is not None for bias in biases):
         added = [
@@ -190,16 +191,20 @@ def _scaled_matmul_reduce_scatter(
     why = _why_not_scaled(x, [B], orig_scatter_dim, [result_scale], {dtype})
     why = why or _why_no_sum(batch[orig_scatter_dim], reduce_op, group_name)
     if why is not None:
-        own = _torchs("fused_scaled_matmul_reduce_scatter", A, why)
+        torch_op = _torch_op("fused_scaled_matmul_reduce_scatter", A, why)
         dims = (orig_scatter_dim, scatter_dim_after_maybe_reshape, group_name, [*batch, B.shape[1]])
-        return own(A, B, A_scale, B_scale, reduce_op, *dims, bias, result_scale, out_dtype, use_fast_accum)
-    wide = _wide(dtype)
+        return torch_op(
+            A, B, A_scale, B_scale, reduce_op, *dims, bias, result_scale, out_dtype, use_fast_accum
+        )
+    wide = _computed_dtype(dtype)
     bias = None if bias is None else bias.to(wide)
     average = reduce_op == "avg"
     if bias is not None and ranks > 1 and not average:
-        _differs("a bias is added once, after the sum; torch's own adds it on each of the ranks")
+        _log_difference("a bias is added once, after the sum; torch's own adds it on each of the ranks")
     if dtype in FLOAT8:
-        _differs(f"the sum of {wide} partials is rounded to {dtype} once; torch's own adds partials of that")
+        _log_difference(
+            f"the sum of {wide} partials is rounded to {dtype} once; torch's own adds partials of that"
+        )
     with configured(fast_accum=True) if use_fast_accum else nullcontext():
         out = gemm_reduce_scatter(
             x, B.t(), group=group_name, dim=orig_scatter_dim, k="equal", backend=backend,
@@ -211,8 +216,8 @@ def _scaled_matmul_reduce_scatter(
     return out.to(dtype).contiguous()
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """What ours computes for a result of that type."""
+def _computed_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Returns the type that our op computes for a result of type `dtype`."""
     return OUT_DTYPES[0] if dtype in FLOAT8 else dtype
 
 
@@ -221,20 +226,20 @@ def _why_not_scaled(
     Bs: Sequence[Tensor],
     dim: int,
     result_scales: Sequence[Tensor | None],
-    promised: set[torch.dtype],
+    result_types: set[torch.dtype],
 ) -> str | None:
-    """Why our ops cannot carry out a scaled call that torch's may; `promised`: the results' types."""
+    """Returns why our ops do not support a scaled call, or None."""
     if any(scale is not None for scale in result_scales):
         return "results are scaled"
-    if len(promised) != 1 or not promised <= {*OUT_DTYPES, *FLOAT8}:
-        return f"results of {sorted(map(str, promised))}"
+    if len(result_types) != 1 or not result_types <= {*OUT_DTYPES, *FLOAT8}:
+        return f"results of {sorted(map(str, result_types))}"
     if A.dtype not in FLOAT8 or any(B.dtype not in FLOAT8 for B in Bs):
         return f"dtypes {A.dtype} and {sorted({str(B.dtype) for B in Bs})}"
     return _why_not(A, Bs, dim, tuple(FLOAT8))
 
 
 def _why_not(A: Tensor, Bs: Sequence[Tensor], dim: int, mixed: Sequence[torch.dtype] = ()) -> str | None:
-    """Why our ops cannot carry out a call that torch's may; `mixed`: types that go together."""
+    """Returns why our ops do not support a call, or None; `mixed`: types that may be combined."""
     if not 0 <= dim < A.ndim - 1:
         return f"dimension {dim} of {A.ndim} is not a row dimension of A"
     if not mixed and (A.dtype not in DTYPES or any(B.dtype != A.dtype for B in Bs)):
@@ -245,7 +250,7 @@ def _why_not(A: Tensor, Bs: Sequence[Tensor], dim: int, mixed: Sequence[torch.dt
 
 
 def _why_no_sum(rows: int, reduce_op: str, group: str) -> str | None:
-    """Why our ops cannot scatter so many rows of what a reduction gives."""
+    """Returns why our ops cannot scatter a reduction of `rows` rows, or None."""
     if rows % (ranks := group_size(group)):
         return f"{rows} rows are not divisible by P={ranks}"
     return None if reduce_op in ("sum", "avg") else f"reduce_op={reduce_op!r}"
@@ -254,26 +259,26 @@ def _why_no_sum(rows: int, reduce_op: str, group: str) -> str | None:
 def _why_slower(
     op: str, A: Tensor, Bs: Sequence[Tensor], dim: int, group: str, backend: BackendName
 ) -> str | None:
-    """Why torch's own pipelining may be the faster way on GPUs; CPUs have only ours."""
+    """Returns why torch's own pipelining may be faster on GPUs, or None; for CPUs torch has none."""
     if not A.is_cuda or backend != "auto":
         return None
     choice = explain(op, A, [B.t() for B in Bs], group=group, dim=dim, rows="equal")
     return "auto has nothing faster than product and collective" if choice.backend.name == "torch" else None
 
 
-def _torchs(op: str, A: Tensor, why: str) -> Callable[..., Any]:
-    """Torch's own implementation; for CPUs its fake kernel, collective and product."""
-    _say(op, why)
+def _torch_op(op: str, A: Tensor, why: str) -> Callable[..., Any]:
+    """Returns torch's own implementation; for CPUs its fallback, collective and product."""
+    _log_fallback(op, why)
     return getattr(symm_mem, f"_{op}" if A.is_cuda else f"_{op}_fallback")
 
 
 @cache
-def _differs(how: str) -> None:
-    """Once for each way."""
+def _log_difference(how: str) -> None:
+    """Logs each difference once."""
     logger.warning("fused_scaled_matmul_reduce_scatter: %s", how)
 
 
 @cache
-def _say(op: str, why: str) -> None:
-    """Once for each reason: the op is in the loop of a model."""
+def _log_fallback(op: str, why: str) -> None:
+    """Logs each reason once; the op runs in the loop of a model."""
     logger.warning("torch's own %s runs: %s", op, why)

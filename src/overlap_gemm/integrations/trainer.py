@@ -1,11 +1,11 @@
-"""transformers' Trainer for parallelized models, with checkpoints to go on from.
+"""transformers' Trainer for parallelized models, with checkpoints from which training can continue.
 
     from overlap_gemm.integrations.trainer import TensorParallelTrainer
     TensorParallelTrainer(parallelize(model, mesh), args, train_dataset=data).train()
 
-A plain Trainer trains them, too (`parallel.stacks`), and saves the model; it refuses to save the state of the
-optimizer of a model that was sharded before. These save it as a distributed checkpoint alongside the model's
-whole weights: any number of ranks goes on from it.
+A plain Trainer also trains parallelized models (`parallel.stacks`) and saves the model. It refuses, however,
+to save the optimizer state of a model that is already sharded. These classes save the state as a distributed
+checkpoint next to the model's full weights. Any number of ranks can continue from it.
 """
 
 import os
@@ -28,18 +28,18 @@ from ..parallel.stacks import as_unsharded
 _Base: Any = Trainer if TYPE_CHECKING else object
 
 OPTIMIZER = "optimizer_shards"
-"""The distributed checkpoint's folder in a Trainer's."""
+"""Folder of the distributed checkpoint within a Trainer's checkpoint."""
 SCHEDULER = "scheduler.pt"
 SAVES_ON_EVERY_RANK = Version(__version__) >= Version("5.19")
-"""Whether transformers' own Trainer calls `save_pretrained` on every rank, since it gathers."""
+"""Whether transformers' own Trainer calls `save_pretrained` on every rank, which is needed to gather."""
 
 
 @contextmanager
 def on_cpus() -> Iterator[None]:
-    """Within the block accelerate accepts tensor parallelism between processes on CPUs.
+    """Lets accelerate accept tensor parallelism between processes on CPUs within the block.
 
-    accelerate refuses it by the kind of device; nothing else differs. `TensorParallelTrainer` does this by
-    itself where a model is on CPUs. Another Trainer, or an `Accelerator`, is made within the block.
+    accelerate refuses it by the kind of device only. `TensorParallelTrainer` does this itself for a model on
+    CPUs. Create other Trainers, or an `Accelerator`, within the block.
     """
     from accelerate import Accelerator
 
@@ -52,7 +52,7 @@ def on_cpus() -> Iterator[None]:
 
 
 class ShardedCheckpoints(_Base):
-    """In front of a Trainer class, such as TRL's: it saves and loads the optimizer's shards."""
+    """Mixin for a Trainer class, such as TRL's: saves and loads the optimizer's shards. List it first."""
 
     model: Any
     optimizer: Any
@@ -71,13 +71,13 @@ class ShardedCheckpoints(_Base):
             self._check()
 
     def _check(self) -> None:
-        """Raises a ValueError where a parallelized model would be trained wrongly, or not at all."""
+        """Raises a ValueError if training a parallelized model would be wrong or impossible."""
         if any(place.sharding.logits_are_sharded for _, place in placed(self.model, None)):
             raise ValueError(
-                "a Trainer's losses want whole logits: parallelize with logits='replicated', its default"
+                "a Trainer's losses need replicated logits: use parallelize(..., logits='replicated')"
             )
         if self.optimizer is not None:
-            check_optimizer(self._torchs_optimizer)
+            check_optimizer(self._torch_optimizer)
         else:
             kind, settings = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(
                 self.args, self.model
@@ -94,27 +94,27 @@ class ShardedCheckpoints(_Base):
             self._save(output_dir or self.args.output_dir, state_dict=state)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Called by Trainer on every rank."""
-        state = {"optimizer": get_optimizer_state_dict(self.model, self._torchs_optimizer)}
+        """Saves the optimizer's shards, and the scheduler. Called by Trainer on every rank."""
+        state = {"optimizer": get_optimizer_state_dict(self.model, self._torch_optimizer)}
         dcp.save(state, checkpoint_id=Path(output_dir) / OPTIMIZER)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | os.PathLike[str] | None) -> None:
-        """Called by Trainer on every rank."""
+        """Loads the optimizer's shards, and the scheduler. Called by Trainer on every rank."""
         if checkpoint is None:
             return
-        optimizer = self._torchs_optimizer
+        optimizer = self._torch_optimizer
         state = {"optimizer": get_optimizer_state_dict(self.model, optimizer)}
         dcp.load(state, checkpoint_id=Path(checkpoint) / OPTIMIZER)
         set_optimizer_state_dict(self.model, optimizer, state["optimizer"])
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER, weights_only=True))
 
     @property
-    def _torchs_optimizer(self) -> torch.optim.Optimizer:
-        """Without accelerate's wrapping."""
+    def _torch_optimizer(self) -> torch.optim.Optimizer:
+        """Returns the optimizer without accelerate's wrapper."""
         return getattr(self.optimizer, "optimizer", self.optimizer)
 
 
 class TensorParallelTrainer(ShardedCheckpoints, Trainer):
-    """transformers' Trainer, all of it, with checkpoints that parallelized models go on from."""
+    """transformers' Trainer with checkpoints from which parallelized models can continue."""

@@ -1,13 +1,14 @@
-"""A plug-in for vLLM: row-parallel linears whose all-reduce overlaps the product, where that is faster.
+"""Plug-in for vLLM: row-parallel linears whose all-reduce overlaps the product, if that is faster.
 
-vLLM finds it by its entry point (group `vllm.general_plugins`) and loads it in every process; it does nothing
-unless `OVERLAP_GEMM_VLLM=1`. Then every `RowParallelLinear` that is unquantized, or of 8-bit floats with
-scales by tensor or channel, becomes one opaque op that decides at each call, by the tokens there are:
-`gemm_all_reduce` where the model of `overlap_gemm.tuning` predicts the fused kernel to be faster than product
-and collective, vLLM's own product and all-reduce otherwise. Activations are quantised by vLLM's own kernel.
+vLLM finds it by its entry point (group `vllm.general_plugins`) and loads it in every process. It does nothing
+unless `OVERLAP_GEMM_VLLM=1`. It applies to every `RowParallelLinear` that is unquantized, or has 8-bit floats
+with scales by tensor or channel. Its product becomes one opaque op that decides at each call, by the number
+of tokens: `gemm_all_reduce` if the model of `overlap_gemm.tuning` predicts the fused kernel to be faster than
+product and collective, otherwise vLLM's own product and all-reduce. Activations are quantised by vLLM's own
+kernel.
 
-Run in vLLM 0.32 on CPUs, written against the sources of 0.24 to 0.33. What it costs: an all-reduce in an
-opaque op is out of reach of vLLM's fusion of all-reduce and RMSNorm.
+Tested in vLLM 0.32 on CPUs; written against the sources of 0.24 to 0.33. The disadvantage: vLLM cannot fuse
+an all-reduce in an opaque op with RMSNorm.
 """
 
 import logging
@@ -26,17 +27,18 @@ from ..backends.select import choose
 from ..runtime.group import find
 from ..spec import GEMM_ALL_REDUCE
 
-logger = logging.getLogger(f"vllm.{__name__}")  # vLLM shows what its own loggers say, and no others'
+logger = logging.getLogger(f"vllm.{__name__}")  # vLLM shows messages of its own loggers only
 
 SWITCH = "OVERLAP_GEMM_VLLM"
-"""Environment variable; "1" switches the plug-in on."""
+"""Environment variable; "1" enables the plug-in."""
 
 
 def register() -> None:
-    """The entry point. vLLM may call it several times in a process.
+    """Registers the layer; the entry point. vLLM may call it several times in a process.
 
     Raises:
-        RuntimeError: It is switched on, and this vLLM is too old, or another plug-in has the layer.
+        RuntimeError: The plug-in is enabled, but this vLLM is too old, or another plug-in has registered the
+            layer.
     """
     if os.environ.get(SWITCH) == "1":
         _register()
@@ -55,34 +57,34 @@ def _register() -> type:
     if registered is not RowParallelLinear:
         raise RuntimeError(
             f"{SWITCH}=1, but another plug-in has registered vLLM's RowParallelLinear: "
-            f"{registered.__module__}.{registered.__qualname__}; switch one of the two off"
+            f"{registered.__module__}.{registered.__qualname__}; disable one of the two"
         )
 
-    # A variable that vLLM knows is in the key of its stored graphs, which would be taken with the switch the
-    # other way otherwise, and reaches Ray's workers, which would differ about the layer otherwise.
+    # vLLM includes its known variables in the key of stored graphs, so graphs of the other setting are not
+    # used, and sends them to Ray's workers, so all workers have the same layer.
     envs.environment_variables[SWITCH] = lambda: os.environ.get(SWITCH)
 
     try:
         from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import FP8ScaledMMLinearKernel
-    except ImportError:  # an older vLLM, whose quantized layers are its own
+    except ImportError:  # an older vLLM, whose quantized layers are not supported
         FP8ScaledMMLinearKernel = None
 
     class OverlapRowParallelLinear(RowParallelLinear):
-        """vLLM's layer with its weights and loaders; the forward is ours where ours can serve."""
+        """vLLM's layer with its weights and loaders; the forward is replaced if our op supports it."""
 
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **options)
             why = _why_not(get_current_vllm_config_or_none(), envs)
             if why is not None:
-                _say(why)
-            self._is_asked_for_vllms = why is not None
+                _log_fallback(why)
+            self._uses_vllm_forward = why is not None
             self._scaled = _kernel_of(self, FP8ScaledMMLinearKernel)
 
         def forward(self, input_: Tensor) -> Any:
             plain = type(self.quant_method) is UnquantizedLinearMethod and self.weight.ndim == 2
             scaled = self._scaled is not None and _is_by_columns(self.weight, input_, self.output_size)
             sums = self.input_is_parallel and self.reduce_results and self.tp_size > 1
-            if self._is_asked_for_vllms or not sums or not (plain or scaled):
+            if self._uses_vllm_forward or not sums or not (plain or scaled):
                 return super().forward(input_)
             bias = None if self.skip_bias_add else self.bias
             if plain:
@@ -99,16 +101,16 @@ def _register() -> type:
 
 
 _kernels: dict[str, Any] = {}
-"""vLLM's kernels of 8-bit products, by what tells them apart: a compiled graph knows no object."""
+"""vLLM's kernels of 8-bit products, by a name: a compiled graph cannot contain objects."""
 
 
 def _kernel_of(layer: Any, kind: type | None) -> str | None:
-    """The name in `_kernels` of the kernel by which vLLM multiplies a layer's 8-bit weight; None: no such."""
+    """Returns the name in `_kernels` of vLLM's kernel for a layer's 8-bit weight, or None."""
     if kind is None:
         return None
     for owner in (layer.quant_method, getattr(layer, "scheme", None)):
         for kernel in getattr(owner, "__dict__", {}).values():
-            # One that has its own way from x to the product may not quantise x.
+            # A kernel that overrides apply_weights may not quantise x.
             if isinstance(kernel, kind) and type(kernel).apply_weights is kind.apply_weights:  # type: ignore[attr-defined]
                 name = f"{type(kernel).__qualname__} {kernel.config}"  # type: ignore[attr-defined]
                 return name if _kernels.setdefault(name, kernel) is not None else None
@@ -116,7 +118,7 @@ def _kernel_of(layer: Any, kind: type | None) -> str | None:
 
 
 def _is_by_columns(weight: Tensor, x: Any, columns: int) -> bool:
-    """Whether a weight is `[K, N]` of 8 bits, K contiguous, not packed nor padded, and x its operand."""
+    """Returns whether a weight is 8-bit `[K, N]`, K contiguous, not packed or padded, and fits x."""
     return (
         isinstance(x, Tensor)
         and weight.dtype == torch.float8_e4m3fn
@@ -126,7 +128,7 @@ def _is_by_columns(weight: Tensor, x: Any, columns: int) -> bool:
 
 
 def _multiply(layer: Any, name: Any, x: Tensor, bias: Tensor | None) -> Tensor:
-    """The sum over the ranks of a layer's product, its input quantised as vLLM quantises it."""
+    """Returns the sum over the ranks of a layer's product; vLLM's kernel quantises the input."""
     kernel = _kernels[name]
     weight, scale_w, scale_x, bound = kernel._get_layer_params(layer)
     rows = x.reshape(-1, x.shape[-1])
@@ -140,31 +142,31 @@ def _multiply(layer: Any, name: Any, x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _why_not(config: Any, envs: Any) -> str | None:
-    """What vLLM is asked for that an op of ours would not keep to.
+    """Returns the first setting of vLLM that our op would not respect, or None.
 
     Sequence parallelism, a pass of vLLM up to 0.31, rewrites neighbouring all-reduces together, and would
-    see every second one of them or none.
+    find only some of them.
     """
-    asked = {
+    options = {
         "VLLM_BATCH_INVARIANT": envs.VLLM_BATCH_INVARIANT,
         "linear_backend": config is not None and config.kernel_config.linear_backend != "auto",
         "enable_sp": config is not None
         and getattr(config.compilation_config.pass_config, "enable_sp", False),
     }
-    return next((name for name, wanted in asked.items() if wanted), None)
+    return next((name for name, is_set in options.items() if is_set), None)
 
 
 @cache
-def _say(why: str) -> None:
-    """Once for each reason."""
+def _log_fallback(why: str) -> None:
+    """Logs each reason once."""
     logger.warning("vLLM's own forward of RowParallelLinear runs: %s", why)
 
 
 @torch.library.custom_op("overlap_gemm::vllm_row_parallel", mutates_args=())
 def _row_parallel(x: Tensor, weight: Tensor, bias: Tensor | None, k: int) -> Tensor:
-    """X `[..., K_local]`, weight `[N, K_local]` -> `[..., N]`, summed over the ranks, plus bias.
+    """Returns `[..., N]` for x `[..., K_local]` and weight `[N, K_local]`, summed over the ranks, plus bias.
 
-    The group is vLLM's of the moment: its name in a compiled graph would outlive it in vLLM's cache.
+    The group is vLLM's current one: a name in a compiled graph would outlive the group in vLLM's cache.
     """
     from vllm.distributed import tensor_model_parallel_all_reduce
     from vllm.distributed.parallel_state import get_tp_group
@@ -175,7 +177,7 @@ def _row_parallel(x: Tensor, weight: Tensor, bias: Tensor | None, k: int) -> Ten
     problem = Problem.of(GEMM_ALL_REDUCE.name, OpCall(rows=rows, columns=weight.shape[0], k=k), x, ranks)
     if _overlaps(problem):
         return gemm_all_reduce(x, weight, bias=bias, group=group, k=k)
-    # As vLLM does it: the bias is a part of one rank's product.
+    # As in vLLM, the bias is added to one rank's product.
     return tensor_model_parallel_all_reduce(F.linear(x, weight, bias if ranks.rank == 0 else None))
 
 
@@ -195,9 +197,9 @@ def _scaled_row_parallel(
     k: int,
     kernel: str,
 ) -> Tensor:
-    """X `[M, K_local]`, weight `[K_local, N]`, both of 8 bits -> `[M, N]`, summed over the ranks, plus bias.
+    """Returns `[M, N]` for 8-bit x `[M, K_local]` and weight `[K_local, N]`: the sum over ranks, plus bias.
 
-    `kernel` is vLLM's, in `_kernels`.
+    `kernel` is the name of vLLM's kernel in `_kernels`.
     """
     from vllm.distributed import tensor_model_parallel_all_reduce
     from vllm.distributed.parallel_state import get_tp_group
@@ -208,11 +210,11 @@ def _scaled_row_parallel(
     call = OpCall(rows=rows, columns=columns, k=k, out_dtype=out_dtype)
     problem = Problem.of(GEMM_ALL_REDUCE.name, call, x, ranks, weight)
     if _overlaps(problem):
-        own = scale_x.reshape(-1, 1) if scale_x.numel() > 1 else scale_x
-        others = scale_w.reshape(1, -1) if scale_w.numel() > 1 else scale_w
+        by_row = scale_x.reshape(-1, 1) if scale_x.numel() > 1 else scale_x
+        by_column = scale_w.reshape(1, -1) if scale_w.numel() > 1 else scale_w
         bias = None if bias is None else bias.to(out_dtype)
         return gemm_all_reduce(
-            x, weight.t(), bias=bias, group=group, k=k, scale_x=own, scale_w=others, out_dtype=out_dtype
+            x, weight.t(), bias=bias, group=group, k=k, scale_x=by_row, scale_w=by_column, out_dtype=out_dtype
         )
     product = _kernels[kernel].apply_scaled_mm(
         A=x, B=weight, out_dtype=out_dtype, As=scale_x, Bs=scale_w,
@@ -230,5 +232,5 @@ def _(
 
 @cache
 def _overlaps(problem: Problem) -> bool:
-    """Whether our way overlaps, and so beats what vLLM does."""
+    """Returns whether our op overlaps the communication, and so is faster than vLLM's."""
     return choose(problem).backend.name in ("fused", "decomposed")
