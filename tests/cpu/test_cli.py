@@ -65,9 +65,9 @@ def test_a_command_without_its_extra_names_the_extra(monkeypatch, module, extra)
 def test_a_tool_that_is_not_installed_names_its_extra(monkeypatch, name):
     monkeypatch.setattr(cli, "find_spec", lambda package: None)
     result = CliRunner().invoke(app, [name, "--help"])
-    expected = f"Error: {name} is a tool of developers: pip install 'overlap-gemm[tools]'\n"
+    expected = f"Error: {name} is a tool for developers: pip install 'overlap-gemm[tools]'\n"
     assert (result.exit_code, result.output) == (1, expected)
-    assert cli._help(name) == "Tool of developers: pip install 'overlap-gemm[tools]'."
+    assert cli._help(name) == "Tool for developers: pip install 'overlap-gemm[tools]'."
 
 
 @pytest.mark.parametrize("module", ["overlap_gemm.cli.lost", "torch", None])

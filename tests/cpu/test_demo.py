@@ -55,7 +55,7 @@ def test_batches_are_windows_of_the_text_and_repeat_with_the_seed(tmp_path):
     assert len(set(drawn[:, 0].tolist())) > 1
     again = next(llama.batches(text, batch=5, sequence=10, device=torch.device("cpu")))
     assert torch.equal(drawn, again)
-    with pytest.raises(ValueError, match="has 100 bytes, a window needs 101"):
+    with pytest.raises(ValueError, match="at least 101 bytes, a window, got 100"):
         next(llama.batches(text, batch=1, sequence=100, device=torch.device("cpu")))
 
 

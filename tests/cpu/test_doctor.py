@@ -118,6 +118,6 @@ def test_gpus_and_peers(monkeypatch):
     monkeypatch.setattr(driver, "cuDeviceGetAttribute", lambda what, index: (0, 0))
     other = {finding.name: finding for finding in doctor.devices()}
     assert other["MPS"].value == "off"
-    assert "`auto` measures each kind of call: " in other["the model's constants"].value
+    assert "`auto` measures each call signature: " in other["the model's constants"].value
     assert found["GPU 2"].value == "NVIDIA H200, sm_90, 141 GiB, 132 SMs"
     assert found["peer access"].value == "not 0->2, 2->0"

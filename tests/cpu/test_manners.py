@@ -39,7 +39,7 @@ def test_version():
     ("arguments", "words"),
     [
         (["bench", "--m", "-3"], r"Invalid value for '--m'"),
-        (["bench", "--op", "all_gather"], r"Invalid value for --op: \['all_gather'\] not among"),
+        (["bench", "--op", "all_gather"], r"Invalid value for --op: \['all_gather'\] is not among"),
         (["demo", "--backend", "decompsed"], r"Invalid value for '--backend': .*'auto', 'torch', 'seq"),
         (["demo", "--text", "no/such/file"], r"no/such/file"),
         (["demo", "--device", "cuda:1"], r"init\(device='cuda:1'\): device must be 'cpu' or 'cuda'"),

@@ -91,7 +91,7 @@ def test_what_the_backend_refuses_is_not_chosen(op):
 
 def test_an_expected_machines_plan_says_what_auto_does_there():
     _, said = plan("gemm_reduce_scatter", 8192, 8192, 8192, "--machine", "b200")
-    assert "there `auto` measures each kind of call" in said
+    assert "`auto` measures each call signature" in said
     assert "until `tune`" not in plan("gemm_reduce_scatter", 8192, 8192, 8192, "--machine", "h200")[1]
 
 
@@ -99,9 +99,9 @@ def test_operands_with_scales_are_planned_and_run_as_torchs_where_they_are_not_t
     how = ("gemm_reduce_scatter", 8192, 8192, 28672, "--ranks", 4, "--dtype", "float8_e4m3fn")
     _, said = plan(*how, "--machine", "b200")
     assert "choice, captured in a CUDA graph: torch" in said
-    assert "not fused by itself: products of 8-bit operands have not been timed on" in said
+    assert "not fused by default: products of 8-bit operands have not been timed on" in said
     _, said = plan(*how)
-    assert "choice, captured in a CUDA graph: fused" in said and "not fused by itself" not in said
+    assert "choice, captured in a CUDA graph: fused" in said and "not fused by default" not in said
     assert "e4m3_obf16_sbf16" in said and "96 MiB out of each rank" in said
     _, said = plan("all_gather_gemm", 8192, 28672, 8192, "--ranks", 4, "--dtype", "float8_e5m2")
     assert "48 MiB out of each rank" in said
@@ -114,7 +114,7 @@ def test_scales_of_blocks_are_planned():
     assert "choice, captured in a CUDA graph: fused" in said and "b1x128x128" in said
     _, said = plan(*how, 32, "--machine", "h200")
     assert "choice, captured in a CUDA graph: torch" in said and "b1x32x32" in said
-    assert "not fused by itself: kernels with scales of blocks of 32 x 32 have not been timed on" in said
+    assert "not fused by default: kernels with scales of blocks of 32 x 32 have not been timed on" in said
     _, said = plan(*how, 128, "--machine", "b200")
     assert "constants are those with scales of rows: kernels with scales of blocks of 128 x 128" in said
     assert "fused kernel: no, scales of blocks of 128 x 128 are for kernels of sm_90a" in said

@@ -1,7 +1,7 @@
-"""The `overlap-gemm` command. A command is a module of this package and a name in the list below.
+"""The `overlap-gemm` command. Each subcommand is a module of this package and a name in `COMMANDS`.
 
-A command's module is imported when the command runs: most of them need torch, which takes seconds to import,
-and `--help`, `--version` and a shell's completion do not.
+A subcommand's module is imported when the subcommand runs: most of them need torch, which takes seconds to
+import, but `--help`, `--version` and shell completion do not.
 """
 
 import ast
@@ -20,28 +20,31 @@ from .. import __version__
 logger = logging.getLogger(__name__)
 
 COMMANDS = ("demo", "explain", "plan", "tune", "doctor", "soak")
-"""In the order of `--help`."""
+"""Subcommands in the order of `--help`."""
 
 TOOLS = ("bench", "emulate", "compile-check")
-"""Commands of developers. `compile-check` is the function `compile_check` of a module of that name."""
+"""Subcommands for developers. `compile-check` is the function `compile_check` of a module of that name."""
 
 TOOLS_PACKAGE = "overlap_gemm_tools"
-"""The modules of `TOOLS`; the extra `tools` installs it."""
+"""Package with the modules of `TOOLS`; the extra `tools` installs it."""
 
 
 class LazyCommands(TyperGroup):
-    """Imports the command that is called; reports what a user got wrong, or has not installed, in one line.
+    """Group that imports the called subcommand and reports user errors and missing packages in one line.
 
-    The traceback goes to the log, at level DEBUG.
+    The traceback is logged at level DEBUG.
     """
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Called by click: the command in place of its placeholder, which has name and help only."""
+        """Returns the subcommand in place of its placeholder, which has name and help only.
+
+        Called by click.
+        """
         name, _, rest = super().resolve_command(ctx, args)
         return name, name and _command(name), rest
 
     def invoke(self, ctx: Any) -> Any:
-        """Called by click."""
+        """Runs the subcommand. Called by click."""
         try:
             return super().invoke(ctx)
         except ModuleNotFoundError as error:
@@ -57,7 +60,7 @@ class LazyCommands(TyperGroup):
 
 
 def extra_with(module: str) -> str | None:
-    """Returns the smallest extra of this distribution that installs a module, None where there is none."""
+    """Returns the smallest extra of this distribution that installs a module, or None."""
     try:
         requirements = metadata.requires("overlap-gemm") or ()
     except metadata.PackageNotFoundError:
@@ -67,9 +70,11 @@ def extra_with(module: str) -> str | None:
         name, *extra = re.findall(r"^[\w.-]+|(?<=extra == .)[\w-]+", requirement)
         for one in extra:
             extras.setdefault(one, []).append(name.replace("_", "-").lower())
-    wanted = module.partition(".")[0].replace("_", "-").lower()
+    distribution = module.partition(".")[0].replace("_", "-").lower()
     return min(
-        (e for e, names in extras.items() if wanted in names), key=lambda e: len(extras[e]), default=None
+        (e for e, names in extras.items() if distribution in names),
+        key=lambda e: len(extras[e]),
+        default=None,
     )
 
 
@@ -78,10 +83,10 @@ def _new_app(**options: Any) -> typer.Typer:
 
 
 def _command(name: str) -> Any:
-    """The command itself, with its options."""
+    """Returns the subcommand with its options."""
     module = name.replace("-", "_")
     if name in TOOLS and find_spec(TOOLS_PACKAGE) is None:
-        raise ValueError(f"{name} is a tool of developers: pip install 'overlap-gemm[tools]'")
+        raise ValueError(f"{name} is a tool for developers: pip install 'overlap-gemm[tools]'")
     package = TOOLS_PACKAGE if name in TOOLS else __name__
     alone = _new_app(add_completion=False)
     alone.command(name)(getattr(import_module(f".{module}", package), module))
@@ -89,12 +94,12 @@ def _command(name: str) -> Any:
 
 
 def _help(name: str) -> str | None:
-    """The docstring of a command's function, read without importing its module."""
+    """Returns the docstring of a subcommand's function without importing its module."""
     module, home = name.replace("-", "_"), Path(__file__)
     if name in TOOLS:
         package = find_spec(TOOLS_PACKAGE)
         if package is None or package.origin is None:
-            return "Tool of developers: pip install 'overlap-gemm[tools]'."
+            return "Tool for developers: pip install 'overlap-gemm[tools]'."
         home = Path(package.origin)
     source = ast.parse(home.with_name(f"{module}.py").read_text(encoding="utf-8"))
     functions = (node for node in source.body if isinstance(node, ast.FunctionDef) and node.name == module)
@@ -122,4 +127,4 @@ def _several_commands(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Tensor-parallel GEMMs that overlap with their communication."""
+    """Runs tensor-parallel GEMMs that overlap with their communication."""

@@ -1,4 +1,4 @@
-"""Options that several commands have, and what they stand for."""
+"""Options that several commands share, and the conversion of their values."""
 
 from collections.abc import Sequence
 from typing import Annotated, Literal, cast
@@ -11,40 +11,40 @@ from ..backends.scales.scaling import Block, blocks_named
 from ..spec import OPS
 
 DType = Literal["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"]
-"""Types of operands, as commands have them."""
+"""Types of operands in options."""
 
 DTypeOption = Annotated[
     DType | None,
     typer.Option(
-        help="Of operands and result; 8-bit operands have scales, and a bfloat16 result. "
+        help="Type of operands and result; 8-bit operands have scales, and a bfloat16 result. "
         "[default: bfloat16 on GPUs, else float32]"
     ),
 ]
 BlockOption = Annotated[
     Literal["128", "32", "mx"] | None,
     typer.Option(
-        help="Of 8-bit operands: what shares a scale, blocks, or those of MX types. [default: rows]"
+        help="Elements of 8-bit operands that share a scale: blocks, or those of MX types. [default: rows]"
     ),
 ]
-DeviceOption = Annotated[str | None, typer.Option(help="cpu or cuda. [default: cuda where there is one]")]
+DeviceOption = Annotated[str | None, typer.Option(help="cpu or cuda. [default: cuda if there is one]")]
 
 
 def chosen_ops(named: Sequence[str], option: str = "--op") -> list[str]:
-    """The ops named, or all if none is, in the library's order.
+    """Returns the named ops, or all if none is named, in the library's order.
 
     Raises:
-        BadParameter: one that there is not.
+        BadParameter: There is no such op.
     """
     if unknown := set(named) - set(OPS):
-        raise typer.BadParameter(f"{sorted(unknown)} not among {', '.join(OPS)}", param_hint=option)
+        raise typer.BadParameter(f"{sorted(unknown)} is not among {', '.join(OPS)}", param_hint=option)
     return [op for op in OPS if not named or op in named]
 
 
 def block_of(option: str | None, dtype: torch.dtype) -> Block:
-    """The `block=` that `BlockOption` stands for, of operands of this type.
+    """Returns the value for `block=` of a `BlockOption`, for operands of a type.
 
     Raises:
-        BadParameter: there are no such ones.
+        BadParameter: There is no such block for the type.
     """
     block = int(option) if option and option.isdigit() else cast(Block, option)
     try:

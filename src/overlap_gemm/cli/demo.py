@@ -1,4 +1,4 @@
-"""`overlap-gemm demo`: a tensor-parallel Llama trained, checked against the unsharded one, its ops timed."""
+"""`overlap-gemm demo`: trains a tensor-parallel Llama, checks it against the unsharded one, times its ops."""
 
 import time
 from collections.abc import Iterator
@@ -33,26 +33,26 @@ if TYPE_CHECKING:  # transformers is slow to import, and an extra
 
     from .llama import Comparison
 
-WAYS = ("auto", "torch")
-"""Backends that ops are timed with."""
+TIMED_BACKENDS = ("auto", "torch")
+"""Backends whose ops are timed."""
 
-TIMELINES = ("sequential", "decomposed")
-"""What a CPU's timelines are drawn of."""
+TIMELINE_BACKENDS = ("sequential", "decomposed")
+"""Backends in the timelines of CPUs."""
 
 
 @dataclass(frozen=True)
 class DemoSizes:
-    """What fills a device for some seconds.
+    """Sizes that keep a device busy for some seconds.
 
     Attributes:
-        dtype: Of the model and of the timed ops.
+        dtype: dtype of the model and of the timed ops.
         rate: Learning rate.
         sequence: Bytes per sequence.
-        heads: Attention heads at least.
+        heads: Minimum number of attention heads.
         head_dim: Width of a head.
         rows: M of the timed ops; a decode batch has 16.
-        hidden: N or K of the timed ops, the width of the hidden state.
-        inner: The other one, the width of an MLP.
+        hidden: N or K of the timed ops: width of the hidden state.
+        inner: The other one of N and K: width of an MLP.
         rounds: Samples per timing.
     """
 
@@ -83,7 +83,7 @@ def demo(
         int | None, typer.Option(min=1, help="Rows M of the timed ops. [1024; GPUs: 8192]")
     ] = None,
     rounds: Annotated[int | None, typer.Option(min=1, help="Samples per timing. [7]")] = None,
-    backend: Annotated[BackendName, typer.Option(help="How the model's ops are carried out.")] = "auto",
+    backend: Annotated[BackendName, typer.Option(help="Backend of the model's ops.")] = "auto",
     text: Annotated[Path | None, typer.Option(help="Train on this file; default: our license.")] = None,
     out: Annotated[Path, typer.Option(help="Folder for the pictures.")] = Path("out"),
     fused: Annotated[
@@ -91,11 +91,11 @@ def demo(
     ] = None,
     device: DeviceOption = None,
 ) -> None:
-    """Train a tensor-parallel Llama, compare it with the unsharded one, time its ops.
+    """Trains a tensor-parallel Llama, compares it with the unsharded one, and times its ops.
 
-    `bash launch/demo.sh` starts it with one rank per GPU, or on 2 CPU ranks. Exits with 1 if the sharded
-    model's logits or gradients are further from the truth than the stated tolerance, or the emulated kernel's
-    results are wrong.
+    `bash launch/demo.sh` starts it with one rank per GPU, or on 2 CPU ranks. Exits with 1 if the error of the
+    sharded model's logits or gradients exceeds the stated tolerance, or the emulated kernel's results are
+    wrong.
     """
     from . import llama
 
@@ -123,7 +123,7 @@ def demo(
     ):
         group = find(None)
         taken = layer.taken_by(backend, layer.operands(group, world.device), group)
-        console.print(f"   backend={backend!r} carries {layer.op} out as {taken!r}")
+        console.print(f"   backend={backend!r} runs {layer.op} by {taken!r}")
     data = llama.batches(text, batch, sequence, world.device)
     losses, seconds = _train(console, model, data, steps, sizes.rate)
     prompt, written = llama.continuation(model, text, world.device)
@@ -152,14 +152,14 @@ def demo(
 
 
 def _emulate(console: Console, picture: Path) -> bool:
-    """GEMM reduce-scatter in one kernel: the comm warp stores a tile while the next one is multiplied."""
+    """Runs a fused GEMM reduce-scatter: the comm warp stores a tile while the next one is multiplied."""
     case = Case("gemm_reduce_scatter", 1024, 128, 512, torch.bfloat16)
     device = Emulated("sm_100a", 2, "random", num_sms=1)
     return run_emulated(console, case, device, 1, {"mma": "1cta", "tile": (128, 128)}, picture)
 
 
 def _mlp(rows: int, hidden: int, inner: int, dtype: torch.dtype) -> list[Workload]:
-    """The two ops of a tensor-parallel MLP."""
+    """Returns the two ops of a tensor-parallel MLP."""
     return [
         Workload("MLP up", "all_gather_gemm", rows, inner, hidden, dtype),
         Workload("MLP down", "gemm_reduce_scatter", rows, hidden, inner, dtype),
@@ -169,7 +169,7 @@ def _mlp(rows: int, hidden: int, inner: int, dtype: torch.dtype) -> list[Workloa
 def _train(
     console: Console, model: "LlamaForCausalLM", data: Iterator[torch.Tensor], steps: int, rate: float
 ) -> tuple[list[float], float]:
-    """Trains under a progress bar; returns the losses and the seconds."""
+    """Trains with a progress bar; returns the losses and the seconds."""
     from . import llama
 
     losses: list[float] = []
@@ -180,7 +180,7 @@ def _train(
         def after_step(loss: float) -> None:
             losses.append(loss)
             progress.update(task, advance=1, description=f"loss {loss:5.3f}")
-            if not console.is_terminal and len(losses) % 10 == 1:  # a file does not show a bar that moves
+            if not console.is_terminal and len(losses) % 10 == 1:  # a file does not show the progress bar
                 console.print(f"   step {len(losses):4d}  loss {loss:5.3f}")
 
         started = time.perf_counter()
@@ -191,17 +191,17 @@ def _train(
 def _check(console: Console, comparisons: list["Comparison"]) -> bool:
     from .llama import ALLOWED_FACTOR
 
-    for found in comparisons:
+    for comparison in comparisons:
         console.print(
-            f"   {found.what:9}  largest error {found.error:.1e}, allowed {found.allowed:.1e} "
-            f"({ALLOWED_FACTOR:g} x the unsharded model's own rounding, {found.rounding:.1e})  "
-            f"{'[green]ok[/]' if found.holds else '[red]TOO FAR[/]'}"
+            f"   {comparison.what:9}  largest error {comparison.error:.1e}, allowed {comparison.allowed:.1e} "
+            f"({ALLOWED_FACTOR:g} x the unsharded model's own rounding, {comparison.rounding:.1e})  "
+            f"{'[green]ok[/]' if comparison.holds else '[red]TOO FAR[/]'}"
         )
-    return all(found.holds for found in comparisons)
+    return all(comparison.holds for comparison in comparisons)
 
 
 def _time_ops(console: Console, world: World, sizes: DemoSizes, rows: int, rounds: int, out: Path) -> str:
-    """Times the ops alongside torch's calls, draws timelines on CPUs, and returns how they compare."""
+    """Times the ops and torch's calls, draws timelines on CPUs, and returns the comparison as text."""
     group = find(None)
     hidden, inner = sizes.hidden, sizes.inner
     workloads = [
@@ -215,18 +215,18 @@ def _time_ops(console: Console, world: World, sizes: DemoSizes, rows: int, round
         shown.add_column(heading, justify="right" if "ms" in heading else "left")
     for workload in workloads:
         operands = workload.operands(group, world.device)
-        calls = {name: workload.by(name, operands, group) for name in WAYS}
+        calls = {name: workload.by(name, operands, group) for name in TIMED_BACKENDS}
         timings = measure(
             calls, group=group.process_group, device=world.device, rounds=rounds, burst_seconds=0.02
         )
         taken = workload.taken_by("auto", operands, group)
-        times = (f"{timings.median(name) * 1e3:.3f}" for name in WAYS)
+        times = (f"{timings.median(name) * 1e3:.3f}" for name in TIMED_BACKENDS)
         shown.add_row(workload.op, f"{workload.m},{workload.n},{workload.k}", taken, *times)
         compared += _against(workload.op, timings)
     console.print(shown)
     if world.device.type == "cpu" and world.size > 1:
         timelines = {
-            workload.op: {name: _timeline(workload, name, group, world) for name in TIMELINES}
+            workload.op: {name: _timeline(workload, name, group, world) for name in TIMELINE_BACKENDS}
             for workload in workloads[:2]
         }
         if world.rank == 0:
@@ -238,13 +238,13 @@ def _time_ops(console: Console, world: World, sizes: DemoSizes, rows: int, round
 
 
 def _against(op: str, timings: Timings) -> str:
-    """An op's time against that of torch's calls, with quartiles."""
+    """Returns an op's time relative to torch's calls, with quartiles, as text."""
     low, high = timings.ratio_range("auto", "torch")
     return f"; {op} takes {timings.ratio('auto', 'torch'):.2f} ({low:.2f}-{high:.2f}) of the time of torch"
 
 
 def _timeline(workload: Workload, backend: str, group: Group, world: World) -> list[list[Span]]:
-    """The spans of one warm call on every rank. Collective."""
+    """Returns the spans of one warm call on every rank. Collective."""
     call = workload.by(backend, workload.operands(group, world.device), group)
     everyone: list[Any] = [None] * world.size
     for _ in range(2):

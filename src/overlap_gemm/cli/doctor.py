@@ -1,4 +1,4 @@
-"""`overlap-gemm doctor`: what this machine offers, and which backends that makes usable."""
+"""`overlap-gemm doctor`: reports the machine's devices and libraries, and the backends that are usable."""
 
 import importlib.metadata
 import json
@@ -33,9 +33,9 @@ class Finding:
     """One line of the report.
 
     Attributes:
-        name: What was looked at.
-        value: What was found, or why it is not there.
-        status: "absent" is a fact about the machine, "broken" something to mend.
+        name: Checked item.
+        value: Result, or the reason why the item is missing.
+        status: "absent": a property of the machine; "broken": needs a repair.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Finding:
 
 
 def versions() -> Iterator[Finding]:
-    """This package, Python, and the distributions it stands on."""
+    """Yields the versions of this package, Python, and its main dependencies."""
     yield Finding("Python", f"{platform.python_version()} ({sys.executable})")
     for name in ("overlap-gemm", "torch", "nvidia-cutlass-dsl", "transformers"):
         yield _distribution(name)
@@ -52,7 +52,7 @@ def versions() -> Iterator[Finding]:
 
 
 def devices() -> Iterator[Finding]:
-    """CUDA devices, and who may read whose memory."""
+    """Yields the devices, peer access between them, and whether the model has their constants."""
     cpu = f"{platform.machine()}, {torch.get_num_threads()} threads"
     yield Finding("CPU", cpu)
     if not torch.cuda.is_available():
@@ -79,7 +79,7 @@ def devices() -> Iterator[Finding]:
 
 
 def _mps(count: int) -> Finding:
-    """Whether processes share a GPU's SMs, which a fused kernel that fills them must have to itself."""
+    """Returns whether processes share a GPU's SMs; a fused kernel that fills the SMs must not share them."""
     from cuda.bindings import driver
 
     attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MPS_ENABLED
@@ -89,29 +89,29 @@ def _mps(count: int) -> Finding:
     return Finding(
         "MPS",
         f"on GPU {', '.join(shared)}: fused kernels of two jobs that share SMs can wait for each other until "
-        f"they time out; give each job a GPU of its own",
+        f"they time out; run one job per GPU",
         "absent",
     )
 
 
 def _constants(device: str, capability: tuple[int, int]) -> Finding:
-    """Whether `auto` may compare times on devices of that name."""
+    """Returns whether `auto` may use predicted times on devices of a name."""
     arch = arch_of_capability(capability)
     if arch is None:
         return Finding("the model's constants", f"none: no fused kernel runs on {device}", "absent")
     try:
-        untimed = why_uncalibrated(arch.name, device)
+        why_not = why_uncalibrated(arch.name, device)
     except ValueError as error:
         return Finding("the model's constants", str(error), "broken")
-    if untimed:
-        return Finding("the model's constants", f"`auto` measures each kind of call: {untimed}", "absent")
+    if why_not:
+        return Finding("the model's constants", f"`auto` measures each call signature: {why_not}", "absent")
     machine = machine_for(arch.name, device)
     assert machine is not None
     return Finding("the model's constants", f"measured on {device}, {machine.date}")
 
 
 def communication() -> Iterator[Finding]:
-    """torch.distributed's backends, MPI and NVSHMEM."""
+    """Yields torch.distributed's backends, MPI and NVSHMEM."""
     for name, available in (("gloo", dist.is_gloo_available()), ("NCCL", dist.is_nccl_available())):
         yield Finding(name, "in this torch" if available else "not in this torch", _status(available))
     yield _mpi()
@@ -137,14 +137,14 @@ def _mpi() -> Finding:
 
 
 def _nvshmem_library() -> Finding:
-    """The host library that a process gets: the one torch has loaded, if it has, whatever else there is."""
+    """Returns the NVSHMEM host library of a process: the one that torch has loaded, if it has."""
     name = "NVSHMEM library"
     try:
         import nvshmem.core as nvshmem
 
         loaded = str(nvshmem.get_version().libnvshmem_version)
         device = importlib.metadata.version("nvidia-nvshmem-cu13")
-    except Exception as error:  # of several packages, where one of them or the library is missing
+    except Exception as error:  # errors of several packages, if one of them or the library is missing
         return Finding(name, f"cannot be loaded: {error}", "absent")
     if numbers(loaded)[:2] < numbers(device)[:2]:
         older = f"{loaded}, which refuses kernels linked with the device code of {device}"
@@ -153,24 +153,27 @@ def _nvshmem_library() -> Finding:
 
 
 def _nvshmem_bitcode() -> Finding:
-    """Device puts are compiled from the bitcode of the newest architecture that is not above the GPU's."""
+    """Returns the NVSHMEM device code.
+
+    Puts are compiled from the bitcode of the newest architecture that is not above the GPU's.
+    """
     name = "NVSHMEM device code"
     try:
         files = importlib.metadata.files("nvidia-nvshmem-cu13") or []
         version = importlib.metadata.version("nvidia-nvshmem-cu13")
     except importlib.metadata.PackageNotFoundError:
         return Finding(name, "not installed (extra `nvshmem`)", "absent")
-    found = (re.fullmatch(r"libnvshmem_device_sm_(\d+)\.bc", Path(file).name) for file in files)
-    archs = sorted(int(match[1]) for match in found if match)
+    matches = (re.fullmatch(r"libnvshmem_device_sm_(\d+)\.bc", Path(file).name) for file in files)
+    archs = sorted(int(match[1]) for match in matches if match)
     if reason := why_no_puts():
         return Finding(name, f"puts: no, {reason}", "absent")
     if not archs:
-        return Finding(name, f"{version} carries no bitcode per architecture", "broken")
+        return Finding(name, f"{version} has no bitcode per architecture", "broken")
     return Finding(name, f"{version}, for sm_{', sm_'.join(map(str, archs))}")
 
 
 def backends() -> Iterator[Finding]:
-    """What two ranks on this machine could use, in the order in which `backend="auto"` tries it."""
+    """Yields the backends for two ranks on this machine, in the order in which "auto" tries them."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     problem = Problem(GEMM_REDUCE_SCATTER.name, OpCall(rows=4096, columns=4096), torch.bfloat16, device, 2)
     for backend in BACKENDS:
@@ -195,24 +198,26 @@ PROBES: dict[str, Callable[[], Iterator[Finding]]] = {
     "communication": communication,
     "backends": backends,
 }
-"""By the heading that their findings stand under."""
+"""Probes by the section of their findings."""
 
 
 def examine() -> list[tuple[str, Finding]]:
-    """Everything doctor knows, each under its heading, in the order of its report."""
+    """Returns (section, finding) pairs of all probes, in the order of the report."""
     return [(section, finding) for section, probe in PROBES.items() for finding in probe()]
 
 
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
-    """Say what this machine offers, which backends are usable and why others are not.
+    """Reports devices, libraries and versions, the usable backends, and why others are not usable.
 
-    Exits with 1 where something is installed but broken.
+    Exits with 1 if something is installed but broken.
     """
     findings = examine()
     if as_json:
-        print(json.dumps([{"section": section, **asdict(found)} for section, found in findings], indent=2))
+        print(
+            json.dumps([{"section": section, **asdict(finding)} for section, finding in findings], indent=2)
+        )
     else:
         _print(findings)
     if any(finding.status == "broken" for _, finding in findings):

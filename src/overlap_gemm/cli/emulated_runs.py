@@ -1,4 +1,4 @@
-"""A fused op on virtual ranks in the emulator, and how it went, for the commands that run one."""
+"""A fused op on virtual ranks in the emulator, with its verdicts, for the commands that run one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..spec import patterns_of
 from ..testing.cases import Case
 from ..tuning.settings import configured
 
-if TYPE_CHECKING:  # a device that is slow to import, and only some commands' need
+if TYPE_CHECKING:  # slow to import, and only some commands need it
     from cute_emulator.errors import Report
 
     from ..testing.emulated import Judgement
@@ -26,14 +26,14 @@ Mode = Literal["immediate", "random", "lazy"]
 
 @dataclass(frozen=True)
 class Emulated:
-    """What a case runs on.
+    """Emulated machine of a run.
 
     Attributes:
-        arch: To compile for and to emulate.
-        ranks: P.
+        arch: Architecture to compile for and to emulate.
+        ranks: Number of ranks P.
         mode: When asynchronous operations complete.
-        num_sms: SMs that the device claims; default: those of the real one.
-        beyond_reach: Whether NVSHMEM puts carry the tiles, over an emulated network.
+        num_sms: SMs of the device; None: those of the real device.
+        beyond_reach: True: NVSHMEM puts send the tiles over an emulated network.
     """
 
     arch: Arch
@@ -51,18 +51,18 @@ def run_emulated(
     fields: dict[str, Any],
     trace: Path | None = None,
 ) -> bool:
-    """Runs a case on virtual ranks in the emulator and prints how it went.
+    """Runs a case on virtual ranks in the emulator and prints the verdicts.
 
     Args:
-        console: where to.
-        case: op, sizes, dtype; its seed is the emulator's, too.
-        device: ranks to run it on.
-        launches: calls on changing data, queued together.
-        fields: what `configured` takes, instead of the default's.
-        trace: file for a Perfetto trace (.json) or a picture.
+        console: Console for the output.
+        case: Op, sizes and dtype; its seed is also the emulator's.
+        device: Emulated machine.
+        launches: Number of calls on changing data, queued together.
+        fields: Arguments of `configured`.
+        trace: File for a Perfetto trace (.json) or a picture.
 
     Returns:
-        Whether every result is right and the emulator found nothing.
+        True if every result is correct and the emulator has no findings.
     """
     from cute_emulator import Emulator, EmulatorError
     from cute_emulator.trace import Trace
@@ -90,17 +90,17 @@ def run_emulated(
     ):
         try:
             verdicts = [
-                judge(case, given, outs, case.dtype) for given, outs in run_launches(case, world, launches)
+                judge(case, inputs, outs, case.dtype) for inputs, outs in run_launches(case, world, launches)
             ]
-            (side,) = local_peers(world.names[0])
-            (plan,) = side.plans.values()  # the launches are alike
+            (peers,) = local_peers(world.names[0])
+            (plan,) = peers.plans.values()  # all launches have one plan
         except (EmulatorError, CommTimeoutError, ValueError) as error:
             console.print(f"[red]{type(error).__name__}[/]: {error}")
             return False
     seconds = time.perf_counter() - start
     config = plan.products[0].config
-    way = f" {plan.pattern}" if len(patterns_of(case.op)) > 1 else ""
-    what = f"{case}{way} on {device.ranks} emulated {device.arch} ranks, kernel {config.name}"
+    pattern = f" {plan.pattern}" if len(patterns_of(case.op)) > 1 else ""
+    what = f"{case}{pattern} on {device.ranks} emulated {device.arch} ranks, kernel {config.name}"
     right = _show(console, what, verdicts, emulator.report, f"mode {device.mode}, seed {case.seed}", seconds)
     if recorder is not None and trace is not None:
         from ..build import warp_names
@@ -108,14 +108,14 @@ def run_emulated(
         recorder.roles = warp_names(config)
         trace.parent.mkdir(parents=True, exist_ok=True)
         recorder.save_json(trace) if trace.suffix == ".json" else recorder.save_png(trace, max_ctas=2)
-        console.print(f"what each warp did when: {trace}")
+        console.print(f"timeline of the warps: {trace}")
     return right
 
 
 def _show(
     console: Console, what: str, verdicts: Sequence[Judgement], report: Report, how: str, seconds: float
 ) -> bool:
-    """Prints the launches' verdicts and the emulator's findings; whether there is nothing wrong."""
+    """Prints the launches' verdicts and the emulator's findings; returns whether all is correct."""
     table = Table(title=what)
     for heading in ("launch", "largest error", "share of bound", "bit-equal to recipe", "right"):
         table.add_column(heading, justify="right")

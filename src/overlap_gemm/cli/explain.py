@@ -1,4 +1,4 @@
-"""`overlap-gemm explain`: what `overlap_gemm.explain` says of a call, here, with the ranks that are here."""
+"""`overlap-gemm explain`: prints `overlap_gemm.explain` of a call on this machine, for the started ranks."""
 
 from dataclasses import replace
 from typing import Annotated, Any
@@ -29,19 +29,19 @@ def explain(
         int | None,
         typer.Option(
             min=1,
-            help="As if of so many ranks like this one, which reach each other. [default: those started]",
+            help="Assume this many ranks like this one, with peer access. [default: those started]",
         ),
     ] = None,
-    backend: Annotated[BackendName, typer.Option(help="What the call asks for.")] = "auto",
+    backend: Annotated[BackendName, typer.Option(help="backend= of the call.")] = "auto",
     dtype: DTypeOption = None,
     block: BlockOption = None,
     device: DeviceOption = None,
 ) -> None:
-    """Say which backend would carry out an op on this machine, and why not the others.
+    """Shows which backend would run an op on this machine, and why others would not.
 
     Run it under a launcher, `bash launch/torchrun.sh -n 2 overlap-gemm explain gemm_all_reduce 16 4096 4096`:
-    the ranks find out what they reach. Alone, `--ranks 8` takes for granted that they do. `overlap-gemm plan`
-    predicts for machines that are not here.
+    the ranks then test peer access. Alone, `--ranks 8` assumes it. `overlap-gemm plan` predicts for other
+    machines.
     """
     (name,) = chosen_ops([op], "OP")
     world = overlap_gemm.init(device=device)
@@ -62,11 +62,11 @@ def explain(
 
 
 def _as_if(choice: Choice, ranks: int, world: World) -> Choice:
-    """The choice for so many ranks, each with a device like this one's."""
+    """Returns the choice for a number of ranks, each with a device like this one's."""
     reach = choice.problem.reach
     if world.device.type == "cuda":
-        own = this_device(world.device)
-        reach = Reach(own.arch, own.num_sms, own.why_not, own.untimed)
+        local = this_device(world.device)
+        reach = Reach(local.arch, local.num_sms, local.why_not, local.untimed)
     problem = replace(choice.problem, world_size=ranks, reach=reach)
-    found = choose(problem, choice.requested)
-    return found if problem.is_scaled else with_backward(found)
+    result = choose(problem, choice.requested)
+    return result if problem.is_scaled else with_backward(result)

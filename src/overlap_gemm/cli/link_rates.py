@@ -1,6 +1,6 @@
-"""How fast bytes leave a rank, by torch's symmetric memory: what bounds an op's communication.
+"""Rate of bytes out of a rank by torch's symmetric memory: the bound of an op's communication.
 
-Multicast objects are never made: on a shared machine they can take the GPUs out of service.
+Multicast objects are never created: on a shared machine they can make the GPUs unusable.
 """
 
 import os
@@ -16,12 +16,15 @@ from ..runtime.memory.symmetric import NO_MULTICAST
 from ..tuning.timing import measure
 
 LINK_BYTES = 768 << 20
-"""Bytes out of each rank in the measurement of the link: enough that starting three streams, and waiting for
-them, is a few percent. (At 96 MiB it was a third on four ranks: 228 GB/s, where the kernels reach 300.)"""
+"""Bytes out of each rank in the measurement of the link.
+
+They are enough for the start of three streams, and the wait for them, to cost a few percent. (At 96 MiB they
+cost a third on four ranks: 228 GB/s, where the kernels have 300.)
+"""
 
 
 def symmetric_name(group: Group) -> str:
-    """The name by which symmetric memory knows `group`."""
+    """Returns the name of `group` in torch's symmetric memory."""
     import torch.distributed._symmetric_memory as symm_mem
 
     os.environ[NO_MULTICAST] = "1"
@@ -35,26 +38,26 @@ def symmetric_name(group: Group) -> str:
 
 
 def link_rates(group: Group, device: torch.device, rounds: int = 5) -> dict[str, float]:
-    """Bytes/s out of each rank while all send to all: by SM stores and by copy engines. Collective.
+    """Returns bytes/s out of each rank while all send to all, by SM stores and by copy engines. Collective.
 
-    Empty where ranks have no symmetric memory to send into (one rank, a CPU).
+    The result is empty if ranks have no symmetric memory (one rank, or a CPU).
     """
     if group.size == 1 or device.type != "cuda":
         return {}
     import torch.distributed._symmetric_memory as symm_mem
 
     symmetric_name(group)
-    chunk = LINK_BYTES // (group.size - 1) // 4096 * 1024  # elements, so that all of them lie at whole 4 KiB
+    chunk = LINK_BYTES // (group.size - 1) // 4096 * 1024  # elements; a multiple of 4 KiB, for alignment
     inbox = symm_mem.empty(group.size * chunk, dtype=torch.float32, device=device)
     handle = symm_mem.rendezvous(inbox, group.process_group)
-    own = torch.ones(chunk, device=device)
+    source = torch.ones(chunk, device=device)
     peers = [(group.rank + step) % group.size for step in range(1, group.size)]
-    there = [handle.get_buffer(peer, (chunk,), torch.float32, group.rank * chunk) for peer in peers]
+    targets = [handle.get_buffer(peer, (chunk,), torch.float32, group.rank * chunk) for peer in peers]
     streams = [torch.cuda.Stream(device) for _ in peers]
 
     calls = {
-        "stores": lambda: _on_streams(streams, there, lambda out: torch.mul(own, 1.0, out=out)),
-        "copy engines": lambda: _on_streams(streams, there, lambda out: out.copy_(own)),
+        "stores": lambda: _on_streams(streams, targets, lambda out: torch.mul(source, 1.0, out=out)),
+        "copy engines": lambda: _on_streams(streams, targets, lambda out: out.copy_(source)),
     }
     timings = measure(
         calls,
@@ -68,7 +71,7 @@ def link_rates(group: Group, device: torch.device, rounds: int = 5) -> dict[str,
 
 
 def _on_streams(streams: Sequence[Any], outs: Sequence[Tensor], write: Callable[[Tensor], object]) -> None:
-    """Writes each of `outs` on its own stream, between what comes before and after on the current one."""
+    """Writes each of `outs` on its own stream, ordered after and before work on the current one."""
     current = torch.cuda.current_stream()
     for stream, out in zip(streams, outs, strict=True):
         stream.wait_stream(current)

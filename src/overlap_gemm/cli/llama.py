@@ -1,4 +1,4 @@
-"""The demo's model: a Llama of the `transformers` package, trained on bytes, and checked."""
+"""Model of the demo: a Llama of the `transformers` package, trained on bytes and checked."""
 
 import importlib.metadata
 from collections.abc import Callable, Iterator
@@ -14,24 +14,24 @@ from ..api.linears import gather_dtensor
 from ..parallel import full_state_dict
 
 VOCABULARY = 256
-"""Tokens are bytes."""
+"""Size of the vocabulary: tokens are bytes."""
 
 ALLOWED_FACTOR = 4.0
-"""The sharded model may be this many times as far from float64 as the unsharded one is."""
+"""Maximum ratio of the sharded model's error to the unsharded model's, both against float64."""
 
 
 def build(
     ranks: int, layers: int, head_dim: int, sequence: int, heads: int = 8, seed: int = 0
 ) -> LlamaForCausalLM:
-    """A Llama with random weights, the same on every rank that passes the same seed.
+    """Returns a Llama with random weights, the same on every rank for the same seed.
 
     Args:
-        ranks: Ranks that will share it: heads and key/value heads become multiples of it.
-        layers: Decoder layers.
+        ranks: Number of ranks that share it; heads and key/value heads are multiples of it.
+        layers: Number of decoder layers.
         head_dim: Width of a head; the hidden size is that of all heads.
-        sequence: Longest sequence it will see.
-        heads: Attention heads at least, half as many of keys and values.
-        seed: Of the weights.
+        sequence: Maximum length of sequences.
+        heads: Minimum number of attention heads; there are half as many key/value heads.
+        seed: Seed of the weights.
     """
     kv_heads = ranks * -(-heads // (2 * ranks))
     hidden = 2 * kv_heads * head_dim
@@ -53,7 +53,7 @@ def build(
 
 
 def default_text() -> Path:
-    """A text that every installation and every checkout carries: this package's license."""
+    """Returns a text that every installation and checkout contains: this package's license."""
     checkout = Path(__file__).parents[3] / "LICENSE"
     if checkout.exists():
         return checkout
@@ -62,14 +62,14 @@ def default_text() -> Path:
 
 
 def batches(text: Path, batch: int, sequence: int, device: torch.device, seed: int = 0) -> Iterator[Tensor]:
-    """Endless random windows `[batch, sequence + 1]` of a file's bytes, the same on every rank.
+    """Yields random windows `[batch, sequence + 1]` of a file's bytes, without end, the same on every rank.
 
     Raises:
         ValueError: The file is shorter than a window.
     """
     data = torch.frombuffer(bytearray(text.read_bytes()), dtype=torch.uint8).long()
     if len(data) <= sequence:
-        raise ValueError(f"{text} has {len(data)} bytes, a window needs {sequence + 1}")
+        raise ValueError(f"{text} must have at least {sequence + 1} bytes, a window, got {len(data)}")
     generator = torch.Generator().manual_seed(seed)
     while True:
         starts = torch.randint(len(data) - sequence, (batch,), generator=generator)
@@ -77,7 +77,7 @@ def batches(text: Path, batch: int, sequence: int, device: torch.device, seed: i
 
 
 def loss_of(model: LlamaForCausalLM, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean cross entropy of the next byte, and the logits `[batch, sequence, 256]`, whole on every rank."""
+    """Returns the mean cross entropy of the next byte, and the logits `[batch, sequence, 256]`."""
     logits = model(tokens[:, :-1]).logits
     return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()), logits
 
@@ -89,7 +89,7 @@ def train(
     rate: float,
     after_step: Callable[[float], object],
 ) -> None:
-    """AdamW at learning rate `rate` for `steps` batches; `after_step` gets each step's loss."""
+    """Trains with AdamW at learning rate `rate` for `steps` batches; calls `after_step` with each loss."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95))
     for _ in range(steps):
         loss, _ = loss_of(model, next(data))
@@ -102,14 +102,14 @@ def train(
 def continuation(
     model: LlamaForCausalLM, text: Path, device: torch.device, prompt: int = 24, written: int = 64
 ) -> tuple[str, str]:
-    """Some words from a file, and what the model writes after them. Collective.
+    """Returns a prompt from a file, and the model's continuation. Collective.
 
     Args:
-        model: A `build`, sharded or not.
-        text: The file.
-        device: The model's.
-        prompt: Bytes to begin with.
-        written: Bytes to write.
+        model: Model of `build`, sharded or not.
+        text: File.
+        device: Device of the model.
+        prompt: Number of bytes of the prompt.
+        written: Number of bytes to generate.
     """
     data = text.read_bytes()
     third = data[len(data) // 3 :]
@@ -127,12 +127,12 @@ def continuation(
 
 @dataclass(frozen=True)
 class Comparison:
-    """How far the sharded model is from the unsharded one in float64.
+    """Error of the sharded model against the unsharded one in float64.
 
     Attributes:
-        what: The compared values.
-        error: Largest difference, as a part of the reference's largest magnitude.
-        rounding: The same for the unsharded model in the sharded one's dtype: what rounding alone costs.
+        what: Compared values.
+        error: Largest difference, relative to the reference's largest magnitude.
+        rounding: Error of the unsharded model in the sharded one's dtype: the effect of rounding alone.
     """
 
     what: str
@@ -141,24 +141,24 @@ class Comparison:
 
     @property
     def allowed(self) -> float:
-        """The tolerance of `error`."""
+        """Returns the tolerance of `error`."""
         return ALLOWED_FACTOR * self.rounding
 
     @property
     def holds(self) -> bool:
-        """Whether `error` is within `allowed` (NaN is not)."""
+        """Returns whether `error` is within `allowed` (NaN is not)."""
         return self.error <= self.allowed
 
 
 def compare(sharded: LlamaForCausalLM, tokens: Tensor) -> list[Comparison]:
-    """Logits and gradients of the sharded model against the unsharded model with its weights. Collective.
+    """Compares logits and gradients of the sharded model with the unsharded model's. Collective.
 
-    The reference computes in float64, except where Hugging Face's code itself turns to float32 (norms, rotary
-    angles), which every model here has in common.
+    The reference computes in float64, except where Hugging Face's code converts to float32 (norms, rotary
+    angles); all compared models do that.
 
     Args:
-        sharded: What `parallelize` made of a `build`.
-        tokens: A batch, the same on every rank.
+        sharded: Model of `build` after `parallelize`.
+        tokens: Batch, the same on every rank.
     """
     weights = full_state_dict(sharded)
     with tokens.device:
@@ -170,7 +170,7 @@ def compare(sharded: LlamaForCausalLM, tokens: Tensor) -> list[Comparison]:
 
     def largest(gradients: dict[str, Tensor]) -> float:
         distances = [_distance(gradients[name], reference) for name, reference in true_gradients.items()]
-        return torch.tensor(distances, dtype=torch.float64).max().item()  # NaN wins here, and loses in max()
+        return torch.tensor(distances, dtype=torch.float64).max().item()  # propagates NaN, unlike max()
 
     return [
         Comparison("logits", _distance(logits, true_logits), _distance(plain_logits, true_logits)),

@@ -1,4 +1,4 @@
-"""`overlap-gemm plan`: what the model expects of a call: which way, how long, and what bounds it."""
+"""`overlap-gemm plan`: prints the model's prediction for a call: backends, times, and the bound."""
 
 from dataclasses import replace
 from typing import Annotated, Literal
@@ -37,7 +37,7 @@ def plan(
     ] = None,
     dtype: Annotated[
         Literal["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"],
-        typer.Option(help="Of the operands; 8-bit ones have scales, and a bfloat16 result."),
+        typer.Option(help="Type of the operands; 8-bit ones have scales, and a bfloat16 result."),
     ] = "bfloat16",
     block: BlockOption = None,
     machine: Annotated[
@@ -45,9 +45,10 @@ def plan(
         typer.Option(help="Constants: a file of `tune`, or h200, h100, b200. [default: the arch's]"),
     ] = None,
 ) -> None:
-    """Predict the time of every way to carry out an op, and say which is taken and what bounds it.
+    """Predicts the time of every backend for an op, and shows the choice and its bound.
 
-    Runs anywhere: it measures nothing. The constants come from `overlap-gemm tune` or from the package.
+    Runs on any machine: it measures nothing. The constants are those of `overlap-gemm tune` or of the
+    package.
     """
     (op,) = chosen_ops([op], "OP")
     constants, arch = _machine(arch, machine)
@@ -58,14 +59,14 @@ def plan(
     sms = sms or constants.sms
     eager, captured = (predict_on(facts, constants, arch, sms, graph) for graph in (False, True))
     call = OpCall(rows=m, columns=n, k=k, block=block_of(block, kind))
-    asked = Problem(op, call, kind, "cuda", ranks)
+    problem = Problem(op, call, kind, "cuda", ranks)
     if kind in FLOAT8:
-        asked = replace(asked, call=call._replace(out_dtype=OUT_DTYPES[0]), weight_dtype=kind)
-    untimed = constants.why_uncalibrated_bytes(blocks) if asked.is_scaled else None
-    if asked.is_scaled:  # which no copy engine carries
-        eager, captured = (_without(found, "decomposed") for found in (eager, captured))
-    if refused := Fused().why_no_kernel(asked) or why_no_blocks(arch, blocks):
-        eager, captured = (_without(found, "fused") for found in (eager, captured))
+        problem = replace(problem, call=call._replace(out_dtype=OUT_DTYPES[0]), weight_dtype=kind)
+    why_not_timed = constants.why_uncalibrated_bytes(blocks) if problem.is_scaled else None
+    if problem.is_scaled:  # copy engines do not send scales
+        eager, captured = (_without(prediction, "decomposed") for prediction in (eager, captured))
+    if refused := Fused().why_no_kernel(problem) or why_no_blocks(arch, blocks):
+        eager, captured = (_without(prediction, "fused") for prediction in (eager, captured))
     console.print(
         f"[bold]{op}[/] M,N,K={m},{n},{k} {dtype} on {ranks} x {constants.name} ({arch}, {sms} SMs), "
         f"constants {constants.source} {constants.date}"
@@ -76,42 +77,43 @@ def plan(
         f"{captured.product * 1e6:.1f} us, link {captured.link * 1e6:.1f} us for "
         f"{facts.bytes_out / 2**20:.3g} MiB out of each rank"
     )
-    for what, found in (("captured in a CUDA graph", captured), ("eager", eager)):
-        if untimed:
-            found = _without(found, "fused")
-        console.print(f"choice, {what}: [bold]{found.best}[/], {_why(found)}")
+    for what, prediction in (("captured in a CUDA graph", captured), ("eager", eager)):
+        if why_not_timed:
+            prediction = _without(prediction, "fused")
+        console.print(f"choice, {what}: [bold]{prediction.best}[/], {_why(prediction)}")
     if constants.source != "measured":
-        console.print("constants not measured: there `auto` measures each kind of call")
-    if untimed:
-        console.print(f"not fused by itself: {untimed}", highlight=False)
+        console.print("constants not measured: on such a machine `auto` measures each call signature")
+    if why_not_timed:
+        console.print(f"not fused by default: {why_not_timed}", highlight=False)
     if as_rows := constants.missing_block_timings(blocks):
         console.print(f"constants are those with scales of rows: {as_rows}", highlight=False)
     if refused or captured.fused is None or captured.config is None:
         console.print(f"fused kernel: no, {refused}", highlight=False)
         return
     expected = f"{captured.fused.total * 1e6:.1f} us expected"
-    way = "" if captured.op == op else f" by way of {captured.op}"
-    console.print(f"fused kernel: {captured.config.name}{way}, {expected}\n  {_parts(captured.fused)}")
+    lowered = "" if captured.op == op else f" by way of {captured.op}"
+    console.print(f"fused kernel: {captured.config.name}{lowered}, {expected}\n  {_parts(captured.fused)}")
 
 
-def _without(found: Prediction, way: str) -> Prediction:
-    return replace(found, seconds={name: seconds for name, seconds in found.seconds.items() if name != way})
+def _without(prediction: Prediction, backend: str) -> Prediction:
+    others = {name: seconds for name, seconds in prediction.seconds.items() if name != backend}
+    return replace(prediction, seconds=others)
 
 
 def _machine(arch: str | None, name: str | None) -> tuple[Machine, str]:
-    """The constants and the target that the options mean."""
+    """Returns constants and architecture for the options."""
     if arch is not None and arch not in ARCHS:
         raise typer.BadParameter(f"{arch!r} is not one of {', '.join(ARCHS)}", param_hint="--arch")
     if name is not None:
         try:
-            found = load(name)
+            constants = load(name)
         except ValueError as error:
             raise typer.BadParameter(str(error), param_hint="--machine") from error
-        if arch is not None and arch not in found.archs:
+        if arch is not None and arch not in constants.archs:
             raise typer.BadParameter(
-                f"{name} is for {', '.join(found.archs)}, not {arch}", param_hint="--machine"
+                f"{name} is for {', '.join(constants.archs)}, not {arch}", param_hint="--machine"
             )
-        return found, arch or found.archs[0]
+        return constants, arch or constants.archs[0]
     arch = arch or this_arch() or "sm_90a"
     machine = machine_for(arch)
     assert machine is not None, "every architecture of kernels has constants"
@@ -134,22 +136,22 @@ def _table(eager: Prediction, captured: Prediction) -> Table:
     return table
 
 
-def _why(found: Prediction) -> str:
-    order = sorted(found.seconds, key=found.seconds.__getitem__)
+def _why(prediction: Prediction) -> str:
+    order = sorted(prediction.seconds, key=prediction.seconds.__getitem__)
     best, next_best = order[0], order[1]
-    return f"{found.seconds[best] / found.seconds[next_best]:.2f} of the time of {next_best}"
+    return f"{prediction.seconds[best] / prediction.seconds[next_best]:.2f} of the time of {next_best}"
 
 
 def _parts(fused: FusedTime) -> str:
-    """Where the model sees a fused call's time go."""
-    way = {
+    """Returns the parts of a fused call's predicted time, as text."""
+    limits = {
         "the tensor cores": fused.waves + fused.tail,
         "the link": fused.fill + fused.link,
         "memory": fused.memory,
     }
     us = {name: f"{seconds * 1e6:.1f}" for name, seconds in vars(fused).items()}
     return (
-        f"limited by {max(way, key=way.__getitem__)}: waves {us['waves']}, link {us['link']}, memory "
+        f"limited by {max(limits, key=limits.__getitem__)}: waves {us['waves']}, link {us['link']}, memory "
         f"{us['memory']} us; first tile {us['fill']}, last wave's bytes {us['tail']} and sum "
         f"{us['receive']}, launch {us['launch']} us"
     )

@@ -1,4 +1,4 @@
-"""What a result ran on, in words that stay true when the result is read elsewhere."""
+"""Description of the machine and job that produced a result, for readers on other machines."""
 
 import os
 import platform
@@ -15,7 +15,10 @@ from ..runtime.bootstrap import World
 
 
 def describe(world: World) -> dict[str, Any]:
-    """Processor, ranks, carrier and versions of this job. No names of hosts or users."""
+    """Returns processor, ranks, communication backend and versions of this job.
+
+    Names of hosts and users are not included.
+    """
     cuda = world.device.type == "cuda"
     return {
         "processor": torch.cuda.get_device_name(world.device) if cuda else f"CPU {processor()}",
@@ -33,13 +36,13 @@ def describe(world: World) -> dict[str, Any]:
 
 
 def processor() -> str:
-    """The CPU's model name, as far as Linux tells."""
+    """Returns the CPU's model name, if Linux reports it."""
     info = Path("/proc/cpuinfo")
     model = re.search(r"model name\s*: (.+)", info.read_text()) if info.exists() else None
     return model[1] if model else platform.machine()
 
 
 def this_arch() -> str | None:
-    """The target of this machine's GPU, None where there is none that kernels are compiled for."""
+    """Returns the architecture of this machine's GPU, or None if there are no kernels for it."""
     arch = arch_of_capability(torch.cuda.get_device_capability()) if torch.cuda.is_available() else None
     return None if arch is None else arch.name

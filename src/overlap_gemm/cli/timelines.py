@@ -1,4 +1,4 @@
-"""The picture of who computed and who transferred when."""
+"""Picture of computations and transfers over time."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,11 +15,11 @@ mpl.rcParams["font.size"] = 8
 
 
 def draw_timelines(timelines: Mapping[str, Mapping[str, Sequence[Sequence[Span]]]], file: Path) -> None:
-    """Draws who computes and who transfers when.
+    """Draws the computations and transfers of each rank over time.
 
     Args:
-        timelines: For each op and backend the spans of each rank.
-        file: Where to; the ending decides the format.
+        timelines: Spans of each rank, by op and backend.
+        file: File to write; its suffix determines the format.
     """
     ranks = max(len(spans) for by_backend in timelines.values() for spans in by_backend.values())
     rows, columns = len(timelines), max(len(by_backend) for by_backend in timelines.values())
@@ -38,11 +38,11 @@ def draw_timelines(timelines: Mapping[str, Mapping[str, Sequence[Sequence[Span]]
 def _draw_ranks(axes: Axes, by_rank: Sequence[Sequence[Span]]) -> None:
     lanes = [(rank, kind) for rank in range(len(by_rank)) for kind in SPAN_COLOURS]
     for rank, spans in enumerate(by_rank):
-        for found in spans:
-            place = lanes.index((rank, found.kind))
-            width = (found.end - found.begin) * 1e3
-            colour = SPAN_COLOURS[found.kind]
-            axes.barh(place, width, left=found.begin * 1e3, height=0.7, color=colour, edgecolor="white")
+        for span in spans:
+            place = lanes.index((rank, span.kind))
+            width = (span.end - span.begin) * 1e3
+            colour = SPAN_COLOURS[span.kind]
+            axes.barh(place, width, left=span.begin * 1e3, height=0.7, color=colour, edgecolor="white")
     axes.set_yticks(range(len(lanes)), [f"rank {rank} {kind}" for rank, kind in lanes])
     axes.invert_yaxis()
     axes.set_xlabel("ms since the call began")

@@ -1,4 +1,4 @@
-"""`overlap-gemm tune`: measures the model's constants on this machine's GPUs and keeps them in a file."""
+"""`overlap-gemm tune`: measures the model's constants on this machine's GPUs and stores them in a file."""
 
 import os
 import time
@@ -42,14 +42,14 @@ from .link_rates import link_rates
 from .this_machine import describe, this_arch
 
 ALONE = Group(LOCAL, 0, 1)
-"""A group of this rank, for products without communication; the ops refuse it where there are more ranks."""
+"""Group of this rank only, for products without communication; the ops refuse it if there are more ranks."""
 
 SMALL = (512, 1024, 1024)
-"""M, N, K of the calls whose host time is measured: the GPU is done before the host."""
+"""M, N, K of the calls whose host time is measured: the GPU finishes before the host."""
 
 HOST_CALLS = 50
 COLUMNS = 64
-"""Of the tensors that collectives move."""
+"""Columns of the tensors in collectives."""
 
 
 def tune(
@@ -58,11 +58,12 @@ def tune(
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Samples per measurement.")] = 5,
 ) -> None:
-    """Measure what the model computes with, on one GPU or under a launcher on several; some minutes.
+    """Measures the constants of the time model, on one GPU or under a launcher on several; takes minutes.
 
-    `bash launch/torchrun.sh overlap-gemm tune` takes all GPUs. One GPU measures kernels and memory; the link
-    and the collectives need several. What is not measured stays as it was. `auto`, `plan` and `bench` use the
-    file from then on (every rank must find the same one); OVERLAP_GEMM_MACHINE names another.
+    `bash launch/torchrun.sh overlap-gemm tune` uses all GPUs. One GPU measures kernels and memory; the link
+    and the collectives need several. Constants that are not measured are unchanged. `auto`, `plan` and
+    `bench` use the file from then on (every rank must find the same one); OVERLAP_GEMM_MACHINE selects
+    another.
     """
     arch = this_arch()
     if arch is None:
@@ -70,7 +71,7 @@ def tune(
         raise typer.Exit(1)
     device = device_name(arch)
     file = out or user_file(device)
-    file.parent.mkdir(parents=True, exist_ok=True)  # better refused now than after all measurements
+    file.parent.mkdir(parents=True, exist_ok=True)  # fail before the measurements, not after
     base = machine_for(arch)
     assert base is not None, "every architecture of kernels has constants"
     world = overlap_gemm.init(device="cuda")
@@ -81,11 +82,11 @@ def tune(
     def log(line: str) -> None:
         console.print(f"{time.perf_counter() - started:6.1f} s  {line}")
 
-    found = calibrate(GpuProbe(group, world.device, rounds), base, arch, log)
+    measured = calibrate(GpuProbe(group, world.device, rounds), base, arch, log)
     facts = describe(world)
-    found = replace(
-        found,
-        provenance=_provenance(base, found, device),
+    measured = replace(
+        measured,
+        provenance=_provenance(base, measured, device),
         driver=base.driver if base.name == device else {},
         name=device,
         archs=(arch, *(other for other in base.archs if other != arch)),
@@ -94,27 +95,32 @@ def tune(
         date=facts["date"],
     )
     if world.rank == 0:
-        save(found, file)
+        save(measured, file)
         load(str(file))
     overlap_gemm.finalize()
-    console.print(changes(base, found))
+    console.print(changes(base, measured))
     console.print(f"wrote {file}")
     if out is not None or os.environ.get(MACHINE_VARIABLE):
         console.print(f"to use it: {MACHINE_VARIABLE}={file}")
 
 
-def _provenance(base: Machine, found: Machine, device: str) -> dict[str, str]:
-    """Where the constants are from that were not measured: those of 8 bits as ratios to 16-bit rates."""
-    kept = {name: why for name, why in base.provenance.items() if getattr(found, name) == getattr(base, name)}
+def _provenance(base: Machine, measured: Machine, device: str) -> dict[str, str]:
+    """Returns the sources of constants that were not measured; 8-bit rates are ratios to 16-bit rates."""
+    kept = {
+        name: why for name, why in base.provenance.items() if getattr(measured, name) == getattr(base, name)
+    }
     if device != base.name:
         kept |= dict.fromkeys(("bytes_rate", "promoted_rate", "blocks_rate"), f"scaled: {base.name}'s ratio")
     return kept
 
 
-def changes(base: Machine, found: Machine) -> Table:
-    """The constants before and after; of collectives the largest size on the most ranks."""
+def changes(base: Machine, measured: Machine) -> Table:
+    """Returns a table of the constants before and after.
+
+    For collectives it has the largest size on the most ranks.
+    """
     table = Table("constant", "before", "now", box=None, pad_edge=False)
-    before, now = _flat(base), _flat(found)
+    before, now = _flat(base), _flat(measured)
     for name, value in now.items():
         if value != before.get(name):
             table.add_row(name, _short(before.get(name)), _short(value))
@@ -131,7 +137,7 @@ def _flat(machine: Machine) -> dict[str, object]:
                 size, seconds = curves[ranks][-1]
                 flat[f"{name} GB/s, {ranks} ranks, {size / 2**20:.0f} MiB"] = size / seconds / 1e9
         elif isinstance(value, dict):
-            flat |= {f"{field.name} {name}": found for name, found in value.items()}
+            flat |= {f"{field.name} {name}": each for name, each in value.items()}
         else:
             flat[field.name] = value
     return flat
@@ -143,11 +149,11 @@ def _short(value: object) -> str:
 
 @dataclass(frozen=True)
 class GpuProbe:
-    """A `calibrate.Probe` of the GPUs of a group. Every method is collective.
+    """`calibrate.Probe` for the GPUs of a group. Every method is collective.
 
     Attributes:
-        group: The ranks.
-        device: This rank's.
+        group: Group of the ranks.
+        device: CUDA device of this rank.
         rounds: Samples per measurement.
     """
 
@@ -157,37 +163,37 @@ class GpuProbe:
 
     @property
     def world(self) -> int:
-        """Ranks."""
+        """Returns the number of ranks."""
         return self.group.size
 
     @property
     def sms(self) -> int:
-        """SMs of the device."""
+        """Returns the number of SMs of the device."""
         return torch.cuda.get_device_properties(self.device).multi_processor_count
 
     def empty(self) -> float:
-        """See `Probe.empty`."""
+        """Returns the time of a kernel without work, here a very small product."""
         return self.product(128, 128, 64)
 
     def product(self, m: int, n: int, k: int) -> float:
-        """See `Probe.product`."""
+        """Returns the time of one rank's product by cuBLAS."""
         x, weight = self._operands(m, n, k)
         return self._seconds(lambda: torch.mm(x, weight.t()))
 
     def gemm(self, config: GemmConfig, m: int, n: int, k: int) -> float:
-        """See `Probe.gemm`."""
+        """Returns the time of one rank's product by one of our kernels."""
         x, weight = self._operands(m, n, k)
-        given: tuple[Any, ...] = ()
+        scale_arguments: tuple[Any, ...] = ()
         if config.blocks is not None:
             x, weight = (operand.to(torch.float8_e4m3fn) for operand in (x, weight))
             scales = unit_scales((m, k), (n, k), config.blocks, self.device)
-            given = scales, torch.bfloat16, config.blocks
+            scale_arguments = scales, torch.bfloat16, config.blocks
         call = partial(Fused().call, GEMM_REDUCE_SCATTER, x, weight, None, Shards.even(m, 1), ALONE, k)
         with configured(mma=config.mma, tile=config.tile, cluster=config.cluster, k_split=1):
-            return self._seconds(lambda: call(*given))
+            return self._seconds(lambda: call(*scale_arguments))
 
     def fused(self, config: GemmConfig, m: int, n: int, k: int) -> float:
-        """See `Probe.fused`."""
+        """Returns the time of a fused reduce-scatter."""
         x, weight = self._operands(m, n, k // self.world)
         group = self.group.process_group
         with configured(mma=config.mma, tile=config.tile, cluster=config.cluster, k_split=1):
@@ -196,26 +202,26 @@ class GpuProbe:
             )
 
     def link(self) -> tuple[float, float]:
-        """See `Probe.link`."""
+        """Returns bytes/s out of each rank: by SM stores, and by copy engines."""
         rates = link_rates(self.group, self.device, self.rounds)
         return rates["stores"], rates["copy engines"]
 
     def collective(self, name: str, bytes_out: int) -> float:
-        """See `Probe.collective`."""
-        whole = bytes_out * self.world / (self.world - 1) / (2 if name == "all_reduce" else 1)
-        rows = max(1, round(whole / 2 / COLUMNS / self.world))
-        own, every = self._random(rows, COLUMNS), self._random(rows * self.world, COLUMNS)
+        """Returns the time of a collective that sends about `bytes_out` bytes out of each rank."""
+        total_bytes = bytes_out * self.world / (self.world - 1) / (2 if name == "all_reduce" else 1)
+        rows = max(1, round(total_bytes / 2 / COLUMNS / self.world))
+        shard, full = self._random(rows, COLUMNS), self._random(rows * self.world, COLUMNS)
         shards = Shards.even(rows * self.world, self.world)
         calls: dict[str, Call] = {
-            "reduce_scatter": lambda: reduce_scatter_single(own, every, group=self.group.process_group),
-            "all_gather": lambda: self.group.all_gather(every, own),
-            "all_reduce": lambda: dist.all_reduce(every, group=self.group.process_group),
-            "sum": lambda: reduce_scatter_rows(every, None, shards, self.group),
+            "reduce_scatter": lambda: reduce_scatter_single(shard, full, group=self.group.process_group),
+            "all_gather": lambda: self.group.all_gather(full, shard),
+            "all_reduce": lambda: dist.all_reduce(full, group=self.group.process_group),
+            "sum": lambda: reduce_scatter_rows(full, None, shards, self.group),
         }
         return self._seconds(calls[name])
 
     def host(self, way: str) -> float:
-        """See `Probe.host`."""
+        """Returns the host time of an eager call."""
         m, n, k = SMALL
         x, weight = self._operands(m, n, k // self.world)
         group = self.group.process_group
@@ -235,7 +241,7 @@ class GpuProbe:
         return seconds
 
     def _seconds(self, call: Callable[[], object]) -> float:
-        """Time of a call in graphs, the slowest rank's median."""
+        """Returns the time of a call in graphs: the median of the slowest rank's times."""
         timings = measure(
             {"call": captured(call)},
             group=self.group.process_group,
