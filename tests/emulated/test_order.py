@@ -80,7 +80,7 @@ def own_choice(monkeypatch):
     def alone(group, everyone):
         return replace(meet(group, everyone), num_sms=everyone[group.rank].num_sms)
 
-    return lambda: monkeypatch.setattr(peers, "common", alone)
+    return lambda: monkeypatch.setattr(peers, "merge_proposals", alone)
 
 
 @pytest.mark.parametrize("agreed", [True, False])
