@@ -274,7 +274,7 @@ def test_torchs_reduce_scatter_keeps_rows_that_do_not_divide(rows, divides, monk
     said = []
     monkeypatch.setattr(torch_symm_mem, "group_size", lambda group: 2)
     monkeypatch.setattr(
-        torch_symm_mem, "_torchs", lambda op, A, why: said.append(why) or (lambda *_: "torch's")
+        torch_symm_mem, "_torch_op", lambda op, A, why: said.append(why) or (lambda *_: "torch's")
     )
     monkeypatch.setattr(torch_symm_mem, "gemm_reduce_scatter", lambda A, B, **_: A)
     out = torch_symm_mem._matmul_reduce_scatter("auto", torch.randn(rows, 4), WEIGHT.t(), "sum", 0, "g")

@@ -59,7 +59,7 @@ def test_demo(launch, tmp_path, backend):
     done = launch("torchrun", 2, "python", "-m", "overlap_gemm.cli", "demo", *options)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "demo-timeline.png").read_bytes().startswith(b"\x89PNG")
-    assert f"as '{'torch' if backend == 'auto' else backend}'" in done.stdout
+    assert f"by '{'torch' if backend == 'auto' else backend}'" in done.stdout
     assert "It continues" in done.stdout
     last = done.stdout[done.stdout.index("PASS") :]
     assert "2 CPU ranks" in last

@@ -258,7 +258,7 @@ def scaled_falls_back(rank, size):
     torch_symm_mem.install()
     ones, one = torch.ones(2, 32).to(torch.float8_e4m3fn), torch.ones(())
     types = [torch.bfloat16, torch.float32]
-    with mock.patch.object(torch_symm_mem, "_torchs") as own:
+    with mock.patch.object(torch_symm_mem, "_torch_op") as own:
         own.return_value = lambda *_: (ones, [])
         for scales, dtypes in (([one], types[:1]), ([None] * 2, types)):
             n = len(dtypes)
