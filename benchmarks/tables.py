@@ -70,6 +70,20 @@ def _ways(result: Row, others: Sequence[str]) -> dict[str, str]:
     }
 
 
+def promises(name: str) -> list[dict[str, str]]:
+    """Returns the time of the default, ratios to it, and how many elements have other bits."""
+    return [
+        {
+            "op": result["op"],
+            "M": str(result["m"]),
+            "default": microseconds(result["us"]["default"] / 1e6),
+            **{way: f"{ratio:.2f}" for way, ratio in result["ratio"].items() if way != "default"},
+            "differ": str(sum(result["differing"][way][way] for way in ("batch", "ranks"))),
+        }
+        for result in report(name)["results"]
+    ]
+
+
 def layers(name: str) -> list[dict[str, str]]:
     """The projections of a layer, in milliseconds."""
     rows = []
@@ -134,7 +148,7 @@ def emulator() -> list[dict[str, str]]:
 
 
 TABLES: dict[str, Callable[..., list[dict[str, str]]]] = {
-    one.__name__: one for one in (ways, layers, scattered, decomposed, emulator)
+    one.__name__: one for one in (ways, promises, layers, scattered, decomposed, emulator)
 }
 
 if __name__ == "__main__":

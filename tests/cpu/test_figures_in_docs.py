@@ -128,7 +128,7 @@ def float8_beside_every_way():
 
 
 def float8_beside_bfloat16():
-    """Times of the fused ops relative to theirs with bfloat16 operands, of the shapes that both files have."""
+    """Times of the fused ops relative to theirs with bfloat16 operands, of shapes that both files have."""
 
     def times(name):
         return {
@@ -280,6 +280,7 @@ SOURCES = {
     "docs/index.md": ["h100x2-shapes", "h200x4"],
     "benchmarks/README.md": [
         "h200x4", "h200x4-layer", "h200x2-layer", "h200x2-shapes", "h200x2-e4m3",
+        "h200x2-invariance",
         "h200x8-reduce-scatter-graphs", "cpu-2-ranks-decode", "h100x2-shapes", "h200-quantize",
         "h200-train-step", "emulator-speed",
     ],
