@@ -4,8 +4,11 @@ import pytest
 import torch
 
 import overlap_gemm
-from overlap_gemm.testing.emulated import poisoned_allocations
+from cute_emulator import mutate
+from overlap_gemm.testing.cases import Case
+from overlap_gemm.testing.emulated import judge, poisoned_allocations, run_launches
 from tests.support.emulated.chosen import in_turn
+from tests.support.emulated.mutated_words import FLAGS_AND_WAITS, REASONS, TWO_CALLS
 from tests.support.emulated.op_runs import LARGER, SMALL, lagging, name, run, world_of
 from tests.support.emulated.sequences import ARCHS, Call, run_sequence
 
@@ -132,3 +135,20 @@ def test_its_dual_has_no_kernel():
         pytest.raises(ValueError, match="no fused kernel of all_to_all_gemm"),
     ):
         overlap_gemm.all_to_all_gemm(x, weight, group=world.names[0], backend="fused")
+
+
+def two_calls(options):
+    """Checks two calls of two ranks, one CTA each, for `mutate.run`."""
+    case = Case(OP, 128, 256, 64, torch.bfloat16)
+    with world_of("sm_90a", 2, num_sms=1, **options) as world:
+        for tensors, outs in run_launches(case, world, 2):
+            assert judge(case, tensors, outs, torch.bfloat16).holds
+
+
+@pytest.mark.slow
+def test_every_weakened_flag_and_bulk_wait_shows():
+    tried = [mutate.Setting("lazy", 0), mutate.Setting("immediate"), mutate.Setting("lazy", 1)]
+    outcomes = mutate.run(two_calls, tried, select=FLAGS_AND_WAITS, reasons=REASONS | TWO_CALLS)
+    print(*outcomes, sep="\n")
+    assert outcomes
+    assert [str(o) for o in outcomes if o.verdict == "NOT DETECTED"] == []
