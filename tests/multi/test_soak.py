@@ -20,7 +20,7 @@ def test_soak_calls_for_a_while_and_reports_no_wrong_result(launch, ranks):
     done = launch("torchrun", ranks, "python", "-m", "overlap_gemm.cli", "soak", *options)
     assert done.returncode == 0, done.stderr
     assert f"calls on {ranks} ranks, seed {ranks}: 0 wrong" in " ".join(done.stdout.split())
-    assert all(op in done.stdout for op in ("all_gather_gemm", "gemm_reduce_scatter"))
+    assert sum(op in done.stdout for op in OPS) > 1
 
 
 def test_steps_are_a_function_of_the_seed_and_cover_every_choice():
@@ -34,6 +34,7 @@ def test_steps_are_a_function_of_the_seed_and_cover_every_choice():
 
 def failures(rank, size, with_fault):
     honest = Torch.gemm_all_reduce
+    find(None).calls.clear()  # which keep what was bound with a fault
 
     def wrong_in_one_element(*arguments, **named):
         out = honest(*arguments, **named)
