@@ -105,6 +105,25 @@ def test_training(ranks, world, sequence_parallel, family):
             assert torch.equal(value, other[name]), f"{name} drifted between ranks"
 
 
+FUSED = {
+    *((3, True, family) for family in ("phi3", "gemma3", "llama4")),
+    *((2, True, "qwen3"), (2, False, "llama"), (1, True, "mistral")),
+}
+
+
+@pytest.mark.parametrize(
+    ("world", "sequence_parallel", "family"),
+    [
+        pytest.param(*case, marks=[] if case in FUSED else pytest.mark.slow)
+        for case in CASES
+        if case in FUSED or case[:2] == (3, True)
+    ],
+)
+def test_training_with_epilogues(ranks, world, sequence_parallel, family):
+    options = {"sequence_parallel": sequence_parallel, "fuse": True}
+    ranks(world).run(trains_as_unsharded, family, options, (2, 7))
+
+
 SHARED = [(4, 2, True, "llama"), (4, 1, False, "qwen3"), (2, 1, True, "mixtral")]
 SHARED_SLOW = [
     (world, heads, sequence, family)

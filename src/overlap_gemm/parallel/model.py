@@ -26,6 +26,7 @@ from .modules.experts import (
     placements,
     split_gates_and_ups,
 )
+from .modules.fusing import LayerForward, gating_of_mlp
 from .modules.generation import generate, stopping_criteria
 from .modules.heads import SharedHeadForward, SpreadNormForward
 from .modules.layouts import Rows, check_mesh, distribute_parameters
@@ -60,6 +61,7 @@ def parallelize(
     float8: Float8 | None = None,
     partials: Partials | None = None,
     invariant: Invariant | None = None,
+    fuse: bool | None = None,
 ) -> Model:
     """Makes a causal language model of Hugging Face's transformers tensor-parallel, in place.
 
@@ -95,6 +97,9 @@ def parallelize(
         partials: Type of the partial sums of all sharded linears, as in `overlap_gemm.gemm_reduce_scatter`.
         invariant: Bitwise invariance of all sharded linears, as in `overlap_gemm.gemm_reduce_scatter`. Norms,
             attention and the loss are torch's, without this promise.
+        fuse: Whether residuals and activations of MLPs are epilogues of the products, in families where no
+            other operation is between (`overlap_gemm.explain(model)` names them). None: where kernels apply
+            epilogues; True: always; False: never.
 
     Returns:
         `model`.
@@ -122,10 +127,11 @@ def parallelize(
     sharding = Sharding(mesh, sequence_parallel, logits == "sharded")
     labels = Labels(sharding)
     how: dict[str, Any] = {"backend": with_fallback(backend), **promises._asdict()}
-    builder = _Builder(model.config, sharding, labels, logits, float8, how)
+    builder = _Builder(model.config, sharding, labels, logits, float8, how, fuse)
     for name, role in roles.items():
         for base in bases(model.get_submodule(name)):
             builder.apply(base, role)
+    builder.fuse_layers()
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout) and is_carried_dropout(name, module, roles):
             module.forward = DropoutForward(module, sharding, sequence_parallel and ".layers." in f".{name}")
@@ -157,6 +163,10 @@ def parallelize(
     return outermost
 
 
+LAST = {"self_attn": "o_proj", "mlp": "down_proj", "feed_forward": "down_proj"}
+"""Last projection of each part of a decoder layer."""
+
+
 class _Builder:
     """Assigns to each module the parameters and the forward of its role."""
 
@@ -168,9 +178,11 @@ class _Builder:
         logits: Logits,
         float8: Float8 | None,
         how: dict[str, Any],
+        fuse: bool | None,
     ):
         self.config, self.sharding, self.labels = config, sharding, labels
-        self.how = {**how, "float8": float8}
+        self.how, self.fuse = {**how, "float8": float8}, fuse
+        self.layers: list[nn.Module] = []
         self.mesh, self.group = sharding.mesh, sharding.group
         self.sequence_parallel = sequence_parallel = sharding.sequence_parallel
         self.length = SequenceLength()
@@ -206,6 +218,7 @@ class _Builder:
                 if self.sequence_parallel and not self.entered:
                     module.register_forward_pre_hook(EnterLayers(self.group))
                 self.entered = True
+                self.layers.append(module)
             case "attention":
                 self._attention(module)
             case "mlp":
@@ -273,6 +286,14 @@ class _Builder:
             self._share_gather(module, parts, "hidden_states", rows)
         else:
             self._share_gather(module, ["gate_proj", "up_proj"], "x", rows)
+        if self.sequence_parallel:
+            module.forward.gating = gating_of_mlp(module, self.fuse)
+
+    def fuse_layers(self) -> None:
+        """Gives decoder layers the forward that has residuals added by the projections before them."""
+        for layer in self.layers:
+            rows = {part: row for part, row in LAST.items() if hasattr(getattr(layer, part, None), row)}
+            layer.forward = LayerForward(layer, rows, self.fuse)  # type: ignore[method-assign,assignment]
 
     def _share_gather(self, module: nn.Module, linears: list[str], argument: str, rows: Rows) -> None:
         if self.sequence_parallel:

@@ -4,6 +4,7 @@ Parameters become DTensors as with torch's own styles, so optimizers, gradient c
 checkpoints work unchanged.
 """
 
+from collections.abc import Iterator
 from copy import copy
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
@@ -16,8 +17,10 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from ...api.float8 import COPIES, PLAIN, Float8, Products, products
 from ...api.functional import Length
 from ...api.kept_weights import STORED, Stored
+from ...api.layer_epilogues import Fusion, plus_residual
 from ...backends.op_call import BackendName
 from ...backends.select import check_name
+from ...spec import ALL_GATHER_GEMM, GEMM_ALL_REDUCE, GEMM_REDUCE_SCATTER
 from ...spec.promises import Invariant, Partials, Promises, check_promises
 from .kept_linears import weight_of
 from .layouts import Rows, as_output, default_rows, distribute, extent, local, local_part
@@ -207,11 +210,31 @@ class _SharedGatherForward:
         self.module, self.style, self.linears, self.mesh = module, style, linears, mesh
         self.replaced = vars(module).get("forward")
         """`forward` that was set on the module before, or None."""
+        self.gating: Any = None
+        """Of an MLP a `fusing.MlpGating`, or why it has none."""
+
+    def fusions(self, name: str) -> Iterator[Fusion]:
+        """Yields whether an MLP's activation is an epilogue; see `overlap_gemm.explain`."""
+        if self.gating is not None:
+            is_pattern = not isinstance(self.gating, str)
+            why = self.gating.why_not(self.module, self.linears) if is_pattern else self.gating
+            what = self.gating.name if is_pattern else "the activation"
+            yield Fusion(name, what, ALL_GATHER_GEMM.name, why)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Multiplies, then runs the module's own forward on the stand-in."""
         argument = self.style.argument
-        stand_in = self._multiply(args[0] if args else kwargs[argument])
+        x = args[0] if args else kwargs[argument]
+        operands = None
+        if not isinstance(self.gating, str | None):
+            operands = self.gating.operands(self.module, self.linears, x)
+        if operands is not None:
+            style, (*tensors, columns) = self.style, operands
+            x, rows = local_part(x, self.mesh, style.layout, style.rows)
+            how = {"dim": style.layout.dim, "rows": rows, "columns": columns, **style.keywords}
+            module: Any = self.module
+            return module.down_proj(self.gating.multiply(x, *tensors, group=self.mesh, **how))
+        stand_in = self._multiply(x)
         if args:
             args = (stand_in, *args[1:])
         else:
@@ -341,22 +364,29 @@ class RowwiseForward:
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh, style: OverlapRowwiseParallel):
         self.module, self.mesh, self.style = module, mesh, style
+        self.residual: tuple[Tensor | None, bool | None] | None = None
+        """Residual that the next call adds, and whether as an epilogue (`fuse`)."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """Multiplies x; placements of x and the output are the style's."""
         style, module = self.style, self.module
         x, _ = local_part(x, self.mesh, style.input_layout, None)
-        weight, k = weight_of(module, Shard(1)), extent(module, 1)
-        products = _products(style, weight)
-        bias = None if module.bias is None else local(module.bias, Replicate())
+        weight = weight_of(module, Shard(1))
+        products, (residual, fuse) = _products(style, weight), self.residual or (None, None)
+        self.residual = None
+        how: dict[str, Any] = {"group": self.mesh, "k": extent(module, 1), **style.keywords}
+        how["bias"] = None if module.bias is None else local(module.bias, Replicate())
         if isinstance(style.output_layout, Shard):
-            out = products.gemm_reduce_scatter(
-                x, weight, bias=bias, group=self.mesh, dim=style.output_layout.dim, k=k, **style.keywords
-            )
-        else:
-            out = products.gemm_all_reduce(x, weight, bias=bias, group=self.mesh, k=k, **style.keywords)
+            how["dim"] = style.output_layout.dim
+        out = plus_residual(products, self.op, x, weight, residual, fuse, **how)
         full_shape = torch.Size((*x.shape[:-1], out.shape[-1]))
         return as_output(out, full_shape, self.mesh, style.output_layout, style.use_local_output)
+
+    @property
+    def op(self) -> str:
+        """Returns the name of the op."""
+        is_sharded = isinstance(self.style.output_layout, Shard)
+        return (GEMM_REDUCE_SCATTER if is_sharded else GEMM_ALL_REDUCE).name
 
 
 def _products(style: Any, weight: Any) -> Products:
