@@ -148,9 +148,12 @@ def fake_arguments(kernel: FusedGemm) -> tuple[Any, ...]:
     exchange: Any = None if isinstance(kernel.op, PlainGemm) else _fake_exchange()
     if isinstance(kernel.op, AllGather):
         exchange = _fake_gathering(cfg, kernel.op.keep)
+    b = matrix(cfg.in_dtypes[1], cfg.b_major == "k")
+    if cfg.has_two_weights:
+        b = b, matrix(cfg.in_dtypes[1], True)
     return (
         matrix(cfg.in_dtype, cfg.a_major == "k"),
-        matrix(cfg.in_dtypes[1], cfg.b_major == "k"),
+        b,
         matrix(cfg.out_dtype, True),
         extras,
         exchange,

@@ -5,6 +5,7 @@ from contextlib import suppress
 import pytest
 import torch
 
+import overlap_gemm
 from cute_emulator import EmulatorError
 from overlap_gemm import epilogues
 from overlap_gemm.backends.fused import compiled
@@ -34,6 +35,35 @@ def test_pairs_of_columns_are_made_in_the_all_gather_gemm(world, arch):
     with world_of(arch, world) as ranks:
         case = Called("all_gather_gemm", world, epilogues.swiglu, (70, 192 * world, 72))
         assert worst(case, ranks) <= 1
+
+
+@pytest.mark.parametrize(("world", "arch"), in_turn([1, 2, 3], ARCHITECTURES))
+@pytest.mark.parametrize("order", ["gate-first", "up-first"])
+def test_pairs_of_two_weights_that_lie_in_any_order(order, world, arch):
+    def otherwise(*_):
+        raise AssertionError
+
+    with world_of(arch, world) as ranks:
+        sizes = (70, 192 * world, 72)
+        case = Called("all_gather_gemm", world, epilogues.geglu_tanh, sizes, 0, "cpu", otherwise, order)
+        assert worst(case, ranks) <= 1
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_pairs_of_two_weights_with_biases_and_the_gathered_operand(order):
+    x, *both = (torch.randn(shape).bfloat16() for shape in ((20, 72), (2, 64, 72)))
+    gate, up = (both[0][i] for i in order)
+    biases = [torch.randn(64).bfloat16() for _ in range(2)]
+    with world_of("sm_90a", 1) as ranks:
+        out, gathered = overlap_gemm.all_gather_gemm(
+            x, [gate, up], bias=biases, group=ranks.names[0], backend="fused", return_gathered=True,
+            columns=128, epilogue=epilogues.swiglu(),
+        )  # fmt: skip
+        ranks.synchronize()
+    wide = [x.double() @ w.double().t() + b.double() for w, b in zip((gate, up), biases, strict=True)]
+    expected = torch.nn.functional.silu(wide[0]) * wide[1]
+    torch.testing.assert_close(out.double(), expected, rtol=2**-7, atol=1e-3)
+    assert torch.equal(gathered, x)
 
 
 @pytest.mark.parametrize("op", SHARDED)

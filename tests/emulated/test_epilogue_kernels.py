@@ -65,6 +65,13 @@ def test_pairs_of_columns(config):
     launched(replace(config, epilogue=visitors), None, 1, rows=150, cols=192, depth=72).check()
 
 
+@pytest.mark.parametrize("seed", [0, 1], ids=["gate-first", "up-first"])
+@pytest.mark.parametrize("config", [one for one in CONFIGS if not one.is_swap_ab], ids=lambda one: one.name)
+def test_pairs_of_columns_of_two_weights(config, seed):
+    config = replace(config, epilogue=(Visitor(gated, ("bf16", "f32"), of_two_weights=True),))
+    launched(config, None, 1, rows=150, cols=192, depth=72, seed=seed).check()
+
+
 def test_pairs_are_of_kernels_with_narrow_subtiles():
     with pytest.raises(ValueError, match="an epilogue of pairs is the last one, .* not mma='swap_ab'"):
         GemmConfig("sm_90a", (16, 64), mma="swap_ab", epilogue=(Visitor(gated, ("bf16", "f32")),))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..config.gemm_config import GemmConfig
 from ..config.visitors import Visitor
-from ..epilogues import Epilogue
+from ..epilogues import PAIR, Epilogue
 from .scales.tma_operands import ROW_BYTES, ROW_ELEMENTS, aligned_vector
 
 if TYPE_CHECKING:
@@ -67,8 +67,10 @@ def why_after(problem: Problem, columns: int) -> str | None:
     applying, spec = problem.applying, problem.spec
     assert applying is not None, problem
     epilogue = applying.epilogue
-    if problem.num_weights > 1:
-        return "kernels make pairs of the columns of one weight, gates and ups interleaved"
+    if problem.num_weights > 1:  # the same on every rank, since callers may do something else
+        if problem.n is None or problem.n % (2 * PAIR * problem.world_size) or not problem.n:
+            return f"kernels read two weights in bands of {PAIR} rows, of which each rank must have as many"
+        columns = problem.n // problem.world_size
     if epilogue.pairs and not spec.gathers_operand:
         return "kernels make pairs of columns where the product is the output, in all_gather_gemm"
     if spec.weight is None:

@@ -115,6 +115,11 @@ class GemmConfig:
         return self.on.mma[self.mma]
 
     @cached_property
+    def has_two_weights(self) -> bool:
+        """Returns whether B is two matrices, read as one (`kernel.operand_views.interleaved`)."""
+        return any(visitor.of_two_weights for visitor in self.epilogue)
+
+    @cached_property
     def has_bytes(self) -> bool:
         """Whether A and B are of an 8-bit type."""
         return DTYPE_BYTES[self.in_dtype] == 1

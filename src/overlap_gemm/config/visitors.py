@@ -80,15 +80,17 @@ class Visitor:
     Attributes:
         epilogue: the function, with declared inputs and outputs.
         dtypes: of each input, then of each output of each element, in order.
+        of_two_weights: whether the two columns of a pair are of two matrices B, else of one, interleaved.
     """
 
     epilogue: Epilogue
     dtypes: tuple[str, ...] = ()
+    of_two_weights: bool = False
 
     @property
     def name(self) -> str:
         """Short, for the kernel's name."""
-        return self.epilogue.name
+        return f"{self.epilogue.name}2" if self.of_two_weights else self.epilogue.name
 
     @property
     def of(self) -> Sum:

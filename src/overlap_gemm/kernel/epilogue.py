@@ -228,7 +228,14 @@ class Visits:
                 self._apply(visitor, tensors, (fragment,), own, row, column)
 
     def on_pair(
-        self, first: Fragment, second: Fragment, own: Any, row: Scalar, column: Scalar, extras: Extras
+        self,
+        first: Fragment,
+        second: Fragment,
+        own: Any,
+        row: Scalar,
+        column: Scalar,
+        extras: Extras,
+        is_swapped: Any = None,
     ) -> None:
         """Visits two subtiles of the product as pairs; ``first`` gets the output's values.
 
@@ -239,7 +246,13 @@ class Visits:
             row: the output's first row.
             column: the output's first column.
             extras: as for `on_fragment`.
+            is_swapped: whether `first` is the pair's second; None: it never is.
         """
+        if is_swapped is not None:
+            for i in range(cute.size(first)):
+                one, other = first[i], second[i]
+                first[i] = cutlass.select_(is_swapped != 0, other, one)
+                second[i] = cutlass.select_(is_swapped != 0, one, other)
         for visitor, tensors in self._visitors(extras):
             if visitor.epilogue.pairs:
                 self._apply(visitor, tensors, (first, second), own, row, column)

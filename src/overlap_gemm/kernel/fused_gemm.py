@@ -21,7 +21,7 @@ from overlap_gemm.kernel.dependent_launch import (
     wait_for_kernel_before,
 )
 from overlap_gemm.kernel.epilogue import allocate_stages
-from overlap_gemm.kernel.operand_views import OperandViews
+from overlap_gemm.kernel.operand_views import OperandViews, interleaved
 from overlap_gemm.kernel.roles import epilogue_role, load_role
 from overlap_gemm.kernel.shared_words import Tally, near_table
 from overlap_gemm.kernel.split import end_together, sent_of
@@ -58,7 +58,7 @@ class FusedGemm:
     def __call__(
         self,
         a: cute.Tensor,
-        b: cute.Tensor,
+        b: Any,
         out: cute.Tensor,
         extras: tuple[cute.Tensor, ...] | None,
         exchange: Any,
@@ -67,7 +67,10 @@ class FusedGemm:
     ) -> None:
         """Encodes the TMA descriptors and launches ``num_clusters`` clusters on ``stream``."""
         cfg = self.config
-        ops = self.mainloop.operands(a, b, extras)
+        is_swapped = None
+        if cutlass.const_expr(cfg.has_two_weights):
+            b, is_swapped = interleaved(*b)
+        ops = self.mainloop.operands(a, b, extras)._replace(is_swapped=is_swapped)
         more = self.op.more_sources(self.mainloop, exchange)
         self.kernel(ops, more, self.op.output(out, exchange), out, extras, exchange).launch(
             grid=(num_clusters * cfg.cluster[0], cfg.cluster[1], cfg.k_split),

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from cutlass import cute
+import cutlass
+from cutlass import Int32, Int64, cute
 
 from overlap_gemm.config.gemm_config import GemmConfig
 from overlap_gemm.device.traced import Scalar
+from overlap_gemm.epilogues import PAIR
 
 
 class OperandViews(NamedTuple):
@@ -20,6 +22,7 @@ class OperandViews(NamedTuple):
         tma_b: TMA load atom of B.
         b: B's coordinate tensor (N, K).
         scales: those of blocks (`mx.MxScales`, `blocks.BlockScales`), or None.
+        is_swapped: of two matrices B, whether a pair's second column comes first (`interleaved`); else None.
     """
 
     mma: Any
@@ -28,12 +31,34 @@ class OperandViews(NamedTuple):
     tma_b: Any
     b: Any
     scales: Any = None
+    is_swapped: Any = None
 
     def of_shard(self, shard: Scalar, work: Any) -> OperandViews:
         """Those of a tile of an owner's shard."""
         if self.scales is None:
             return self
         return self._replace(scales=self.scales.of_shard(shard, work))
+
+
+@cute.jit
+def interleaved(first: cute.Tensor, second: cute.Tensor) -> tuple[cute.Tensor, Int32]:
+    """Returns two matrices B as one view (2 N, K), bands of 32 rows in turn; N is a multiple of 32.
+
+    The view begins at the one that lies first in memory, since strides of TMA are not negative; the band of
+    the other one is as far away as that one is. The second value is whether this is ``second``.
+    """
+    begins, other = first.iterator.toint(), second.iterator.toint()
+    is_swapped = Int32(other < begins)
+    base = first.iterator
+    if other < begins:
+        base = second.iterator
+    bytes_apart = cutlass.max(other, begins) - cutlass.min(other, begins)
+    divby = 128 // first.element_type.width
+    apart = cute.assume(Int64(bytes_apart // (first.element_type.width // 8)), divby=divby)
+    pitch = first.stride[0]
+    shape = ((PAIR, 2, cute.size(first, mode=[0]) // PAIR), first.shape[1])
+    layout = cute.make_layout(shape, stride=((pitch, apart, pitch * PAIR), 1))
+    return cute.make_tensor(base, layout), is_swapped
 
 
 def as_accumulated(config: GemmConfig, subtile: Scalar) -> Any:

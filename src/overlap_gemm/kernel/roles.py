@@ -131,7 +131,7 @@ class SubtileWriter:
         row = self.row + subtile // cfg.epi_columns * cfg.epi_tile[0]
         column = (self.column + subtile % cfg.epi_columns * cfg.epi_tile[1]) // cfg.subtile_step
         first, second = fragments
-        self.op.visits.on_pair(first, second, self._own, row, column, self.extras)
+        self.op.visits.on_pair(first, second, self._own, row, column, self.extras, self.ops.is_swapped)
         return first
 
     @cute.jit

@@ -34,6 +34,7 @@ class Called:
     seed: int = 0
     device: object = "cpu"
     otherwise: object = None
+    two_weights: str = ""
     given: list = field(default_factory=list)
     exact: list = field(default_factory=list)
     bounds: list = field(default_factory=list)
@@ -82,6 +83,11 @@ class Called:
         lengths = OPS[self.op].arguments(m, n, k * self.world if OPS[self.op].sums else k)
         call = getattr(overlap_gemm, self.op)
         applied = self.one(**named)._replace(otherwise=self.otherwise)
+        if self.two_weights:
+            w = [part.flatten(0, 1).clone() for part in w.unflatten(0, (-1, 2, 32)).unbind(1)]
+            if (w[0].data_ptr() > w[1].data_ptr()) == (self.two_weights == "gate-first"):
+                first, second = w[1].clone(), w[0].clone()
+                w = [w[1].copy_(second), w[0].copy_(first)]
         return call(x, w, group=group, epilogue=applied, backend="fused", **lengths)
 
     def worst(self, outs):

@@ -138,13 +138,24 @@ class KernelCase:
             with emulator.rank(rank):
                 compiled(
                     _matrix(self.a[rank]),
-                    _matrix(self.b[rank]),
+                    self._weights(rank) if self.config.has_two_weights else _matrix(self.b[rank]),
                     _matrix(self.outs[rank]),
                     scales + tuple(_extra(x) for x in extras) or None,
                     exchange,
                     clusters,
                     STREAM,
                 )
+
+    def _weights(self, rank):
+        """Gates and ups of B's bands, with a gap between them; of odd seeds ups lie in front of gates."""
+        parts = self.b[rank].unflatten(0, (-1, 2, 32)).unbind(1)
+        size, gap = parts[0].numel(), 4096
+        memory = torch.full((2 * size + gap,), torch.nan, dtype=self.b[rank].dtype)
+        places = (size + gap, 0) if self.seed % 2 else (0, size + gap)
+        pair = [memory[place : place + size].view(-1, self.depth) for place in places]
+        for matrix, part in zip(pair, parts, strict=True):
+            matrix.copy_(part.flatten(0, 1))
+        return tuple(map(_matrix, pair))
 
     def check(self):
         """Every element within the bound of its roundings; rows nobody owns untouched."""

@@ -12,6 +12,7 @@ them (`exchange.relay`): from this rank's own buffer, since NVSHMEM puts from it
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -51,10 +52,11 @@ from ..scales.tma_operands import (
     has_tma_strides,
     major,
     padded,
+    weight_pair,
 )
 from . import plan_cache as plans
 from .compiled import compiled_gate, compiled_gather, compiled_relay
-from .launch_plan import Copies, OwnShard, Plan, Product, Relayed, Travel
+from .launch_plan import Copies, OwnShard, Plan, Product, Relayed, Travel, Weight
 from .plan_cache import (
     bias_visitor,
     both,
@@ -82,11 +84,13 @@ def bind(
     rows, depth = shards.total, x.shape[1]
     columns = [len(weight) for weight in weights]
     if applying is not None:
-        visitor = applying.visitor
+        visitor = replace(applying.visitor, of_two_weights=len(weights) == 2)
 
         def run_with_epilogue(
             x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], inputs: Sequence[Tensor]
         ) -> tuple[Tensor, list[Tensor]]:
+            if visitor.of_two_weights:
+                return all_gather_pairs(x, weights, biases, shards, group, keep, visitor, inputs)
             read = visitor, inputs
             return all_gather_gemm(x, weights, biases, shards, group, keep, epilogue=read)
 
@@ -247,6 +251,54 @@ def all_gather_gemm(
     return x if kept is None else _first_columns(kept, depth, group), results
 
 
+def all_gather_pairs(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    shards: Shards,
+    group: Group,
+    keep: bool,
+    visitor: Visitor,
+    inputs: Sequence[Tensor],
+) -> tuple[Tensor, list[Tensor]]:
+    """Returns what `all_gather_gemm` does, of pairs of the columns of two weights: one product, read as one.
+
+    Args:
+        x: This rank's shard.
+        weights: Two of one shape, whose rows are a multiple of `PAIR`.
+        biases: One for each weight, or none.
+        shards: Shards of the rows.
+        group: The ranks.
+        keep: Whether the gathered x is wanted.
+        visitor: The epilogue.
+        inputs: What it reads.
+    """
+    rows, depth, width = shards.total, x.shape[1], len(weights[0])
+    if rows == 0:
+        return x, [x.new_empty(0, width)]
+    alone, pair = group.size == 1, weight_pair(*weights)
+    shard = aligned(x.contiguous()) if alone or len(x) else x.new_zeros(1, padded(depth, x.itemsize))
+    out, visitors = x.new_empty(rows, width), (*bias_visitor(bool(biases), x.dtype), visitor)
+    read: tuple[Tensor, ...] = ()
+    if biases:  # in the order in which the kernel reads the weights: the first in memory first
+        order = (0, 1) if pair[0].data_ptr() < pair[1].data_ptr() else (1, 0)
+        bands = [biases[i].unflatten(0, (-1, PAIR)) for i in order]
+        read = (torch.stack(bands, 1).flatten(),)
+    read += read_by_kernel(visitor, inputs, rows, width)
+    kept = None
+    with late_weights(any(one is not weight for one, weight in zip(pair, weights, strict=True))):
+        if alone:
+            shape = ExchangeShape.even(rows, 2 * width, 1)
+            arguments = group, x.device, x.dtype, shape, "k", "k", visitors, depth
+            plain = plans.plan_for(*arguments, None, None, x.dtype)
+            plain.launch(shard, (pair,), (out,), (read or None,))
+        else:
+            kept = shard.new_empty(rows, shard.stride(0)) if keep else None
+            plan = plan_for(group, x, shard.shape[1], (pair,), visitors, shards, keep)
+            plan.launch(shard, (pair,), (out,), (read or None,), kept)
+    return x if kept is None else _first_columns(kept, depth, group), [out]
+
+
 def _columns(weights: Sequence[Tensor], scales: Sequence[Tensor]) -> list[Tensor]:
     """Scales of each weight's rows, as kernels read them."""
     columns = [
@@ -260,7 +312,7 @@ def plan_for(
     group: Group,
     x: Tensor,
     depth: int,
-    weights: Sequence[Tensor],
+    weights: Sequence[Weight],
     epilogue: tuple[Visitor, ...],
     shards: Shards,
     keep: bool,
@@ -286,7 +338,12 @@ def plan_for(
         ValueError: no kernel exists for the caller's settings, or no grid fits on the SMs left to it.
     """
     peers, asked = peers_for(group, x.device), settings()
-    kinds = tuple((len(weight), major(weight, "n"), weight.dtype) for weight in weights)
+    kinds = tuple(
+        (2 * len(weight[0]), "k", weight[0].dtype)
+        if isinstance(weight, tuple)
+        else (len(weight), major(weight, "n"), weight.dtype)
+        for weight in weights
+    )
     key = (ALL_GATHER_GEMM.name, x.dtype, shards, depth, kinds, epilogue, keep, out_dtype, blocks, asked)
     plan: Plan | None = peers.plans.get(key)
     if plan is not None and plan.is_open:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from torch import Tensor
 
@@ -20,6 +20,9 @@ from ...runtime.executor import Executor
 from ...runtime.identity import after_skipped
 from ...runtime.memory.workspace import Workspace
 from ...spec import OPS, PATTERNS
+
+Weight: TypeAlias = Tensor | tuple[Tensor, Tensor]
+"""A weight; or a pair of one shape, which a kernel reads as one (`kernel.operand_views.interleaved`)."""
 
 
 class Product(NamedTuple):
@@ -170,7 +173,7 @@ class Plan:
     def launch(
         self,
         a: Tensor,
-        weights: Sequence[Tensor],
+        weights: Sequence[Weight],
         outs: Sequence[Tensor],
         extras: Sequence[tuple[Tensor, ...] | None],
         kept: Tensor | None = None,
@@ -179,7 +182,7 @@ class Plan:
 
         Args:
             a: `[M, K]`, see `operands.aligned`; where it is gathered the own shard, `[max(rows, 1), K]`.
-            weights: the rows of each weight that this rank multiplies, likewise.
+            weights: the rows of each weight that this rank multiplies, likewise; of a pair both.
             outs: the op's result for each, of one row at least, rows at multiples of 16 bytes.
             extras: what the epilogue's visitors of each read (`build`), see
                 `operands.aligned_vector`; None where they read nothing. Of a gathered operand with scales the
@@ -190,7 +193,9 @@ class Plan:
             CommTimeoutError, OverlappingCallsError, MismatchedCallsError: an earlier call here failed.
         """
         executor = self.executor
-        with executor.active(a, *weights, *outs, *chain(*filter(None, extras)), kept) as stream:
+        each = (weight if isinstance(weight, tuple) else (weight,) for weight in weights)
+        used = a, *chain(*each), *outs, *chain(*filter(None, extras)), kept
+        with executor.active(*used) as stream:
             operands = tuple(zip(weights, outs, extras, strict=True))
             if self.workspace is None:  # waits for nobody, so it may run alongside whatever it likes
                 for product, tensors in zip(self.products, operands, strict=True):
@@ -225,7 +230,7 @@ class Plan:
         exchange: Any,
         a: Tensor,
         scales: int,
-        operands: Sequence[tuple[Tensor, Tensor, tuple[Tensor, ...] | None]],
+        operands: Sequence[tuple[Weight, Tensor, tuple[Tensor, ...] | None]],
         kept: Tensor | None,
         stream: int,
         send: Callable[[], None] | None = None,

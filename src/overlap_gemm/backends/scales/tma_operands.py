@@ -20,6 +20,10 @@ def padded(extent: int, itemsize: int = 2) -> int:
     return max(-(-extent // unit), 1) * unit
 
 
+MAX_STRIDE = 1 << 40
+"""Bytes of a stride of a TMA descriptor, which has 40 bits."""
+
+
 def aligned(matrix: Tensor, shard: int = 0) -> Tensor:
     """`matrix` `[rows, K]` as TMA can read it: itself, or a copy with zeros appended along K.
 
@@ -33,6 +37,24 @@ def aligned(matrix: Tensor, shard: int = 0) -> Tensor:
     if has_tma_strides(matrix, shard) and matrix.data_ptr() % 16 == 0:
         return matrix
     return widened(matrix)
+
+
+def weight_pair(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns two weights of one shape as a kernel reads them by one descriptor: themselves, or copies.
+
+    Args:
+        first: Weight `[rows, K]`.
+        second: Weight of the same shape, which lies elsewhere in memory, less than `MAX_STRIDE` bytes away.
+    """
+    pair = aligned(first), aligned(second)
+    begin, end = (one.data_ptr() for one in pair)
+    is_one_pitch = pair[0].stride() == pair[1].stride() and pair[0].stride(1) == 1
+    if is_one_pitch and 0 < abs(begin - end) < MAX_STRIDE:
+        return pair
+    rows, depth = first.shape
+    both = first.new_zeros(2, rows, padded(depth, first.itemsize))
+    both[0, :, :depth], both[1, :, :depth] = first, second
+    return both[0], both[1]
 
 
 def widened(matrix: Tensor) -> Tensor:
