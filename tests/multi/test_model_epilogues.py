@@ -92,7 +92,7 @@ def explains(rank, size):
             f"model.layers.*.{mlp}.down_proj: a residual is an epilogue of gemm_reduce_scatter",
             f"model.layers.*.{mlp}: swiglu of gate and up is an epilogue of all_gather_gemm",
         ]
-    local = "without sequence parallelism gate and up are a rank's own products"
+    local = "without sequence parallelism gate and up are local products"
     assert lines("llama", sequence_parallel=False)[-1].endswith(
         f"the activation follows all_gather_gemm: {local}"
     )

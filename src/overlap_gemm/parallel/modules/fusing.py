@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ...api.kept_weights import Stored
 from ...api.layer_epilogues import (
     GATINGS,
-    OWN_PRODUCTS,
+    LOCAL_PRODUCTS,
     RESIDUAL,
     Activation,
     Fusion,
@@ -99,7 +99,7 @@ class LayerForward:
             yield Fusion(f"{name}.{part}.{row}", RESIDUAL, forward.op, self._why_not_now(part))
             mlp: Any = self.parts[part]
             if part != "self_attn" and not hasattr(vars(mlp).get("forward"), "fusions"):
-                yield Fusion(f"{name}.{part}", "the activation", ALL_GATHER_GEMM.name, OWN_PRODUCTS)
+                yield Fusion(f"{name}.{part}", "the activation", ALL_GATHER_GEMM.name, LOCAL_PRODUCTS)
 
     def _why_not_now(self, name: str) -> str | None:
         """Returns why a part's projection does not add the residual, as the module is now."""
