@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import overlap_gemm
-from overlap_gemm.backends.fused import gather_plans as gather
+from overlap_gemm.backends.fused import gather_calls as gather
 from overlap_gemm.backends.fused import ways
 from tests.support.emulated.gather_world import World
 

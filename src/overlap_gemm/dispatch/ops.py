@@ -21,10 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backends.base import Problem
-from ..backends.by_shards import pays_alongside
-from ..backends.by_shards import plan_for as copies_for
-from ..backends.collectives import all_gather_rows as gather_rows
 from ..backends.op_call import SCHEMA, OpCall, promises_of
 from ..backends.portable_arithmetic import arithmetic_of, ordered_product
 from ..backends.scales.scaling import Scaled, dequantised, why_no_product, with_scales
@@ -40,9 +36,9 @@ from ..spec import (
 from ..spec.promises import InvarianceError
 from ..spec.sharding import Shards
 from .choosing import chosen
+from .gather_gradients import all_gather_gemm_gradients, joined
 from .moves import (
     all_gather_rows,
-    compared,
     deal_columns,
     deal_rows,
     each,
@@ -286,10 +282,6 @@ def sum_of_rows(x: Tensor, how: Any) -> Tensor:
     return sums[0]
 
 
-def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
-
-
 def _dual(call: OpCall, **changes: Any) -> OpCall:
     """The call of `grad @ weight`, whose N is the op's K."""
     return call.backward(columns=call.k, k=call.columns, keep=False, **changes)
@@ -326,7 +318,7 @@ def _backward_all_gather_gemm(
             for grad, weight in of_each
         )
     elif needs_x:
-        stacked, weight = _joined(grad_outs, 1), _joined(weights, 0)
+        stacked, weight = joined(grad_outs, 1), joined(weights, 0)
         if grad_gathered is None:
             grad_x = gemm_reduce_scatter(stacked, weight.t(), None, *NO_SCALES, *dual)
         elif call.promises.has_tree:
@@ -352,58 +344,6 @@ def _backward_all_gather_gemm(
 
 
 all_gather_gemm = GemmOp(ALL_GATHER_GEMM, _backward_all_gather_gemm)
-
-
-# --- all_gather_gemm_gradients: of x and of every weight, where all are wanted and no gathered x was kept ---
-# The gather of x, which the weights' gradients wait for, goes by copy engines alongside the fused kernel that
-# makes x's gradient, where there is one and the shards are not small. Its memory is the gather buffer of
-# `all_gather_gemm` itself.
-
-
-def _bind_all_gather_gemm_gradients(
-    x: Tensor, grads: Sequence[Tensor], weights: Sequence[Tensor], *arguments: Any
-) -> Run:
-    call = OpCall(*arguments)
-    ranks = resolve(call.group)
-    stacked, weight = _joined(grads, 1), _joined(weights, 0).t()
-    call = call.summed(GEMM_REDUCE_SCATTER, stacked.shape[1], ranks.size)
-    product = arithmetic_of(call.promises).product
-    name, scatter = chosen(GEMM_REDUCE_SCATTER, call, stacked, weight, None)
-    gather_call = call._replace(columns=call.k, k=call.columns, backend="decomposed")
-    problem = Problem.of(ALL_GATHER_GEMM.name, gather_call, x, ranks)
-    shards = problem.shards
-    alongside = name == "fused" and pays_alongside(problem, shards)
-    facts = {"rows": shards.total, "chunk": shards.chunk, "width": x.shape[1]}
-    gathering = compared("all_gather_gemm_gradients", x, call.group, **facts)
-
-    def run(x: Tensor, grads: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
-        own = x.contiguous()
-
-        def scattered() -> Tensor:
-            result: Tensor = scatter(_joined(grads, 1), _joined(weights, 0).t(), None)
-            return result
-
-        if not alongside:
-            grad_x = scattered()
-            gathered = gather_rows(own, shards, gathering)
-            return [grad_x, *(product(grad.t(), gathered.t()) for grad in grads)]
-        with copies_for(ranks, own, shards).alongside(own, scattered, *grads) as (grad_x, gathered):
-            return [grad_x, *(grad.t() @ gathered for grad in grads)]
-
-    return run
-
-
-def _no_second_gradient(*_: Any) -> Any:
-    raise RuntimeError("all_gather_gemm_gradients is for a backward pass that has none of its own")
-
-
-all_gather_gemm_gradients = Registered(
-    f"all_gather_gemm_gradients(Tensor x, Tensor[] grads, Tensor[] weights, {SCHEMA}) -> Tensor[]",
-    bind=_bind_all_gather_gemm_gradients,
-    fake=lambda x, grads, weights, *_: [x.new_empty(x.shape), *(w.new_empty(w.shape) for w in weights)],
-    backward=_no_second_gradient,
-    named=OpCall,
-)
 
 
 # --- gemm_reduce_scatter: x [M, K_local], weight [N, K_local] -> own rows [m_r, N] ---

@@ -34,7 +34,7 @@ from ..epilogues import (
 )
 from ..scales.block_scales import layout_of
 from ..scales.tma_operands import ROW_BYTES, ROW_ELEMENTS, aligned, aligned_vector, has_tma_strides, major
-from . import gather_plans as gather
+from . import gather_calls as gather
 from .launch_plan import Plan
 from .plan_cache import DTYPES, bias_visitor, plan_for
 

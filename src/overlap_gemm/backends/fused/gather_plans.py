@@ -1,4 +1,4 @@
-"""The fused all-gather GEMM on the host: buffers, who sends the shards, launches.
+"""The fused all-gather GEMM on the host: buffers, and who sends the shards; its calls: `gather_calls`.
 
 Where copy engines send (`Machine.copy_bytes`), a call queues them on a second stream, in the
 order in which peers want them (`config.orders.OwnShardFirst`), each shard followed by its flag; they take no
@@ -11,8 +11,7 @@ them (`exchange.relay`): from this rank's own buffer, since NVSHMEM puts from it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,13 +19,11 @@ from torch import Tensor
 
 from ...config.scale_blocks import Blocks
 from ...config.visitors import Visitor
-from ...epilogues import PAIR
 from ...exchange.geometry import (
     COMING_OFFSET,
     CONTROL_BYTES,
     FLAG_BYTES,
     SCALE_BYTES,
-    ExchangeShape,
     shard_puts,
 )
 from ...runtime.executor import CudaExecutor
@@ -36,29 +33,18 @@ from ...runtime.memory.workspace import Workspace
 from ...runtime.peers import Peers
 from ...spec import ALL_GATHER_GEMM, patterns_of
 from ...spec.sharding import Shards, ceil_div, num_owners
-from ...tuning.settings import late_weights, settings, within
+from ...tuning.settings import settings
 from ...tuning.space import choose_config, constants
 from ...tuning.time_model import Facts
-from ..epilogues import Applying, read_by_kernel
-from ..scales.block_scales import gathered_scales, layout_of, num_bytes
-from ..scales.block_scales import scales_of_shard as scales_of_blocks
-from ..scales.scaling import scales_of_shard as scales_of_rows
+from ..scales.block_scales import gathered_scales, num_bytes
 from ..scales.scaling import shard_bytes
 from ..scales.tma_operands import (
-    ROW_BYTES,
-    ROW_ELEMENTS,
-    aligned,
-    aligned_vector,
-    has_tma_strides,
     major,
     padded,
-    weight_pair,
 )
-from . import plan_cache as plans
 from .compiled import compiled_gate, compiled_gather, compiled_relay
 from .launch_plan import Copies, OwnShard, Plan, Product, Relayed, Travel, Weight
 from .plan_cache import (
-    bias_visitor,
     both,
     exchange_arguments,
     keep_plan,
@@ -67,245 +53,6 @@ from .plan_cache import (
     resident_clusters,
 )
 from .ways import obtain_way, wanted
-
-
-def bind(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor],
-    shards: Shards,
-    group: Group,
-    keep: bool,
-    out_dtype: torch.dtype | None = None,
-    blocks: Blocks | None = None,
-    applying: Applying | None = None,
-) -> Callable[..., tuple[Tensor, list[Tensor]]]:
-    """See `Backend.bind`: what is left, where nothing need be padded, is the outputs and the launches."""
-    rows, depth = shards.total, x.shape[1]
-    columns = [len(weight) for weight in weights]
-    if applying is not None:
-        visitor = replace(applying.visitor, of_two_weights=len(weights) == 2)
-
-        def run_with_epilogue(
-            x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], inputs: Sequence[Tensor]
-        ) -> tuple[Tensor, list[Tensor]]:
-            if visitor.of_two_weights:
-                return all_gather_pairs(x, weights, biases, shards, group, keep, visitor, inputs)
-            read = visitor, inputs
-            return all_gather_gemm(x, weights, biases, shards, group, keep, epilogue=read)
-
-        return within(settings(), run_with_epilogue)
-
-    def run(
-        x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], *scales: Any
-    ) -> tuple[Tensor, list[Tensor]]:
-        return all_gather_gemm(x, weights, biases, shards, group, keep, scales, out_dtype, blocks)
-
-    run = within(settings(), run)  # whoever calls later, it is this call
-    whole = all(n and n % ROW_ELEMENTS == 0 for n in columns) and padded(depth, x.itemsize) == depth
-    strided = x.is_contiguous() and all(has_tma_strides(weight) for weight in weights)
-    if group.size == 1 or not (rows and len(x) and whole and strided):
-        return run
-    if any(bias.stride(0) != 1 for bias in biases):
-        return run
-    if out_dtype is not None:
-        return _bind_scaled(run, x, weights, biases, shards, group, keep, out_dtype, blocks)
-    plan = plan_for(group, x, depth, weights, bias_visitor(bool(biases), x.dtype), shards, keep)
-    without: list[tuple[Tensor, ...] | None] = [None] * len(columns)
-
-    def run_as_planned(
-        x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]
-    ) -> tuple[Tensor, list[Tensor]]:
-        if _has_place_off(x, *weights, *biases) or not plan.is_open:
-            return run(x, weights, biases)
-        outs = [x.new_empty(rows, n) for n in columns]
-        kept = x.new_empty(rows, depth) if keep else None
-        plan.launch(x, weights, outs, [(bias,) for bias in biases] or without, kept)
-        return x if kept is None else kept, outs
-
-    return run_as_planned
-
-
-def _bind_scaled(
-    run: Callable[..., tuple[Tensor, list[Tensor]]],
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor],
-    shards: Shards,
-    group: Group,
-    keep: bool,
-    out_dtype: torch.dtype,
-    blocks: Blocks | None,
-) -> Callable[..., tuple[Tensor, list[Tensor]]]:
-    """Does what `bind` does, of operands with scales."""
-    (local_rows, depth), columns = x.shape, [weight.shape[0] for weight in weights]
-    rows, chunk, layout = shards.total, shards.chunk, layout_of(blocks) if blocks else None
-    epilogue = bias_visitor(bool(biases), out_dtype)
-    plan = plan_for(group, x, depth, weights, epilogue, shards, keep, out_dtype, blocks)
-
-    def read_with(scale_x: Tensor, scales: Sequence[Tensor]) -> list[tuple[Tensor, ...]] | None:
-        """Returns the scales that each product reads; None where those of a weight need a copy."""
-        if blocks is not None and layout is not None:
-            of_x = scales_of_blocks(scale_x, blocks, chunk, depth)
-            return [(of_x, layout.of_b(scale, (n, depth))) for scale, n in zip(scales, columns, strict=True)]
-        for scale, n in zip(scales, columns, strict=True):
-            if scale.shape[0] != n or scale.stride(0) != 1 or scale.data_ptr() % ROW_BYTES:
-                return None
-        of_x = scales_of_rows(scale_x, local_rows)
-        return [(of_x, scale) for scale in scales]
-
-    def run_as_planned(
-        x: Tensor,
-        weights: Sequence[Tensor],
-        biases: Sequence[Tensor],
-        scale_x: Tensor,
-        scales: Sequence[Tensor],
-    ) -> tuple[Tensor, list[Tensor]]:
-        extras = None
-        if plan.is_open and not _has_place_off(x, *weights, *biases):
-            extras = read_with(scale_x, scales)
-        if extras is None:
-            return run(x, weights, biases, scale_x, scales)
-        if biases:
-            extras = [(*read, bias) for read, bias in zip(extras, biases, strict=True)]
-        outs = [x.new_empty(rows, n, dtype=out_dtype) for n in columns]
-        kept = x.new_empty(rows, depth) if keep else None
-        plan.launch(x, weights, outs, extras, kept)
-        return x if kept is None else kept, outs
-
-    return run_as_planned
-
-
-def _has_place_off(*tensors: Tensor) -> bool:
-    """Whether one of them does not begin at a multiple of 16 bytes."""
-    addresses = 0
-    for tensor in tensors:
-        addresses |= tensor.data_ptr()
-    return addresses % ROW_BYTES != 0
-
-
-def all_gather_gemm(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor],
-    shards: Shards,
-    group: Group,
-    keep: bool,
-    scales: Sequence[Any] = (),
-    out_dtype: torch.dtype | None = None,
-    blocks: Blocks | None = None,
-    epilogue: tuple[Visitor, Sequence[Tensor]] | None = None,
-) -> tuple[Tensor, list[Tensor]]:
-    """See `Portable.all_gather_gemm`; without ``keep`` what comes for the gathered x is x.
-
-    ``keep`` costs a copy of M x K inside the kernel. ``scales``: of x, gathered with its rows, and of each
-    weight (`scaling`). ``epilogue``: what sums go through after the bias, and what it reads.
-    """
-    rows, depth, alone, dtype = shards.total, x.shape[1], group.size == 1, out_dtype or x.dtype
-    visitor, inputs = epilogue or (None, ())
-    columns_of = 2 if visitor is not None and visitor.epilogue.pairs else 1  # a result's
-    if rows == 0:
-        return x, [x.new_empty(0, weight.shape[0] // columns_of, dtype=dtype) for weight in weights]
-    # A rank without columns takes part all the same: its peers wait for its word.
-    used = [weight if len(weight) else weight.new_zeros(2 * PAIR, depth) for weight in weights]
-    operands, widths = [aligned(weight) for weight in used], [len(weight) // columns_of for weight in used]
-    outs = [x.new_empty(rows, padded(width), dtype=dtype) for width in widths]
-    own = aligned(x.contiguous()) if alone or len(x) else x.new_zeros(1, padded(depth, x.itemsize))
-    vectors: list[tuple[Tensor, ...]] = [()] * len(used)
-    if blocks:
-        layout = layout_of(blocks)
-        if alone:
-            of_x = layout.of_a(scales[0], x.shape)
-        else:
-            of_x = scales_of_blocks(scales[0], blocks, shards.chunk, own.shape[1])
-        each = zip(scales[1], weights, strict=True)
-        vectors = [(of_x, layout.of_b(scale, weight.shape)) for scale, weight in each]
-    elif scales:
-        by_row = aligned_vector(scales[0], len(x)) if alone else scales_of_rows(scales[0], len(x))
-        vectors = [(by_row, column) for column in _columns(used, scales[1])]
-    if biases:
-        found = [_padded(bias, padded(len(weight))) for bias, weight in zip(biases, used, strict=True)]
-        vectors = [(*read, bias) for read, bias in zip(vectors, found, strict=True)]
-    visitors = bias_visitor(bool(biases), dtype)
-    if visitor is not None:
-        visitors += (visitor,)
-        pairs = zip(vectors, widths, strict=True)
-        vectors = [(*read, *read_by_kernel(visitor, inputs, rows, width)) for read, width in pairs]
-    extras = [read or None for read in vectors]
-    narrowed = [out[:, :width] for out, width in zip(outs, widths, strict=True)]
-    kept = None
-    with late_weights(any(operand is not weight for operand, weight in zip(operands, weights, strict=True))):
-        if alone:
-            for weight, out, read in zip(operands, narrowed, extras, strict=True):
-                shape = ExchangeShape.even(rows, len(weight), 1)
-                majors = "k", major(weight, "n")
-                given, how = (group, x.device, x.dtype, shape), (out_dtype, blocks, weight.dtype)
-                plain = plans.plan_for(*given, *majors, visitors, depth, *how)
-                plain.launch(own, (weight,), (out,), (read,))
-        else:
-            kept = own.new_empty(rows, own.stride(0)) if keep else None
-            plan = plan_for(group, x, own.shape[1], operands, visitors, shards, keep, out_dtype, blocks)
-            plan.launch(own, operands, narrowed, extras, kept)
-    own_widths = [len(weight) // columns_of for weight in weights]
-    results = [_first_columns(out, width, group) for out, width in zip(outs, own_widths, strict=True)]
-    return x if kept is None else _first_columns(kept, depth, group), results
-
-
-def all_gather_pairs(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor],
-    shards: Shards,
-    group: Group,
-    keep: bool,
-    visitor: Visitor,
-    inputs: Sequence[Tensor],
-) -> tuple[Tensor, list[Tensor]]:
-    """Returns what `all_gather_gemm` does, of pairs of the columns of two weights: one product, read as one.
-
-    Args:
-        x: This rank's shard.
-        weights: Two of one shape, whose rows are a multiple of `PAIR`.
-        biases: One for each weight, or none.
-        shards: Shards of the rows.
-        group: The ranks.
-        keep: Whether the gathered x is wanted.
-        visitor: The epilogue.
-        inputs: What it reads.
-    """
-    rows, depth, width = shards.total, x.shape[1], len(weights[0])
-    if rows == 0:
-        return x, [x.new_empty(0, width)]
-    alone, pair = group.size == 1, weight_pair(*weights)
-    shard = aligned(x.contiguous()) if alone or len(x) else x.new_zeros(1, padded(depth, x.itemsize))
-    out, visitors = x.new_empty(rows, width), (*bias_visitor(bool(biases), x.dtype), visitor)
-    read: tuple[Tensor, ...] = ()
-    if biases:  # in the order in which the kernel reads the weights: the first in memory first
-        order = (0, 1) if pair[0].data_ptr() < pair[1].data_ptr() else (1, 0)
-        bands = [biases[i].unflatten(0, (-1, PAIR)) for i in order]
-        read = (torch.stack(bands, 1).flatten(),)
-    read += read_by_kernel(visitor, inputs, rows, width)
-    kept = None
-    with late_weights(any(one is not weight for one, weight in zip(pair, weights, strict=True))):
-        if alone:
-            shape = ExchangeShape.even(rows, 2 * width, 1)
-            arguments = group, x.device, x.dtype, shape, "k", "k", visitors, depth
-            plain = plans.plan_for(*arguments, None, None, x.dtype)
-            plain.launch(shard, (pair,), (out,), (read or None,))
-        else:
-            kept = shard.new_empty(rows, shard.stride(0)) if keep else None
-            plan = plan_for(group, x, shard.shape[1], (pair,), visitors, shards, keep)
-            plan.launch(shard, (pair,), (out,), (read or None,), kept)
-    return x if kept is None else _first_columns(kept, depth, group), [out]
-
-
-def _columns(weights: Sequence[Tensor], scales: Sequence[Tensor]) -> list[Tensor]:
-    """Scales of each weight's rows, as kernels read them."""
-    columns = [
-        aligned_vector(scale if len(scale) else scale.new_zeros(1), len(weight))
-        for scale, weight in zip(scales, weights, strict=True)
-    ]
-    return [_padded(column, padded(len(column))) for column in columns]
 
 
 def plan_for(
@@ -491,18 +238,3 @@ def copies_of(workspace: Workspace, full: int, shard: OwnShard) -> Copies:
     order = [(group.rank - i) % group.size for i in range(1, group.size)] if shard.row_bytes else []
     places = tuple((bases[peer] + offset, bases[peer] + flag) for peer in order)
     return Copies(places, workspace.memory.local.data_ptr() + COMING_OFFSET, shard)
-
-
-def _first_columns(matrix: Tensor, columns: int, group: Group) -> Tensor:
-    """Those of a result, contiguous; but of a virtual rank, whose kernels have not run yet, a view."""
-    first = matrix[:, :columns]
-    return first if group.is_virtual else first.contiguous()
-
-
-def _padded(vector: Tensor, size: int) -> Tensor:
-    """`vector` with zeros after, as many as the epilogue reads."""
-    if len(vector) == size:
-        return aligned_vector(vector, size)
-    padded = vector.new_zeros(size)
-    padded[: len(vector)] = vector
-    return padded

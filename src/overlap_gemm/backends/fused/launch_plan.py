@@ -193,8 +193,8 @@ class Plan:
             CommTimeoutError, OverlappingCallsError, MismatchedCallsError: an earlier call here failed.
         """
         executor = self.executor
-        each = (weight if isinstance(weight, tuple) else (weight,) for weight in weights)
-        used = a, *chain(*each), *outs, *chain(*filter(None, extras)), kept
+        flat: Any = chain(*weights) if isinstance(weights[0], tuple) else weights
+        used = a, *flat, *outs, *chain(*filter(None, extras)), kept
         with executor.active(*used) as stream:
             operands = tuple(zip(weights, outs, extras, strict=True))
             if self.workspace is None:  # waits for nobody, so it may run alongside whatever it likes

@@ -1,0 +1,75 @@
+"""`all_gather_gemm_gradients`: gradients of x and of all weights of an all_gather_gemm, in one op.
+
+For calls that want all of these and kept no gathered x. The weights' gradients wait for x. Copy engines
+gather it alongside the fused kernel that computes the gradient of x, if there is one and shards are not
+small. The gathered x is stored in the gather buffer of `all_gather_gemm`.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..backends.base import Problem
+from ..backends.by_shards import pays_alongside
+from ..backends.by_shards import plan_for as copies_for
+from ..backends.collectives import all_gather_rows as gather_rows
+from ..backends.op_call import SCHEMA, OpCall
+from ..backends.portable_arithmetic import arithmetic_of
+from ..runtime.group import resolve
+from ..spec import ALL_GATHER_GEMM, GEMM_REDUCE_SCATTER
+from .choosing import chosen
+from .moves import compared
+from .registered import Registered, Run
+
+
+def joined(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """Returns the parts one after the other along `dim`; a single one as it is."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
+
+
+def _bind_all_gather_gemm_gradients(
+    x: Tensor, grads: Sequence[Tensor], weights: Sequence[Tensor], *arguments: Any
+) -> Run:
+    call = OpCall(*arguments)
+    ranks = resolve(call.group)
+    stacked, weight = joined(grads, 1), joined(weights, 0).t()
+    call = call.summed(GEMM_REDUCE_SCATTER, stacked.shape[1], ranks.size)
+    product = arithmetic_of(call.promises).product
+    name, scatter = chosen(GEMM_REDUCE_SCATTER, call, stacked, weight, None)
+    gather_call = call._replace(columns=call.k, k=call.columns, backend="decomposed")
+    problem = Problem.of(ALL_GATHER_GEMM.name, gather_call, x, ranks)
+    shards = problem.shards
+    alongside = name == "fused" and pays_alongside(problem, shards)
+    facts = {"rows": shards.total, "chunk": shards.chunk, "width": x.shape[1]}
+    gathering = compared("all_gather_gemm_gradients", x, call.group, **facts)
+
+    def run(x: Tensor, grads: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
+        own = x.contiguous()
+
+        def scattered() -> Tensor:
+            result: Tensor = scatter(joined(grads, 1), joined(weights, 0).t(), None)
+            return result
+
+        if not alongside:
+            grad_x = scattered()
+            gathered = gather_rows(own, shards, gathering)
+            return [grad_x, *(product(grad.t(), gathered.t()) for grad in grads)]
+        with copies_for(ranks, own, shards).alongside(own, scattered, *grads) as (grad_x, gathered):
+            return [grad_x, *(grad.t() @ gathered for grad in grads)]
+
+    return run
+
+
+def _no_second_gradient(*_: Any) -> Any:
+    raise RuntimeError("all_gather_gemm_gradients is for a backward pass that has none of its own")
+
+
+all_gather_gemm_gradients = Registered(
+    f"all_gather_gemm_gradients(Tensor x, Tensor[] grads, Tensor[] weights, {SCHEMA}) -> Tensor[]",
+    bind=_bind_all_gather_gemm_gradients,
+    fake=lambda x, grads, weights, *_: [x.new_empty(x.shape), *(w.new_empty(w.shape) for w in weights)],
+    backward=_no_second_gradient,
+    named=OpCall,
+)
