@@ -144,7 +144,7 @@ def test_functions_that_are_no_epilogues_are_refused_with_the_rule(function, dec
 @pytest.mark.parametrize(
     ("declared", "rule"),
     [
-        ({"inputs": {"bias": "column"}}, "input bias must be one of element, rows, columns, scalar"),
+        ({"inputs": {"bias": "column"}}, "input bias must be one of element, rows, gathered_rows, columns"),
         ({"outputs": {"a": "rows"}}, "output a must be one of element, row_sum, row_max"),
         ({"of": "all"}, "of must be one of partial, complete"),
         ({"of": "partial", "pairs": True}, "added up over the ranks"),

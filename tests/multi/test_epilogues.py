@@ -197,6 +197,88 @@ def test_gradients_of_pairs_by_the_author_go_to_their_weights(ranks):
     ranks(2).run(gradient_of_pairs_by_the_author)
 
 
+def normed_chain(rank, size, rows, double):
+    """Checks a residual, its RMS norm and the next product, without a pass for the norm, against torch's."""
+    dtype = torch.float64 if double else torch.bfloat16
+    generator = torch.Generator().manual_seed(8)
+
+    def random(*shape, scale=1.0):
+        return (scale * torch.randn(shape, generator=generator)).to(dtype).double()
+
+    batch, width, columns, eps = 2, 16, 24, 1e-6
+    x, residual = random(batch, rows, K * size), random(batch, rows, width)
+    residual[:, 0] = 0  # a row of zeros, and one of large values
+    x[:, 0] = 0
+    residual[:, -1] *= 1000
+    row, gamma, column = random(width, K * size), 1 + random(width, scale=0.3), random(columns * size, width)
+    leaves = [one.requires_grad_() for one in (x, residual, row, gamma, column)]
+    total = residual + x @ row.t()
+    wanted = torch.nn.functional.rms_norm(total, (width,), gamma, eps) @ column.t()
+    grad = torch.randn(wanted.shape, generator=generator, dtype=torch.float64)
+    expected = torch.autograd.grad(wanted, leaves, grad)
+
+    start, end = Shards.even(rows, size).range(rank)
+    k, n = slice(rank * K, (rank + 1) * K), slice(rank * columns, (rank + 1) * columns)
+    parts = [x[..., k], residual[:, start:end], row[:, k], gamma, column[n]]
+    local = [part.detach().to(dtype).clone().requires_grad_() for part in parts]
+
+    def chain(x, residual, row, gamma, column):
+        added = epilogues.add_residual_squared(residual=residual)
+        stream, squares = overlap_gemm.gemm_reduce_scatter(x, row, dim=1, epilogue=added)
+        rstd = torch.rsqrt(squares / width + eps)
+        scaled = epilogues.scale_gathered_rows(scale=rstd)
+        return overlap_gemm.all_gather_gemm(stream, column * gamma, dim=1, rows=rows, epilogue=scaled)
+
+    for call in (chain, torch.compile(chain, fullgraph=True, backend="aot_eager", dynamic=False)):
+        out = call(*local)
+        if double:
+            torch.testing.assert_close(out, wanted[..., n])
+            gradients = torch.autograd.grad(out, local, grad[..., n])
+            torch.distributed.all_reduce(gradients[3])  # of gamma, which each rank uses for its own columns
+            wanted_parts = (expected[0][..., k], expected[1][:, start:end], expected[2][:, k], expected[3])
+            for value, exact in zip(gradients, (*wanted_parts, expected[4][n]), strict=True):
+                torch.testing.assert_close(value, exact)
+    if not double:
+        normed = torch.nn.functional.rms_norm(total.to(dtype).double(), (width,), gamma, eps).to(dtype)
+        unfused = (normed.double() @ column.t()).to(dtype)[..., n]
+        errors = [(one.double() - wanted[..., n]).square().mean((0, 2)).sqrt() for one in (out, unfused)]
+        # Rounded besides: each rank's part of the stream, column * gamma, and the sum before it is scaled.
+        assert (errors[0] <= 4 * errors[1] + 1e-3).all(), errors
+
+
+@pytest.mark.parametrize(
+    ("world", "rows", "double"), [(1, 5, True), (2, 7, True), (3, 7, True), (2, 8, False)]
+)
+def test_an_rms_norm_without_a_pass_of_its_own(ranks, world, rows, double):
+    ranks(world).run(normed_chain, rows, double)
+
+
+@epilogue(outputs={"most": "row_max"})
+def largest(x):
+    return x, x
+
+
+def rows_that_are_not_numbers(rank, size):
+    """Checks that NaN stays in its row, and that a row of zeros has the sum zero."""
+    x, residual = torch.ones(4, 6), torch.zeros(4, 8)
+    x[1], x[2] = torch.nan, 0
+    outs = overlap_gemm.gemm_all_reduce(
+        x, torch.ones(8, 6), epilogue=epilogues.add_residual_squared(residual=residual)
+    )
+    for value in outs:
+        assert value[1].isnan().all()
+        assert not value[[0, 2, 3]].isnan().any()
+    assert not outs[1][2]
+    assert abs(torch.rsqrt(outs[1][2] / 8 + 1e-6) - 1000) < 0.1
+    _, maxima = overlap_gemm.gemm_all_reduce(x, -torch.ones(8, 6), epilogue=largest())
+    assert maxima[1].isnan()
+    assert torch.equal(maxima[[0, 2, 3]], torch.tensor([-6.0 * size, 0, -6.0 * size]))
+
+
+def test_rows_that_are_not_numbers_and_rows_of_zeros(ranks):
+    ranks(2).run(rows_that_are_not_numbers)
+
+
 def another_source(rank, size):
     one = epilogues.apply_silu if rank else epilogues.apply_relu
     with pytest.raises(DisagreementError, match="epilogue"):
@@ -222,9 +304,33 @@ def refused(rank, size):
             TypeError,
             "operands with scales take no epilogue",
         ),
+        (
+            {"epilogue": epilogues.apply_relu(), "out_dtype": torch.float8_e4m3fn},
+            ValueError,
+            "out_dtype=torch.float8_e4m3fn is for operands with scales",
+        ),
+        (
+            {"epilogue": epilogues.apply_relu(), "invariant": "batch"},
+            ValueError,
+            "invariant='batch' is for calls without an epilogue",
+        ),
+        (
+            {"epilogue": epilogues.scale_gathered_rows(scale=torch.ones(4))},
+            TypeError,
+            "an input of kind 'gathered_rows', of rows that all_gather_gemm gathers",
+        ),
     ):
         with pytest.raises(error, match=rule):
             op(x, weight, **given)
+    with (
+        overlap_gemm.promising(invariant="batch"),
+        pytest.raises(ValueError, match="invariant='batch' is for calls without an epilogue"),
+    ):
+        op(x, weight, epilogue=epilogues.apply_relu())
+    with pytest.raises(ValueError, match=r"is for each row of this rank's x .* must be \[4\], got \[8\]"):
+        overlap_gemm.all_gather_gemm(
+            x, weight, epilogue=epilogues.scale_gathered_rows(scale=torch.ones(4 * size))
+        )
     several = [weight, torch.ones(9, 6)]
     with pytest.raises(ValueError, match="epilogue apply_relu is of one weight, got 2"):
         overlap_gemm.all_gather_gemm(x, several, epilogue=epilogues.apply_relu())

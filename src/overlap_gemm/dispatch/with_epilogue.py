@@ -22,7 +22,7 @@ from .bound import call_op
 from .calls import enter, is_plain, keep, layouts, needs_grad, state
 from .choosing import chosen, why_after
 from .lowering import Lowered, lower
-from .moves import new
+from .moves import all_gather_rows, new
 from .operands import DTYPES, shape_of
 from .ops import GEMM_OPS, GemmOp, result_extents
 from .registered import Bound, Registered, Run
@@ -69,7 +69,8 @@ class EpilogueOp(Registered):
         width = columns // 2 if epilogue.pairs else columns
         made = [x.new_empty(rows, width)]
         for _, kind in epilogue.outputs:
-            one = x.new_empty(rows, width) if kind == "element" else x.new_empty(rows, dtype=torch.float32)
+            wide = torch.promote_types(x.dtype, torch.float32)
+            one = x.new_empty(rows, width) if kind == "element" else x.new_empty(rows, dtype=wide)
             made.append(one)
         if not self.takes_lists:
             return made
@@ -232,6 +233,9 @@ def call_with_epilogue(
         )
     if op.takes_lists and not bias:
         bias = None
+    if epilogue.with_rows is not epilogue:
+        call, inputs = _with_gathered_rows(op, x, weight, bias, group, call, epilogue, inputs)
+        epilogue = epilogue.with_rows
     after = op, x, weight, bias, group, call, epilogue, inputs, otherwise
     if needs_grad(x, weight, bias, inputs) and epilogue.gradient is None:
         return _function_after(*after)
@@ -252,6 +256,43 @@ def call_with_epilogue(
     if otherwise is not None and why_after(op.spec, lowered.call, *operands) is not None:
         return _function_after(*after)
     return shapes.shaped(through(*operands, *lowered.call))
+
+
+def _with_gathered_rows(
+    op: GemmOp,
+    x: Tensor,
+    weight: Any,
+    bias: Any,
+    group: GroupLike,
+    call: OpCall,
+    epilogue: Epilogue,
+    inputs: list[Tensor],
+) -> tuple[OpCall, list[Tensor]]:
+    """Returns the call with its rows over all ranks, and the inputs, those of a rank's rows gathered."""
+    if not op.spec.gathers_operand:
+        raise TypeError(
+            f"{op.name}: epilogue {epilogue.name} has an input of kind 'gathered_rows', of rows that "
+            "all_gather_gemm gathers; in other ops an input of each row is of kind 'rows'"
+        )
+    for (name, kind), tensor in zip(epilogue.inputs, inputs, strict=True):
+        if kind == "gathered_rows" and tensor.shape != x.shape[:-1]:
+            raise ValueError(
+                f"{op.name}: input {name} of epilogue {epilogue.name} is for each row of this rank's x "
+                f"{shape_of(x)} and must be {list(x.shape[:-1])}, got {shape_of(tensor)}"
+            )
+    lowered = lower(op.spec, group_name(group), x, weight, bias or [], call).call
+    inner = x.movedim(lowered.dim, 0).shape[1:-1]
+    total: Any = lowered.rows
+    for one in inner:
+        total = total // one if one else 0
+    full = []
+    for (_, kind), tensor in zip(epilogue.inputs, inputs, strict=True):
+        if kind == "gathered_rows":
+            local = tensor.movedim(lowered.dim, 0).reshape(-1, 1)
+            rows = all_gather_rows(local, lowered.rows, lowered.chunk, lowered.group)
+            tensor = rows.view(total, *inner).movedim(0, lowered.dim)
+        full.append(tensor)
+    return call._replace(rows=total), full
 
 
 def _run(

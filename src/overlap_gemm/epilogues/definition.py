@@ -10,7 +10,7 @@ import hashlib
 import inspect
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -19,8 +19,11 @@ from .arithmetic import Value
 Sum = Literal["partial", "complete"]
 """Of a reduce-scatter and an all-reduce, a rank's product is partial: other ranks have more to add."""
 
-InputKind = Literal["element", "rows", "columns", "scalar"]
-"""What an input has a value for: each element, each row, each column of the rank's result; or all of it."""
+InputKind = Literal["element", "rows", "gathered_rows", "columns", "scalar"]
+"""What an input has a value for: each element, each row, each column of the rank's result; or all of it.
+
+``"gathered_rows"``: each row of a rank's shard in `all_gather_gemm`, whose values are gathered, too.
+"""
 
 OutputKind = Literal["element", "row_sum", "row_max"]
 """What an output has a value for: each element; or each row, of which it is the sum or the maximum."""
@@ -59,6 +62,15 @@ class Epilogue:
     def key(self) -> str:
         """Name and digest: names the epilogue in graphs, in records and between ranks (`epilogue_of`)."""
         return f"{self.name}:{self.digest}"
+
+    @property
+    def with_rows(self) -> Epilogue:
+        """Returns the epilogue whose gathered rows are rows of the result."""
+        if all(kind != "gathered_rows" for _, kind in self.inputs):
+            return self
+        inputs = tuple((name, "rows" if kind == "gathered_rows" else kind) for name, kind in self.inputs)
+        made = replace(self, inputs=inputs, digest=f"{self.digest}r")  # type: ignore[arg-type]
+        return _known.setdefault(made.key, made)
 
     def __call__(self, **inputs: Any) -> Applied:
         """Returns the epilogue with its inputs: the `epilogue` argument of an op.
@@ -240,7 +252,7 @@ def _wide(tensor: Any) -> Any:
 def _along(tensor: Any, kind: InputKind) -> Any:
     if kind == "scalar":
         return tensor.reshape(())
-    return tensor.unsqueeze(-1) if kind == "rows" else tensor
+    return tensor.unsqueeze(-1) if kind in ("rows", "gathered_rows") else tensor
 
 
 def _reduced(tensor: Any, kind: OutputKind) -> Any:

@@ -31,6 +31,12 @@ def scale_rows(x: Any, scale: Any) -> Any:
     return x * scale
 
 
+@epilogue(inputs={"scale": "gathered_rows"})
+def scale_gathered_rows(x: Any, scale: Any) -> Any:
+    """Returns x times the scale of its row, which a rank has for the rows of its shard."""
+    return x * scale
+
+
 def _of_sum_and_residual(gradients: Any, outputs: Any, inputs: Any) -> Any:
     (gradient,) = gradients
     return gradient, gradient
