@@ -14,7 +14,7 @@ from ..backends.op_call import promises_of
 from ..dispatch.autocast import result_dtype
 from ..epilogues import Applied, Epilogue, add_residual, geglu, geglu_tanh, swiglu
 from ..spec.promises import Invariant, Partials
-from .float8 import PLAIN, Products
+from .float8 import Products
 from .functional import all_gather_gemm
 
 Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh"]
@@ -80,7 +80,7 @@ def why_not_fused(
     """Returns why a layer's ops never take an epilogue, or None."""
     if fuse is False:
         return "fuse=False"
-    if products is not PLAIN:
+    if type(products) is not Products:  # a copy of PLAIN is as good
         return "products of 8-bit operands have no epilogue"
     if promised := promises_of(partials, invariant).invariant:
         return f"calls with invariant={promised!r} have no epilogue"

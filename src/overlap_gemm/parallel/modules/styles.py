@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from ...api.float8 import COPIES, PLAIN, Float8, Products, products
+from ...api.float8 import COPIES, Float8, Products, products
 from ...api.functional import Length
 from ...api.kept_weights import STORED, Stored
 from ...api.layer_epilogues import Fusion, plus_residual
@@ -257,7 +257,7 @@ class _SharedGatherForward:
         product = _products(style, weights[0])
         if len({isinstance(weight, Stored) for weight in weights}) > 1:  # adapters of some have been merged
             weights = tuple(w.dequantized(x.dtype) if isinstance(w, Stored) else w for w in weights)
-            product = COPIES if style.products is PLAIN else style.products
+            product = COPIES if type(style.products) is Products else style.products
         if any(bias is not None for bias in biases):  # the op takes one for each weight, or none
             rows_of = [len(weight.values if isinstance(weight, Stored) else weight) for weight in weights]
             biases_and_rows = zip(biases, rows_of, strict=True)
