@@ -23,6 +23,7 @@ from overlap_gemm.tuning.machine import load
 from overlap_gemm.tuning.measured import Kernel, Measured
 from overlap_gemm.tuning.settings import configured
 from overlap_gemm.tuning.time_model import Facts
+from tests.support.ops import SHARDED
 from tests.support.problems import changed
 from tests.support.problems import problem as problem_of
 
@@ -41,7 +42,7 @@ def candidates(problem: Problem) -> list[Candidate]:
         return list(autotuning._candidates(problem, None))
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", SHARDED)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_models_kernel_and_torchs_way_come_first_then_kernels_that_it_does_not_tell_apart(op, shape):
     names = [candidate.name for candidate in candidates(on_hopper(op, shape))]
@@ -51,7 +52,7 @@ def test_the_models_kernel_and_torchs_way_come_first_then_kernels_that_it_does_n
     assert sum(name.startswith("fused") for name in names) >= 2 or shape[0] == 16
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", SHARDED)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("machine", ["h100", "h200"])
 def test_a_proposal_is_what_configured_makes_a_call_get(op, shape, machine):
@@ -159,7 +160,7 @@ def test_a_kernel_takes_the_models_place_if_it_is_clearly_faster():
     assert autotuning._fastest({}) == Kernel()
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", SHARDED)
 def test_a_measured_kernel_is_the_one_that_runs(op):
     fields = (("mma", "cooperative"), ("tile", (128, 256)), ("cluster", (2, 1)), ("k_split", 1))
     taken = []

@@ -86,7 +86,7 @@ def layout(config: GemmConfig, shape: ExchangeShape):
 def layouts_by_signature(arch, pattern):
     found = defaultdict(set)
     for config in configurations(arch):
-        if pattern == "output_gather" and config.slot_dtype != config.out_dtype:
+        if pattern in ("output_gather", "column_exchange") and config.slot_dtype != config.out_dtype:
             continue
         shape = ExchangeShape.even(*SIZES, WORLD, pattern, config.blocks)
         found[plans.signature_of(config, shape, "peer_bulk")].add(layout(config, shape))
