@@ -20,6 +20,7 @@ def test_bench(launch, launcher, tmp_path):
     assert done.returncode == 0, done.stderr
     report = json.loads(data.read_text())
     assert (report["machine"]["ranks"], report["machine"]["launcher"]) == (2, launcher)
+    assert f"--json {data.name}" in report["command"] and str(tmp_path) not in report["command"]
     results = {(r["op"], r["m"]): r for r in report["results"]}
     assert set(results) == {(op, m) for op in OPS for m in (31, 32)}
     for (op, m), result in results.items():

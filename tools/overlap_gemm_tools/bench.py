@@ -149,7 +149,7 @@ def measure_all(
         console.print(f"no link rate, collectives stand for it: {str(error).splitlines()[0]}")
         rates = {}
     report: dict[str, Any] = {
-        "command": " ".join(["overlap-gemm", *sys.argv[1:]]),
+        "command": " ".join(["overlap-gemm", *map(_without_folder, sys.argv[1:])]),
         "machine": describe(world) | {"power_limit_w": _power_limit(world.device)},
         "link_rates": rates,
         "protocol": f"medians of {rounds} interleaved rounds, each the maximum over {group.size} ranks",
@@ -238,6 +238,11 @@ def run(
             sms = torch.cuda.get_device_properties(device).multi_processor_count
             found.predicted[mode] = predict(facts, arch, sms, mode == GRAPH)
     return found
+
+
+def _without_folder(argument: str) -> str:
+    """Returns an argument; of an absolute path the name, since folders are those of one machine."""
+    return Path(argument).name if Path(argument).is_absolute() else argument
 
 
 def _power_limit(device: torch.device) -> int | None:
