@@ -124,10 +124,7 @@ def timed(case: Case, rounds: int) -> dict[str, Any]:
     for name, call in (("fp32 NCCL", case.by_nccl), ("whole product", case.unsharded)):
         calls[name] = captured(in_turn(call), 4)
     times = measure(calls, group=dist.group.WORLD, device="cuda", rounds=rounds, burst_seconds=0.02)
-    row["us"] = {name: round(times.median(name) * 1e6, 2) for name in calls}
-    row["ratio"] = {name: round(times.ratio(name, "default"), 4) for name in calls}
-    row["quartiles"] = {name: [round(q, 4) for q in times.ratio_range(name, "default")] for name in calls}
-    return row
+    return row | times.summary("default")
 
 
 def main(

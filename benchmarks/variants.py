@@ -114,10 +114,7 @@ def timed(case: dict[str, Any], group: Group, rounds: int) -> dict[str, Any]:
     row = {**{key: case[key] for key in ("op", "m", "n", "k")}, "float8": float8, "failed": failed}
     if calls:
         found = measure(calls, group=group.process_group, device="cuda", rounds=rounds, burst_seconds=0.01)
-        first = next(iter(calls))
-        row["us"] = {name: round(found.median(name) * 1e6, 2) for name in calls}
-        row["ratio"] = {name: round(found.ratio(name, first), 4) for name in calls}
-        row["quartiles"] = {name: [round(q, 4) for q in found.ratio_range(name, first)] for name in calls}
+        row |= found.summary(next(iter(calls)))
     return row
 
 

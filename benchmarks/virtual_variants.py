@@ -66,10 +66,7 @@ def main(
                     row.setdefault("same bits", {})[name] = same
                     calls[name] = captured(caller(workload, world, sets))
             found = measure(calls, device="cuda", rounds=rounds, burst_seconds=0.02)
-            base = next(iter(calls))
-            row["us"] = {name: round(found.median(name) * 1e6, 2) for name in calls}
-            row["ratio"] = {name: round(found.ratio(name, base), 4) for name in calls}
-            row["quartiles"] = {name: [round(q, 4) for q in found.ratio_range(name, base)] for name in calls}
+            row |= found.summary(next(iter(calls)))
             calls.clear()
         report.append(row)
         print(json.dumps(row), flush=True)

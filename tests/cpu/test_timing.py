@@ -80,6 +80,15 @@ def test_nothing_to_measure_is_an_error():
         measure({"a": lambda: None}, rounds=0)
 
 
+def test_a_summary_has_microseconds_and_ratios_with_quartiles_of_every_variant():
+    timings = Timings({"one": (1e-6, 2e-6, 3e-6), "two": (2e-6, 4e-6, 12e-6)})
+    assert timings.summary("one") == {
+        "us": {"one": 2.0, "two": 4.0},
+        "ratio": {"one": 1.0, "two": 2.0},
+        "quartiles": {"one": [1.0, 1.0], "two": [2.0, 3.0]},
+    }
+
+
 def test_after_each_round_the_caller_is_called_once():
     rounds = []
     measure({"one": lambda: None, "two": lambda: None}, rounds=3, after_round=lambda: rounds.append(1))

@@ -201,8 +201,8 @@ def _made(step: Step, group: Group, device: torch.device, record: Record) -> Cal
         side = torch.cuda.Stream(device)
         side.wait_stream(torch.cuda.current_stream(device))
 
-    def call(x: Tensor, weight: Tensor, backend: str = step.backend) -> Any:
-        return op(x, weight, backend=backend, **how)
+    def call(x: Tensor, weight: Tensor) -> Any:
+        return op(x, weight, backend=step.backend, **how)
 
     x, weight = operands[:2]
     if step.event == "fail on one rank" and group.rank == step.rank:

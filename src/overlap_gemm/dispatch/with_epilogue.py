@@ -282,9 +282,7 @@ def _with_gathered_rows(
             )
     lowered = lower(op.spec, group_name(group), x, weight, bias or [], call).call
     inner = x.movedim(lowered.dim, 0).shape[1:-1]
-    total: Any = lowered.rows
-    for one in inner:
-        total = total // one if one else 0
+    total = _extent_of_one(lowered.rows, inner)
     full = []
     for (_, kind), tensor in zip(epilogue.inputs, inputs, strict=True):
         if kind == "gathered_rows":
@@ -344,6 +342,13 @@ def _function_after(
     return [*moved, *applying.on_sums(first if len(products) == 1 else tuple(products), inputs)]
 
 
+def _extent_of_one(rows: Any, others: Sequence[Any]) -> Any:
+    """Returns the extent of one of the dimensions that make up `rows`, of which `others` are the rest."""
+    for other in others:
+        rows = rows // other if other else 0
+    return rows
+
+
 def _shapes_of(
     op: GemmOp, group: str, x: Tensor, weight: Any, bias: Any, inputs: Any, call: OpCall
 ) -> _Shapes:
@@ -354,10 +359,7 @@ def _shapes_of(
     leading = list(x.shape[:-1])
     if "m" in (op.spec.x, op.spec.out):
         dim = lowered.call.dim
-        others = leading[:dim] + leading[dim + 1 :]
-        for other in others:
-            rows = rows // other if other else 0
-        leading[dim] = rows
+        leading[dim] = _extent_of_one(rows, leading[:dim] + leading[dim + 1 :])
     _check_shapes(op, shapes.epilogue, inputs, (*leading, columns), len(weight) if op.takes_lists else 1)
     return shapes
 

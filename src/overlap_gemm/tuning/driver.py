@@ -44,7 +44,7 @@ def driver_facts(index: int) -> DriverFacts:
     bus = getattr(properties, "memory_clock_rate", 0) * 1e3 * getattr(properties, "memory_bus_width", 0)
     memory = bus * 2 / 8  # two transfers a clock
     facts = DriverFacts(sms, clock, memory)
-    with suppress(OSError, AttributeError, RuntimeError), _nvml(str(properties.uuid)) as (library, device):
+    with suppress(OSError, AttributeError, RuntimeError), _nvml(index) as (library, device):
         limit, state = ctypes.c_uint(), ctypes.c_uint()
         _check(library.nvmlDeviceGetPowerManagementDefaultLimit(device, ctypes.byref(limit)))
         states = []
@@ -57,8 +57,7 @@ def driver_facts(index: int) -> DriverFacts:
 
 def power_limit(index: int) -> int:
     """Returns the enforced power limit of a CUDA device in W; 0 if NVML is missing."""
-    uuid = str(torch.cuda.get_device_properties(index).uuid)
-    with suppress(OSError, AttributeError, RuntimeError), _nvml(uuid) as (library, device):
+    with suppress(OSError, AttributeError, RuntimeError), _nvml(index) as (library, device):
         limit = ctypes.c_uint()
         _check(library.nvmlDeviceGetEnforcedPowerLimit(device, ctypes.byref(limit)))
         return round(limit.value / 1e3)
@@ -79,8 +78,7 @@ class Load(NamedTuple):
 
 def load(index: int) -> Load | None:
     """Returns the current state of a CUDA device; None if NVML is missing."""
-    uuid = str(torch.cuda.get_device_properties(index).uuid)
-    with suppress(OSError, AttributeError, RuntimeError), _nvml(uuid) as (library, device):
+    with suppress(OSError, AttributeError, RuntimeError), _nvml(index) as (library, device):
         clock, power = ctypes.c_uint(), ctypes.c_uint()
         _check(library.nvmlDeviceGetClockInfo(device, _SM_CLOCK, ctypes.byref(clock)))
         _check(library.nvmlDeviceGetPowerUsage(device, ctypes.byref(power)))
@@ -93,8 +91,8 @@ _SM_CLOCK = 1
 
 
 @contextmanager
-def _nvml(uuid: str) -> Iterator[tuple[Any, Any]]:
-    """Yields the NVML library and its handle of a device.
+def _nvml(index: int) -> Iterator[tuple[Any, Any]]:
+    """Yields the NVML library and its handle of a CUDA device.
 
     Raises:
         OSError: NVML is missing.
@@ -103,6 +101,7 @@ def _nvml(uuid: str) -> Iterator[tuple[Any, Any]]:
     library, device = ctypes.CDLL("libnvidia-ml.so.1"), ctypes.c_void_p()
     _check(library.nvmlInit_v2())
     try:
+        uuid = str(torch.cuda.get_device_properties(index).uuid)
         name = (uuid if uuid.startswith("GPU-") else f"GPU-{uuid}").encode()
         _check(library.nvmlDeviceGetHandleByUUID(ctypes.c_char_p(name), ctypes.byref(device)))
         yield library, device

@@ -55,6 +55,17 @@ class Timings:
         low, high = np.quantile(self._ratios(variant, other), [0.25, 0.75])
         return float(low), float(high)
 
+    def summary(self, base: str) -> dict[str, dict[str, object]]:
+        """Returns, for result files, by variant: microseconds, and the ratios to `base` with quartiles."""
+        return {
+            "us": {name: round(self.median(name) * 1e6, 2) for name in self.seconds},
+            "ratio": {name: round(self.ratio(name, base), 4) for name in self.seconds},
+            "quartiles": {
+                name: [round(quartile, 4) for quartile in self.ratio_range(name, base)]
+                for name in self.seconds
+            },
+        }
+
     def spread(self, variant: str) -> float:
         """Returns the interquartile range of the rounds, relative to their median."""
         low, high = np.quantile(self.seconds[variant], [0.25, 0.75])

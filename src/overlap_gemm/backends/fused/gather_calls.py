@@ -12,9 +12,7 @@ from torch import Tensor
 from ...config.scale_blocks import Blocks
 from ...config.visitors import Visitor
 from ...epilogues import PAIR
-from ...exchange.geometry import (
-    ExchangeShape,
-)
+from ...exchange.geometry import ExchangeShape
 from ...runtime.group import Group
 from ...spec.sharding import Shards
 from ...tuning.settings import late_weights, settings, within
@@ -34,9 +32,7 @@ from ..scales.tma_operands import (
 )
 from . import plan_cache as plans
 from .gather_plans import plan_for
-from .plan_cache import (
-    bias_visitor,
-)
+from .plan_cache import bias_visitor
 
 
 def bind(
@@ -180,7 +176,7 @@ def all_gather_gemm(
     used = [weight if len(weight) else weight.new_zeros(2 * PAIR, depth) for weight in weights]
     operands, widths = [aligned(weight) for weight in used], [len(weight) // columns_of for weight in used]
     outs = [x.new_empty(rows, padded(width), dtype=dtype) for width in widths]
-    own = aligned(x.contiguous()) if alone or len(x) else x.new_zeros(1, padded(depth, x.itemsize))
+    own = _shard(x, alone)
     vectors: list[tuple[Tensor, ...]] = [()] * len(used)
     if blocks:
         layout = layout_of(blocks)
@@ -247,7 +243,7 @@ def all_gather_pairs(
     if rows == 0:
         return x, [x.new_empty(0, width)]
     alone, pair = group.size == 1, weight_pair(*weights)
-    shard = aligned(x.contiguous()) if alone or len(x) else x.new_zeros(1, padded(depth, x.itemsize))
+    shard = _shard(x, alone)
     out, visitors = x.new_empty(rows, width), (*bias_visitor(bool(biases), x.dtype), visitor)
     read: tuple[Tensor, ...] = ()
     if biases:  # in the order in which the kernel reads the weights: the first in memory first
@@ -267,6 +263,11 @@ def all_gather_pairs(
             plan = plan_for(group, x, shard.shape[1], (pair,), visitors, shards, keep)
             plan.launch(shard, (pair,), (out,), (read or None,), kept)
     return x if kept is None else _first_columns(kept, depth, group), [out]
+
+
+def _shard(x: Tensor, alone: bool) -> Tensor:
+    """Returns this rank's shard as TMA reads it; one row of zeros instead of none where others have some."""
+    return aligned(x.contiguous()) if alone or len(x) else x.new_zeros(1, padded(x.shape[1], x.itemsize))
 
 
 def _columns(weights: Sequence[Tensor], scales: Sequence[Tensor]) -> list[Tensor]:
