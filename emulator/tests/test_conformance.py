@@ -1,4 +1,4 @@
-"""Every pair of the conformance suite: the bug is found, its mended twin is left alone."""
+"""Every pair of the conformance suite: the bug is found, its fixed twin is left alone."""
 
 import contextlib
 from pathlib import Path
@@ -14,7 +14,7 @@ from cute_emulator.rules import KINDS
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_bug_is_found_and_its_mended_twin_is_not(case):
     assert set(findings(case.broken, case.strict)) & set(case.kinds)
-    assert findings(case.mended, case.strict) == []
+    assert findings(case.fixed, case.strict) == []
 
 
 FIRST = (

@@ -19,7 +19,7 @@ x, y, z = (torch.ones(64, device="cuda") for _ in range(3))
 one, two = torch.cuda.Stream(), torch.cuda.Stream()
 torch.cuda.synchronize()
 copy(y, x, one)
-if "mended" in sys.argv:
+if "fixed" in sys.argv:
     two.wait_stream(one)
 copy(z, y, two)
 torch.cuda.synchronize()
@@ -31,7 +31,7 @@ def test_check_finds_a_race_of_two_streams(tmp_path):
     done = emulator_command("check", "--seeds", "0", tmp_path / "two.py")
     assert done.returncode == 1 and "[race] no event, wait_stream, or release" in done.stdout, done.stderr
     assert "launched by two.py" in done.stdout
-    done = emulator_command("check", "--seeds", "0", tmp_path / "two.py", "mended")
+    done = emulator_command("check", "--seeds", "0", tmp_path / "two.py", "fixed")
     assert done.returncode == 0 and "all clean" in done.stdout
 
 

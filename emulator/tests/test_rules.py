@@ -51,7 +51,7 @@ def test_a_rule_is_one_file_with_its_pair(tmp_path, monkeypatch):
     (one,) = rule.pairs
     case = case_of(rule, one)
     assert findings(case.broken) == ["planted"]
-    assert findings(case.mended) == []
+    assert findings(case.fixed) == []
     assert page(more) == "| No mbarrier is initialised | `planted` | default | `planted` |\n"
 
 

@@ -1,4 +1,4 @@
-"""Planted races on shared and tensor memory, each found in every mode, each absent where it is mended."""
+"""Planted races on shared and tensor memory, each found in every mode, each absent where it is fixed."""
 
 import numpy as np
 import pytest

@@ -1,7 +1,7 @@
-"""Pairs of a bug and its mended twin: what each rule of the emulator finds, and what it must leave alone.
+"""Pairs of a bug and its fixed twin: what each rule of the emulator finds, and what it must leave alone.
 
 `CASES` has them all. `python -m cute_emulator.conformance` runs them and prints a table; a tool that judges
-PTX by other means can take the kernels from here (`Case.broken`, `Case.mended`: text and launch).
+PTX by other means can take the kernels from here (`Case.broken`, `Case.fixed`: text and launch).
 Pairs of the host are scripts.
 """
 

@@ -9,13 +9,13 @@ from cute_emulator.conformance import CASES, findings
 
 
 def main() -> int:
-    """Prints one line for each pair; ends with 1 if a bug was not found or a mended twin was."""
+    """Prints one line for each pair; ends with 1 if a bug was not found or a fixed twin was."""
     begin, bad = time.perf_counter(), 0
     for case in CASES:
-        wrong, right = findings(case.broken, case.strict), findings(case.mended, case.strict)
+        wrong, right = findings(case.broken, case.strict), findings(case.fixed, case.strict)
         ok = bool(set(wrong) & set(case.kinds)) and not right
         bad += not ok
-        verdict = "ok" if ok else f"NOT AS IT SHOULD BE (mended: {', '.join(right) or 'clean'})"
+        verdict = "ok" if ok else f"NOT AS IT SHOULD BE (fixed: {', '.join(right) or 'clean'})"
         print(f"{case.rule:24} {case.name:64} {', '.join(wrong) or 'nothing':24} {verdict}")
     print(f"{len(CASES)} pairs, {bad} not as they should be, {time.perf_counter() - begin:.1f} s")
     return int(bad > 0)

@@ -19,7 +19,7 @@ def case_of(rule: Rule, pair: Pair) -> Case:
             out = tuple(body.replace(word, text) for body in out)
         return out
 
-    wrong, right = texts(pair.broken), texts(pair.mended)
+    wrong, right = texts(pair.broken), texts(pair.fixed)
     suite, kinds = pair.suite or rule.rows[0].suite, tuple((pair.kinds or rule.kind).split())
     if pair.is_script:
         return Case(pair.name, suite, kinds, Script(pair.name, *wrong), Script(pair.name, *right))

@@ -146,14 +146,14 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Case:
-    """A bug and its mended twin.
+    """A bug and its fixed twin.
 
     Attributes:
         name: What is wrong, unique.
         rule: The rule's name on the page of rules.
         kinds: What finds it, one of these: kinds of findings, or names of errors that end a run.
         broken: The kernel, or script of the host, with the bug.
-        mended: The same without it.
+        fixed: The same without it.
         strict: Whether only checks that must be asked for find it.
     """
 
@@ -161,7 +161,7 @@ class Case:
     rule: str
     kinds: tuple[str, ...]
     broken: Kernel | Script
-    mended: Kernel | Script
+    fixed: Kernel | Script
     strict: bool = False
 
 

@@ -37,7 +37,7 @@ def _checks(setting: str) -> tuple[str, ...]:
 CHECKS = _checks("default")
 STRICT_CHECKS = _checks("strict")
 """Right by the letter, but kernels break them on purpose: they rely on the assembler's tracking of registers,
-or leave an mbarrier as it is when nothing is in flight to it and nobody waits."""
+or leave an mbarrier as it is when nothing is in flight to it and no thread waits."""
 OPTIONAL_CHECKS = tuple(sorted({rule.in_full for rule in RULES if rule.in_full}))
 """Right by the letter, and broken by nearly every public kernel: only where they are named."""
 

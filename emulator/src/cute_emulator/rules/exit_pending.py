@@ -17,7 +17,7 @@ AWAIT = {
     "read": "cp.async.bulk.wait_group.read 0 in the thread that issued it before the end",
     "write": "cp.async.bulk.wait_group 0 before the end",
 }
-"""How a CTA waits for what it would leave behind; `exit` ends the thread and releases barriers, no more."""
+"""Waits for the operations in flight of a CTA; `exit` ends the thread and releases barriers, no more."""
 
 
 def _look(checks: Any, event: CtaEnded) -> None:

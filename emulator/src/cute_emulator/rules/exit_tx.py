@@ -25,7 +25,7 @@ def _look(checks: Any, event: CtaEnded) -> None:
 def _pairs() -> tuple[Pair, ...]:
     expect = "@%p0 mbarrier.arrive.expect_tx.shared.b64 %d8, [%r11], 256;"
     return (
-        Pair("bytes are expected that nobody sends", f"{ptx.INIT} |E|", {"|E|": expect}, {"|E|": ""},
+        Pair("bytes are expected that no thread sends", f"{ptx.INIT} |E|", {"|E|": expect}, {"|E|": ""},
              {"shape": ptx.TWO}, strict=True),
         Pair("more bytes are expected than the copy sends", f"{ptx.INIT} {ptx.IN} |E|",
              {"|E|": expect.replace("arrive.expect_tx", "expect_tx.relaxed.cta").replace("%d8, ", "")},

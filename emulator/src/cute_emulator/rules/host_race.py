@@ -28,7 +28,7 @@ PAIRS = (
         host = torch.zeros(N, pin_memory=True)
         copy(y, x)
         host.copy_(y, non_blocking=True)
-        if mended:
+        if fixed:
             torch.cuda.synchronize()
         host.sum().item()
         """,
@@ -37,7 +37,7 @@ PAIRS = (
         "to cpu read too early",
         """
         host = x.to("cpu", non_blocking=True)
-        if mended:
+        if fixed:
             torch.cuda.current_stream().synchronize()
         host.tolist()
         """,
@@ -47,7 +47,7 @@ PAIRS = (
         """
         host = torch.zeros(N, pin_memory=True)
         copy(host, x)
-        if mended:
+        if fixed:
             torch.cuda.synchronize()
         float(host[3])
         """,
@@ -57,7 +57,7 @@ PAIRS = (
         """
         host = torch.ones(N).pin_memory()
         y.copy_(host, non_blocking=True)
-        if mended:
+        if fixed:
             event = torch.cuda.Event()
             event.record()
             event.synchronize()

@@ -92,10 +92,10 @@ def _stores() -> list[Pair]:
                  {"|A|": fence, "|Z|": ""}, {"|A|": "", "|Z|": fence}, **how)
         )  # fmt: skip
         late = ptx.INIT + f"{ptx.STORE} bar.sync 0; |A| {read}"
-        mended = {"|A|": f"@%p0 {fence}" if "wgmma" not in what else fence}
+        fixed = {"|A|": f"@%p0 {fence}" if "wgmma" not in what else fence}
         cases.append(
             pair(f"{what} reads a store: no fence on the reader's side", rule, "proxy-fence", late,
-                 {"|A|": ""}, mended, **how)
+                 {"|A|": ""}, fixed, **how)
         )  # fmt: skip
     return cases
 
@@ -125,10 +125,10 @@ def _global_reads() -> list[Pair]:
         "the fence stands before the store": {"|A|": GLOBAL, "|Z|": "", "|C|": ""},
     }.items():
         for side in ("writer", "reader"):
-            mended = {"|A|": "", "|Z|": "", "|C|": ""} | {{"writer": "|Z|", "reader": "|C|"}[side]: GLOBAL}
+            fixed = {"|A|": "", "|Z|": "", "|C|": ""} | {{"writer": "|Z|", "reader": "|C|"}[side]: GLOBAL}
             cases.append(
-                pair(f"a bulk load of another CTA: {variant} (mended at the {side})", rule, "proxy-fence",
-                     across, words, mended, shape={**ptx.TWO, **ptx.PEER_CTA})
+                pair(f"a bulk load of another CTA: {variant} (fixed at the {side})", rule, "proxy-fence",
+                     across, words, fixed, shape={**ptx.TWO, **ptx.PEER_CTA})
             )  # fmt: skip
     return cases
 
@@ -189,7 +189,7 @@ def _overwrites() -> list[Pair]:
     for side in ("writer", "reader"):
         good = {"|Z|": "", "|C|": ""} | {{"writer": "|Z|", "reader": "|C|"}[side]: GLOBAL}
         cases.append(
-            pair(f"another CTA adds to zeroes that a CTA stored (mended at the {side})", rule, "proxy-fence",
+            pair(f"another CTA adds to zeroes that a CTA stored (fixed at the {side})", rule, "proxy-fence",
                  across, {"|Z|": "", "|C|": ""}, good, shape={**ptx.TWO, **ptx.PEER_CTA})
         )  # fmt: skip
     return cases

@@ -40,7 +40,7 @@ PAIRS = (
         t = device()
         side.wait_stream(torch.cuda.current_stream())
         copy(z, t, side)
-        if mended:
+        if fixed:
             torch.cuda.current_stream().wait_stream(side)
         del t
         device(2.0)
@@ -53,7 +53,7 @@ PAIRS = (
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             z.copy_(t)
-        if mended:
+        if fixed:
             t.record_stream(side)
         del t
         u = torch.empty(N, device="cuda")
@@ -65,7 +65,7 @@ PAIRS = (
         """
         host = torch.ones(N, pin_memory=True)
         copy(y, host)
-        if mended:
+        if fixed:
             torch.cuda.synchronize()
         del host
         torch.empty(N, pin_memory=True).zero_()
@@ -77,7 +77,7 @@ PAIRS = (
         t = x * 3
         graph = captured(t, y)
         torch.cuda.synchronize()
-        if not mended:
+        if not fixed:
             del t
         graph.replay()
         """,

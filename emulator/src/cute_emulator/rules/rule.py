@@ -33,7 +33,7 @@ class Pair:
         body: PTX after the prelude (`conformance.kernel.PRELUDE`); several for several launches. Of a script:
             its Python (`conformance.script.Script`).
         broken: Word in the body -> the text that makes it wrong.
-        mended: The same that makes it right.
+        fixed: The same that makes it right.
         kernel: Shape, architecture and the like (`conformance.kernel.Kernel`).
         suite: Name in the conformance suite; that of the rule's first row by default.
         kinds: Kinds and errors, apart by spaces, of which one reports it; the rule's kind by default.
@@ -45,7 +45,7 @@ class Pair:
     name: str
     body: str | tuple[str, ...]
     broken: Mapping[str, str]
-    mended: Mapping[str, str]
+    fixed: Mapping[str, str]
     kernel: Mapping[str, Any] = field(default_factory=dict)
     suite: str = ""
     kinds: str = ""
@@ -56,15 +56,15 @@ class Pair:
 
 def pair(
     name: str, suite: str, kinds: str, body: str | tuple[str, ...], broken: Mapping[str, str],
-    mended: Mapping[str, str], strict: bool = False, **kernel: Any,
+    fixed: Mapping[str, str], strict: bool = False, **kernel: Any,
 ) -> Pair:  # fmt: skip
     """Makes a pair of a rule with several names in the suite, or that several kinds report."""
-    return Pair(name, body, broken, mended, kernel, suite, kinds, strict)
+    return Pair(name, body, broken, fixed, kernel, suite, kinds, strict)
 
 
 def script(name: str, text: str, kinds: str = "") -> Pair:
-    """Makes a pair of scripts of the host: `mended` in the text is True or False."""
-    return Pair(name, text, {"mended": "False"}, {"mended": "True"}, kinds=kinds, is_script=True)
+    """Makes a pair of scripts of the host: `fixed` in the text is True or False."""
+    return Pair(name, text, {"fixed": "False"}, {"fixed": "True"}, kinds=kinds, is_script=True)
 
 
 @dataclass(frozen=True)

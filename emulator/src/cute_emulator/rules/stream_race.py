@@ -26,7 +26,7 @@ PAIRS = (
         "torch beside a kernel",
         """
         copy(y, x, side)
-        if mended:
+        if fixed:
             torch.cuda.current_stream().wait_stream(side)
         y.add_(1)
         """,
@@ -35,10 +35,10 @@ PAIRS = (
         "kernel beside torch",
         """
         with torch.cuda.stream(side):
-            if mended:
+            if fixed:
                 side.wait_stream(torch.cuda.default_stream())
             w = y * 2
-        if mended:
+        if fixed:
             torch.cuda.current_stream().wait_stream(side)
         copy(y, x)
         w
@@ -49,7 +49,7 @@ PAIRS = (
         """
         other = torch.cuda.Stream()
         copy(y, x, side)
-        (side if mended else other).synchronize()
+        (side if fixed else other).synchronize()
         copy(z, y)
         """,
     ),
@@ -58,7 +58,7 @@ PAIRS = (
         """
         graph = captured(x, y)
         graph.replay()
-        if mended:
+        if fixed:
             side.wait_stream(torch.cuda.current_stream())
         copy(z, y, side)
         """,
@@ -70,7 +70,7 @@ PAIRS = (
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             graph.replay()
-        if mended:
+        if fixed:
             torch.cuda.current_stream().wait_stream(side)
         x.copy_(z)
         """,
@@ -81,7 +81,7 @@ PAIRS = (
         first, second = captured(x, y), captured(y, z)
         first.replay()
         with torch.cuda.stream(side):
-            if mended:
+            if fixed:
                 side.wait_stream(torch.cuda.default_stream())
             second.replay()
         """,
@@ -92,13 +92,13 @@ PAIRS = (
         side.wait_stream(torch.cuda.default_stream())
         with torch.cuda.stream(side):
             y.mul_(2)
-            copy(z, y, side if mended else torch.cuda.default_stream())
+            copy(z, y, side if fixed else torch.cuda.default_stream())
         """,
     ),
     script(
         "non blocking stream",
         """
-        (status, handle) = runtime.cudaStreamCreateWithFlags(0 if mended else 1)
+        (status, handle) = runtime.cudaStreamCreateWithFlags(0 if fixed else 1)
         assert status == runtime.cudaError_t.cudaSuccess
         y.mul_(2)
         copy(z, y, torch.cuda.ExternalStream(int(handle)))
@@ -111,14 +111,14 @@ PAIRS = (
         side.wait_stream(torch.cuda.current_stream())
         half[:, :4].add_(1)
         with torch.cuda.stream(side):
-            half[:, 4 if mended else 3 :].add_(1)
+            half[:, 4 if fixed else 3 :].add_(1)
         """,
     ),
     script(
         "two streams",
         """
         copy(y, x)
-        if mended:
+        if fixed:
             side.wait_stream(torch.cuda.current_stream())
         copy(z, y, side)
         """,
@@ -128,10 +128,10 @@ PAIRS = (
         "event too early",
         """
         event = torch.cuda.Event()
-        if not mended:
+        if not fixed:
             event.record()
         copy(y, x)
-        if mended:
+        if fixed:
             event.record()
         side.wait_event(event)
         copy(z, y, side)
@@ -143,7 +143,7 @@ PAIRS = (
         """
         event = torch.cuda.Event()
         copy(y, x)
-        if mended:
+        if fixed:
             event.record()
         event.wait(side)
         copy(z, y, side)
@@ -154,7 +154,7 @@ PAIRS = (
         "wrong way round",
         """
         copy(y, x, side)
-        if mended:
+        if fixed:
             torch.cuda.current_stream().wait_stream(side)
         else:
             side.wait_stream(torch.cuda.current_stream())
@@ -170,7 +170,7 @@ PAIRS = (
             stream.wait_stream(main)
             copy(z if stream is side else torch.empty_like(z), x, stream)
         main.wait_stream(other)
-        if mended:
+        if fixed:
             main.wait_stream(side)
         copy(x, y)
         """,
