@@ -210,14 +210,16 @@ class ShardRole:
         (peers, rank, world, *_), warps = exchange, self.config.receive_warps
         (offset, _), (_, nbytes), size = call.shard(rank), call.rows(rank), self.config.copied_bytes
         if rank < call.owners:
+            if cutlass.const_expr(call.given.after is not None):  # first, in a loop of few registers
+                scales = cast(ShardScales, call.given.after)
+                for i in cutlass.range(1, world, unroll=1):
+                    target = peers[(rank + world - i) % world] + exchange.slots_offset + offset
+                    copy_units(size, target + call.full_rows, scales.address, scales.nbytes, first, stride)
             flag = call.call.flag(Int64(0), 0, rank)
             for i in cutlass.range(1, world, unroll=1):
                 peer = (rank + world - i) % world
                 target = peers[peer] + exchange.slots_offset + offset
                 copy_units(size, target, call.given.own, nbytes, first, stride)
-                if cutlass.const_expr(call.given.after is not None):
-                    scales = cast(ShardScales, call.given.after)
-                    copy_units(size, target + call.full_rows, scales.address, scales.nbytes, first, stride)
                 if count_grid(call.call, SENDERS_OFFSET + SENDER_BYTES * peer, warps) != 0:  # noqa: SIM102
                     if cute.arch.lane_idx() == 0:
                         self.transport.signal(peers, rank, peer, flag, epoch)
