@@ -75,7 +75,7 @@ def test_without_the_order_they_wait_for_each_other_for_ever(monkeypatch):
 @pytest.fixture
 def own_choice(monkeypatch):
     """As before ranks agreed: each chooses by its own SMs."""
-    meet = peers.common
+    meet = peers.merge_proposals
 
     def alone(group, everyone):
         return replace(meet(group, everyone), num_sms=everyone[group.rank].num_sms)

@@ -43,4 +43,4 @@ def test_a_dead_rank_is_named_by_the_next_call(arch, script):
     done = emulator_command("--arch", arch, "--ranks", 2, "--fault", "kill:rank=1", script)
     assert done.returncode == 1 and "0 KernelTrap" in done.stdout, done.stdout + done.stderr
     assert "CommTimeoutError: gemm_reduce_scatter: rank 0" in done.stderr, done.stderr
-    assert "Rank 1 is dead, stalled" in done.stderr
+    assert "Rank 1 has exited, is stalled" in done.stderr

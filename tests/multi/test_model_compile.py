@@ -91,7 +91,7 @@ def refuses_to_export(rank, size):
     torchs = parallelize_module(torch.nn.Sequential(torch.nn.Linear(4, 4)), mesh, {"0": ColwiseParallel()})
     for model, words in (
         (sharded, r"'lm_head' \(Linear\) cannot be exported: its output is a DTensor"),
-        (torchs, r"'0' \(Linear\): its forward wants DTensors"),
+        (torchs, r"'0' \(Linear\) cannot be exported: its forward takes DTensors"),
     ):
         with pytest.raises(ValueError, match=words), exportable(model):
             pass

@@ -105,7 +105,7 @@ def explains(rank, size):
             lines(family)[0]
             == f"model.layers.*.self_attn.o_proj: a residual follows gemm_reduce_scatter: {why}"
         )
-    assert "8-bit operands take no epilogue" in lines("llama", float8=overlap_gemm.nn.Float8())[0]
+    assert "products of 8-bit operands have no epilogue" in lines("llama", float8=overlap_gemm.nn.Float8())[0]
     assert "invariant='batch'" in lines("llama", invariant="batch")[0]
 
 

@@ -152,11 +152,11 @@ def test_under_fsdp(ranks, kind):
 
 def forgotten(rank, size):
     whole, sharded = blocks("plain")
-    with pytest.warns(SequenceParallelWarning, match=r"shape \[6\], \[6\] work on this rank's rows") as seen:
+    with pytest.warns(SequenceParallelWarning, match=r"\[6\], \[6\] are applied to this rank's rows") as seen:
         step(whole, sharded, rank, size)
         step(whole, sharded, rank, size)
     assert len(seen) == 1, "once per layer"
-    with pytest.raises(ValueError, match=r"norm\.weight, norm\.bias, last\.weight, last\.bias differ"):
+    with pytest.raises(ValueError, match=r"norm\.weight, norm\.bias, last\.weight, last\.bias must be equal"):
         ours.clip_grad_norm_(sharded, 1.0)
     mlp = ours.ParallelMLP(WIDTH, 10, sequence_parallel=True, rows=ROWS, **DOUBLE)
     start, stop = Shards.even(ROWS, size).range(rank)

@@ -151,7 +151,7 @@ class _Layer:
         value = getattr(self._module, name)
         if isinstance(value, nn.Dropout):
             return _same
-        if type(value).__name__.endswith("Norm"):
+        if name.endswith("norm") and isinstance(value, nn.Module):  # by its name: PEFT wraps what it saves
             return _Norm(value, self._parts, name, self._is_dry)
         return value
 
