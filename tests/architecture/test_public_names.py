@@ -36,8 +36,8 @@ SIGNATURES = {
         "x", "weight", "*", "group=None", "bias=None", "backend='auto'", "columns=None",
         "deterministic=None", "reserve_sms=None", *SCALED,
     ),
-    "gemm_all_to_all": ("x", "weight", "options"),
-    "all_to_all_gemm": ("x", "weight", "options"),
+    "gemm_all_to_all": ("x", "weight", "*", "heads=None", "options"),
+    "all_to_all_gemm": ("x", "weight", "*", "heads=None", "options"),
     "epilogue": (
         "function=None", "*", "inputs=None", "outputs=None", "of='complete'", "pairs=False", "gradient=None",
     ),

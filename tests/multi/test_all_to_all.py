@@ -135,3 +135,106 @@ def with_an_epilogue(rank, size):
 
 def test_an_epilogue_is_applied_after_the_exchange(ranks):
     ranks(2).run(with_an_epilogue)
+
+
+def dealt_by_heads(rank, size, backend, heads):
+    """Compares results and gradients with those of the weight, every rank of which has its heads."""
+    torch.manual_seed(0)
+    weights = [torch.randn(3 * n, 10, **DOUBLE, requires_grad=True) for n in heads]
+    biases = [torch.randn(3 * n, **DOUBLE, requires_grad=True) for n in heads]
+    x = torch.randn(2 * size, 2, 10, **DOUBLE, requires_grad=True)
+    columns = [
+        [[3 * h + i for h in heads_of(r, size, n) for i in range(3)] for r in range(size)] for n in heads
+    ]
+    factors = [[torch.randn(2 * size, 2, len(of), **DOUBLE) for of in each] for each in columns]
+    products = [x @ weight.t() + bias for weight, bias in zip(weights, biases, strict=True)]
+    sum(
+        (product[..., of] * factor).sum()
+        for product, each, of_each in zip(products, columns, factors, strict=True)
+        for of, factor in zip(each, of_each, strict=True)
+    ).backward()
+    local = [one.detach().clone().requires_grad_() for one in (*weights, *biases)]
+    local_x = x.detach()[2 * rank : 2 * rank + 2].requires_grad_()
+    outs = gemm_all_to_all(
+        local_x, local[: len(heads)], bias=local[len(heads) :], heads=heads, backend=backend
+    )
+    for out, product, each in zip(outs, products, columns, strict=True):
+        torch.testing.assert_close(out, product.detach()[..., each[rank]])
+    sum((out * each[rank]).sum() for out, each in zip(outs, factors, strict=True)).backward()
+    torch.testing.assert_close(local_x.grad, x.grad[2 * rank : 2 * rank + 2])
+    for one, exact in zip(local, (*weights, *biases), strict=True):
+        torch.testing.assert_close(one.grad, exact.grad)
+
+
+def heads_of(rank, size, heads):
+    if heads < size:
+        return [rank * heads // size]
+    return list(range(heads)[rank * -(-heads // size) : (rank + 1) * -(-heads // size)])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_few_heads_are_replicated_and_no_head_is_cut(ranks, backend):
+    """Gradients are summed over the replicas; the last of 4 ranks gets none of 5 or 6 heads."""
+    ranks(4).run(dealt_by_heads, backend, (8, 2, 1))
+    ranks(4).run(dealt_by_heads, backend, (5, 6, 4))
+
+
+def multiplied_by_heads(rank, size, backend):
+    torch.manual_seed(0)
+    x, weight = (torch.randn(n, 5 * 3, **DOUBLE, requires_grad=True) for n in (2 * size, 7))
+    factor = torch.randn(2 * size, 7, **DOUBLE)
+    ((wanted := x @ weight.t()) * factor).sum().backward()
+    of = slice(6 * rank, 6 * rank + 6)
+    local_x, local_weight = (one.detach().clone().requires_grad_() for one in (x[:, of], weight))
+    out = all_to_all_gemm(local_x, local_weight, heads=5, backend=backend)
+    place = slice(2 * rank, 2 * rank + 2)
+    torch.testing.assert_close(out, wanted.detach()[place])
+    (out * factor[place]).sum().backward()
+    torch.testing.assert_close(local_x.grad, x.grad[:, of])
+    torch.testing.assert_close(local_weight.grad, weight.grad)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_heads_that_the_ranks_do_not_divide_are_multiplied(ranks, backend):
+    ranks(4).run(multiplied_by_heads, backend)
+
+
+def scaled_by_heads(rank, size):
+    torch.manual_seed(0)
+    (x, scale_x), (weight, scale_w) = (overlap_gemm.quantize_rows(torch.randn(rows, 32)) for rows in (8, 32))
+    exact = (x.double() * scale_x.double()) @ (weight.double() * scale_w.double()).t()
+    place = slice(2 * rank, 2 * rank + 2)
+    for heads in (2, 8):
+        out = gemm_all_to_all(
+            x[place], weight, scale_x=scale_x[place], scale_w=scale_w, heads=heads, backend="sequential"
+        )
+        of = slice(16 * (rank // 2), 16 * (rank // 2) + 16) if heads == 2 else slice(8 * rank, 8 * rank + 8)
+        torch.testing.assert_close(out.double(), exact[:, of], rtol=2**-8, atol=1e-2)
+
+
+def test_few_heads_of_8_bits_are_replicated(ranks):
+    ranks(4).run(scaled_by_heads)
+
+
+def refused_heads(rank, size):
+    from overlap_gemm.epilogues.library import add_residual
+
+    x, weight = torch.randn(2, 24), torch.randn(24, 24)
+    for heads, message in (
+        (5, "heads=5 must divide the 24 columns"),
+        (3, "heads=3 are fewer than the 4 ranks, and must divide their number"),
+        (0, "heads must be a number, 1 or more, got 0"),
+        ([8, 2], "heads must be a number, or one for each of the 1 weights, got .8, 2."),
+    ):
+        with pytest.raises(ValueError, match=message):
+            gemm_all_to_all(x, weight, heads=heads)
+    with pytest.raises(TypeError, match="heads=2 on 4 ranks are replicated or padded, which epilogue"):
+        gemm_all_to_all(x, weight, heads=2, epilogue=add_residual(residual=torch.randn(8, 12)))
+    with pytest.raises(ValueError, match="heads=2 must be the number of ranks, 4, or more"):
+        all_to_all_gemm(x, weight, heads=2)
+    with pytest.raises(ValueError, match="columns, .* of 24 in 6 heads on 4 ranks, got .2, 24."):
+        all_to_all_gemm(x, weight, heads=6)
+
+
+def test_heads_that_do_not_fit_are_named(ranks):
+    ranks(4).run(refused_heads)

@@ -7,8 +7,11 @@ back after it. The tiles' exchange inside the fused kernel is `exchange.all_to_a
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch.nn.functional as F
 from torch import Tensor
 
+from ..dispatch.head_shards import Heads, HeadShards, heads_of_each, refuse
+from ..runtime.group import group_name, group_rank, group_size
 from ..spec import ALL_TO_ALL_GEMM, GEMM_ALL_TO_ALL, PatternSpec
 from .registration import register
 
@@ -29,7 +32,9 @@ _gemm_all_to_all = register(
 _all_to_all_gemm = register(ALL_TO_ALL_GEMM)
 
 
-def gemm_all_to_all(x: Tensor, weight: Tensor | Sequence[Tensor], **options: "Unpack[DealOptions]") -> Any:
+def gemm_all_to_all(
+    x: Tensor, weight: Tensor | Sequence[Tensor], *, heads: Heads = None, **options: "Unpack[DealOptions]"
+) -> Any:
     """Multiplies this rank's rows and exchanges them: this rank gets its columns of every rank's rows.
 
     The projection before attention whose heads are divided over the ranks, where its sequence was.
@@ -38,22 +43,55 @@ def gemm_all_to_all(x: Tensor, weight: Tensor | Sequence[Tensor], **options: "Un
         x: This rank's rows `[S_local, ..., K]`, as for `all_gather_gemm`.
         weight: `[N, K]`, the same on every rank; or a list of weights (q, k, v), whose products the portable
             backends exchange at once. Its gradient is summed over the ranks, and complete on every rank.
+        heads: Heads, of N / heads columns each, that are not cut; of a list of weights one number for each,
+            or one for all. Fewer than P must divide P: rank r gets head `r * heads // P`. Default: columns
+            are cut wherever `torch.chunk` does.
         **options: `bias`, `[N]` or a list, the same on every rank; `rows`, `dim` as for `all_gather_gemm`;
             `group`, `backend`, `deterministic`, `reserve_sms`, `scale_x`, `scale_w`, `out_dtype`, `block`,
             `partials`, `invariant`, `epilogue` as for `gemm_reduce_scatter`.
 
     Returns:
         `[S, ..., N_local]`, or a list of such tensors. N_local is this rank's share of N as `torch.chunk`
-        cuts it: whole heads where the number of ranks divides that of the heads.
+        cuts it, with `heads` its heads as `torch.chunk` divides them.
 
     Raises:
         ValueError, TypeError, RuntimeError: As `all_gather_gemm`.
     """
-    return _gemm_all_to_all(x, weight, **options)
+    if heads is None:
+        return _gemm_all_to_all(x, weight, **options)
+    is_list = isinstance(weight, (list, tuple))
+    weights: list[Any] = list(weight) if is_list else [weight]  # type: ignore[arg-type]
+    name, group = GEMM_ALL_TO_ALL.name, group_name(options.get("group"))
+    numbers = heads_of_each(name, heads, weights)
+    shards = [
+        HeadShards(name, len(one), number, group_size(group))
+        for one, number in zip(weights, numbers, strict=True)
+    ]
+    if all(of.is_chunked for of in shards):
+        return _gemm_all_to_all(x, weight, **options)
+    how: dict[str, Any] = {**options}
+    for of in shards:
+        refuse(of, how, ("block", "epilogue"))
+    for option in ("bias", "scale_w"):
+        values = how.get(option)
+        values = [values] if isinstance(values, Tensor) else values
+        if values is not None and len(values) == len(shards):
+            how[option] = [  # a scale of all of the weight is one number
+                of.expanded(one, 0) if len(one) == of.columns else one
+                for of, one in zip(shards, values, strict=True)
+            ]
+    outs = _gemm_all_to_all(x, [of.expanded(one, 0) for of, one in zip(shards, weights, strict=True)], **how)
+    rank = group_rank(group)
+    outs = [out[..., : of.shards.size(rank)] for of, out in zip(shards, outs, strict=True)]
+    return outs if is_list else outs[0]
 
 
 def all_to_all_gemm(
-    x: Tensor, weight: Tensor | Sequence[Tensor], **options: "Unpack[AllToAllOptions]"
+    x: Tensor,
+    weight: Tensor | Sequence[Tensor],
+    *,
+    heads: int | None = None,
+    **options: "Unpack[AllToAllOptions]",
 ) -> Any:
     """Exchanges this rank's columns for its rows, of every rank's columns, and multiplies these.
 
@@ -63,6 +101,7 @@ def all_to_all_gemm(
         x: This rank's columns of all rows, `[S, ..., K_local]`; K_local is its share of K as `torch.chunk`
             cuts it. Scales are not exchanged: operands of 8 bits are refused.
         weight: `[N, K]` or a list, as for `gemm_all_to_all`.
+        heads: Heads, of K / heads columns of x each, that are not cut; P or more.
         **options: Options of `gemm_all_to_all` except `rows`, which x has, and scales.
 
     Returns:
@@ -71,4 +110,23 @@ def all_to_all_gemm(
     Raises:
         ValueError, TypeError, RuntimeError: As `all_gather_gemm`.
     """
-    return _all_to_all_gemm(x, weight, **options)
+    if heads is None:
+        return _all_to_all_gemm(x, weight, **options)
+    is_list = isinstance(weight, (list, tuple))
+    weights: list[Any] = list(weight) if is_list else [weight]  # type: ignore[arg-type]
+    name, group = ALL_TO_ALL_GEMM.name, group_name(options.get("group"))
+    of = HeadShards(name, weights[0].shape[1], heads, group_size(group))
+    if of.replicas > 1:
+        raise ValueError(f"{name}: heads={heads} must be the number of ranks, {of.world}, or more")
+    size = of.shards.size(group_rank(group))
+    if x.shape[-1] != size:
+        raise ValueError(
+            f"{name}: x must have this rank's heads as its columns, {size} of {of.columns} in {heads} heads "
+            f"on {of.world} ranks, got {list(x.shape)}"
+        )
+    if not of.is_chunked:
+        refuse(of, {**options}, ("scale_x", "scale_w"))
+        x = F.pad(x, (0, of.shards.chunk - size))
+        weights = [of.expanded(one, 1) for one in weights]
+    outs = _all_to_all_gemm(x, weights, **options)
+    return outs if is_list else outs[0]

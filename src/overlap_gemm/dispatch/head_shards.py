@@ -1,0 +1,110 @@
+"""Division of heads over the ranks: `heads=` of the ops of `all_to_all`.
+
+The ops cut columns as `torch.chunk` does. Where that would cut a head, the weight is changed before the op:
+
+- P heads or more that P does not divide: zero columns are appended, until every rank has ceil(heads / P);
+  they are cut off the result.
+- Fewer heads than ranks: rank r gets head `r * heads // P`. Columns of each head are repeated; the gradient
+  of the weight is summed over the replicas.
+
+Both copy the weight.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..spec.sharding import Shards
+
+Heads = int | Sequence[int] | None
+
+
+@dataclass(frozen=True)
+class HeadShards:
+    """Division of a matrix's columns, which are heads of equal size, over the ranks.
+
+    Attributes:
+        op: Name of the op, for messages.
+        columns: Columns over all ranks.
+        heads: Heads over all ranks.
+        world: Number of ranks.
+    """
+
+    op: str
+    columns: int
+    heads: int
+    world: int
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for columns that are no such heads, and for heads that cannot be replicated."""
+        if isinstance(self.heads, bool) or not isinstance(self.heads, int) or self.heads < 1:
+            raise ValueError(f"{self.op}: heads must be a number, 1 or more, got {self.heads!r}")
+        if self.columns % self.heads:
+            raise ValueError(f"{self.op}: heads={self.heads} must divide the {self.columns} columns")
+        if self.world % self.heads and self.heads < self.world:
+            raise ValueError(
+                f"{self.op}: heads={self.heads} are fewer than the {self.world} ranks, and must divide their "
+                f"number: each head is replicated on {self.world} / heads ranks"
+            )
+
+    @property
+    def replicas(self) -> int:
+        """Returns the number of ranks that get each head."""
+        return max(self.world // self.heads, 1)
+
+    @property
+    def shards(self) -> Shards:
+        """Returns the division of the columns, after replication."""
+        return Shards.even(self.columns * self.replicas, self.world, unit=self.columns // self.heads)
+
+    @property
+    def padding(self) -> int:
+        """Returns the number of zero columns after which `torch.chunk` cuts at heads."""
+        return self.shards.chunk * self.world - self.shards.total
+
+    @property
+    def is_chunked(self) -> bool:
+        """Returns whether `torch.chunk` cuts the columns so already."""
+        return not self.padding and self.replicas == 1
+
+    def expanded(self, matrix: Tensor, dim: int) -> Tensor:
+        """Returns the matrix with replicas of heads, and padding, along a dimension (0 or 1)."""
+        if self.is_chunked:
+            return matrix
+        if (
+            matrix.is_floating_point() and matrix.dtype.itemsize == 1
+        ):  # torch's operations do not support all types of 8 bits
+            return self.expanded(matrix.view(torch.int8), dim).view(matrix.dtype)
+        if self.replicas > 1:
+            by_heads = matrix.unflatten(dim, (self.heads, -1))
+            matrix = by_heads.repeat_interleave(self.replicas, dim).flatten(dim, dim + 1)
+        return F.pad(matrix, (0, 0) * (matrix.ndim - 1 - dim) + (0, self.padding))
+
+
+def heads_of_each(op: str, heads: Heads, weights: Sequence[Tensor]) -> list[int]:
+    """Returns the number of heads of each weight.
+
+    Raises:
+        ValueError: There are not as many numbers as weights.
+    """
+    numbers = list(heads) if isinstance(heads, (list, tuple)) else [heads] * len(weights)
+    if len(numbers) != len(weights):
+        raise ValueError(
+            f"{op}: heads must be a number, or one for each of the {len(weights)} weights, got {numbers}"
+        )
+    return numbers  # type: ignore[return-value]
+
+
+def refuse(shards: HeadShards, options: dict[str, Any], names: Sequence[str]) -> None:
+    """Raises TypeError for options that a changed weight does not support."""
+    if shards.is_chunked:
+        return
+    if names := [name for name in names if options.get(name) is not None]:
+        raise TypeError(
+            f"{shards.op}: heads={shards.heads} on {shards.world} ranks are replicated or padded, which "
+            f"{', '.join(names)} does not support: the number of ranks must divide that of the heads"
+        )
