@@ -1,1 +1,1 @@
-"""How an op is carried out (sequential, decomposed) and which way it is carried out (select)."""
+"""Implementations of the ops (fused, decomposed, torch, sequential) and the choice among them (`select`)."""

@@ -1,12 +1,13 @@
-"""`auto` by measurement: the model proposes candidates, and what it cannot tell apart is timed, once a kind.
+"""`auto` by measurement: the time model proposes candidates; those that it cannot separate are benchmarked.
 
-At the first call of a kind (`Problem.kind`) that `auto` chooses for, under policy "measure", each candidate
-is called with operands like the caller's, on all ranks; a time is the maximum over them, so that all come to
-the same choice, which holds while the group lasts and is kept in a file (`tuning.measured`). Nothing is
-measured in the capture of a CUDA graph, nor of a kind that has been called by the model's choice before.
+Benchmarks run at the first call of a kind (`Problem.kind`) with `backend="auto"` under policy "measure". Each
+candidate is called on all ranks, with operands like the caller's. A candidate's time is the maximum over the
+ranks, so that all ranks choose alike. The choice holds while the group exists, and is kept in a file
+(`tuning.measured`). Nothing is measured while a CUDA graph is captured, nor for a kind that has been called
+by the model's choice before.
 
-A candidate that cannot be compiled, launched or captured, or for which there is no memory, is left out on all
-ranks. One that ends the process is refused when the next one starts.
+A candidate that cannot be compiled, launched or captured, or that runs out of memory, is excluded on all
+ranks. A candidate that ends the process is refused in the next process.
 """
 
 from __future__ import annotations
@@ -43,32 +44,33 @@ ROUNDS = 5
 """Samples of each candidate."""
 
 BURST_SECONDS = 0.01
-"""Of a sample."""
+"""Length of a sample in seconds."""
 
 CACHES = 100 << 20
-"""Bytes of operands that no GPU's caches hold: of fewer there are several sets, which take turns."""
+"""Bytes of operands that exceed every GPU's caches; with fewer bytes, several sets of operands take turns."""
 
 SETS = 3
-"""Sets of such operands."""
+"""Number of sets of operands below `CACHES` bytes."""
 
 FASTER = 0.99
-"""A kernel takes the place of the model's choice if it takes less than this part of its time."""
+"""A kernel replaces the model's choice if it takes less than this fraction of that kernel's time."""
 
 FARTHEST = 2.0
-"""A candidate that is expected to take this many times what the best one does is left out, and so is one
-that takes it in its first calls, and `HOST` longer."""
+"""Ratio of the best candidate's time above which a candidate is excluded.
+
+It applies to the predicted time, and to the time of the first calls, to which `HOST` is added."""
 
 HOST = 5e-4
-"""Seconds of the host that an eager call may take without a word about the device: in a graph, a candidate
+"""Host time in seconds that an eager call may take regardless of its device time: in a graph, a candidate
 that takes three times as long eagerly may be the fastest."""
 
 
 class Candidate(NamedTuple):
-    """A backend, and with which kernel.
+    """A backend and its kernel.
 
     Attributes:
-        backend: Which.
-        kernel: Of the fused one; else the empty one.
+        backend: Backend to benchmark.
+        kernel: Kernel of the fused backend; the empty one for other backends.
     """
 
     backend: Backend
@@ -76,14 +78,14 @@ class Candidate(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What the log and the file call it."""
+        """Returns the name of the candidate in the log and in the file."""
         return f"{self.backend.name}: {self.kernel}" if self.backend.name == "fused" else self.backend.name
 
 
 def policy_of(problem: Problem, known: Known) -> Policy:
-    """Returns whether kinds are measured: what a warm-up or the environment says.
+    """Returns "measure" or "model": the policy of a warm-up or of the environment, if there is one.
 
-    Where neither does: on GPUs for which no constants were measured.
+    Otherwise, kinds are measured on GPUs for which no constants were measured.
     """
     if known.policy is not None:
         return known.policy
@@ -96,16 +98,18 @@ def policy_of(problem: Problem, known: Known) -> Policy:
 def measure_if_due(
     problem: Problem, requested: str, x: Tensor, weight: Any, bias: Any, shards: Shards, group: Group
 ) -> bool:
-    """Measures a kind at its first call where that is due, else leaves it to the model; collective.
+    """Benchmarks the candidates of a kind at its first call if the policy requires it; collective.
+
+    Otherwise the kind stays with the model's choice.
 
     Args:
-        problem: Of the call, on which the ranks have agreed.
+        problem: Problem of the call, equal on all ranks.
         requested: The caller's `backend=`.
-        x: As for `Backend.bind`.
-        weight: As for `Backend.bind`.
-        bias: As for `Backend.bind`.
-        shards: As for `Backend.bind`.
-        group: As for `Backend.bind`.
+        x: Operand, as in `Backend.bind`.
+        weight: Weight or weights, as in `Backend.bind`.
+        bias: Bias, biases or None, as in `Backend.bind`.
+        shards: Division of the rows or columns, as in `Backend.bind`.
+        group: Ranks that take part.
 
     Returns:
         Whether a new measurement was made.
@@ -125,9 +129,9 @@ def measure_if_due(
 
 @contextmanager
 def asking(policy: Policy | None, requested: str, group: Group, device: torch.device) -> Iterator[None]:
-    """Within the block a group's calls with this `backend=` are measured by `policy`.
+    """Sets the policy of a group's calls with this `backend=` within the block.
 
-    Where that is None by what the environment says, and where that says nothing, on GPUs.
+    With None the environment's policy applies; without one, candidates are measured on GPUs.
     """
     if not may_know(requested, group):
         yield
@@ -140,7 +144,7 @@ def asking(policy: Policy | None, requested: str, group: Group, device: torch.de
 
 
 def share(problem: Problem, other: Problem, requested: str, group: Group, device: torch.device) -> None:
-    """Lets what was measured of a problem hold for another one, whose callers say less of its extents."""
+    """Applies the measurement of a problem to another one, whose callers pass fewer extents."""
     if not may_know(requested, group):
         return
     known = known_of(group, device)
@@ -150,7 +154,7 @@ def share(problem: Problem, other: Problem, requested: str, group: Group, device
 
 
 def bind_as(kernel: Kernel, backend: Backend, *given: Any) -> Callable[..., Any]:
-    """Returns `backend.bind(*given)` whose fused kernel is this one."""
+    """Returns `backend.bind(*given)` with this kernel for the fused backend."""
     if not any(kernel):
         return backend.bind(*given)
     with configured(algorithm=kernel.algorithm, **dict(kernel.fields)):  # type: ignore[arg-type]
@@ -160,7 +164,7 @@ def bind_as(kernel: Kernel, backend: Backend, *given: Any) -> Callable[..., Any]
 def _measured(
     problem: Problem, x: Tensor, weight: Any, bias: Any, shards: Shards, group: Group, known: Known
 ) -> Measured | None:
-    """Returns the times of the candidates, None where none of them could be called."""
+    """Returns the times of the candidates; None if no candidate could be called."""
     operands = _operands(problem, x.detach(), weight, bias)
     started = time.monotonic()
     calls: dict[Candidate, Callable[[], object]] = {}
@@ -191,7 +195,7 @@ def _measured(
 
 
 def _candidates(problem: Problem, group: Group) -> Iterator[Candidate]:
-    """Yields what may carry a problem out and might be fastest, what is expected to be fastest first."""
+    """Yields the candidates for a problem, in the order of their expected times."""
     reach, fits = problem.reach, {b.name: b for b in BACKENDS if why_unfit(b, problem) is None}
     if problem.device_type != "cuda" or reach is None or not reach.arch:
         yield from (Candidate(backend) for name, backend in fits.items() if name != "fused")
@@ -217,7 +221,7 @@ def _candidates(problem: Problem, group: Group) -> Iterator[Candidate]:
 
 
 def _operands(problem: Problem, x: Tensor, weight: Any, bias: Any) -> list[tuple[Any, ...]]:
-    """Returns sets of tensors like the caller's, as what is bound takes them."""
+    """Returns sets of tensors like the caller's, as the bound function takes them."""
 
     def copied(given: Any) -> Any:
         if isinstance(given, (list, tuple)):
@@ -238,14 +242,14 @@ def _operands(problem: Problem, x: Tensor, weight: Any, bias: Any) -> list[tuple
 
 
 def num_sets(nbytes: int, device: torch.device) -> int:
-    """Returns how many sets of operands of so many bytes calls take in turn; one on CPUs."""
+    """Returns the number of operand sets that take turns for so many bytes of operands; 1 on CPUs."""
     return SETS if device.type == "cuda" and nbytes < CACHES else 1
 
 
 def _call(
     candidate: Candidate, problem: Problem, operands: Sequence[tuple[Any, ...]], shards: Shards, group: Group
 ) -> Callable[[], object]:
-    """Returns a call of a candidate, each with the next set of operands, which makes what it needs first."""
+    """Returns a call of a candidate, each with the next set of operands; the first one binds the backend."""
     sets, bound = cycle(operands), list[Callable[..., Any]]()
 
     def call() -> object:
@@ -258,18 +262,18 @@ def _call(
 
 
 def _failure(call: Callable[[], object], device: torch.device) -> str | None:
-    """Calls; returns what went wrong, for the other ranks, None if nothing did."""
+    """Runs `call` to completion; returns its error as text for the other ranks, or None."""
     try:
         call()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-    except Exception as error:  # whatever it is, this candidate will not do, on any rank
+    except Exception as error:  # whatever the error is, the candidate is excluded on all ranks
         return f"{type(error).__name__}: {error}"
     return None
 
 
 def _timed(calls: Mapping[Candidate, Callable[[], object]], device: torch.device, group: Group) -> Measured:
-    """Returns the candidates' times, the fused kernels' as the device sees them."""
+    """Returns the candidates' times; the times of fused kernels are device times."""
 
     def medians(
         variants: Mapping[Candidate, Callable[[], object]],
@@ -318,7 +322,7 @@ def _capture(
 
 
 def _fastest(times: Mapping[Candidate, float]) -> Kernel:
-    """Returns the fastest kernel; the model's choice where none is clearly faster."""
+    """Returns the fastest kernel, or the model's choice if no kernel is clearly faster."""
     if not times:
         return Kernel()
     fastest = min(times, key=times.__getitem__)

@@ -1,4 +1,4 @@
-"""The surface every backend has: the seam at which a new way to carry out the ops plugs in."""
+"""`Backend`, the interface of an implementation of the ops, and `Problem`, the facts that a choice reads."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -27,32 +27,32 @@ from .reach import Reach, reach_of
 from .scales.scaling import Operand, dequantised, with_scales
 
 VIRTUAL = "virtual ranks exchange tiles inside kernels; torch.distributed does not know them"
-"""Why a portable backend does not serve virtual ranks."""
+"""Reason for which a portable backend does not serve virtual ranks."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What a choice of backend may depend on: a call, and the facts of its tensors and ranks.
+    """Facts on which a choice of backend may depend: a call, its tensors and its ranks.
 
-    All of it is equal on every rank, so that all ranks choose alike. The local extents (N_local of
+    All facts are equal on every rank, so that all ranks choose alike. Local extents (N_local of
     all_gather_gemm, K_local of gemm_reduce_scatter) are left out on purpose: with uneven shards they differ
-    between ranks. What they sum up to is in the call where the caller said it.
+    between ranks. Their sums over the ranks are in `call`, if the caller passed them.
 
     Attributes:
         op: The op's public name.
-        call: As lowered: its extents are numbers, or None where nobody said them.
-        dtype: Of operands and result; of x alone where operands have scales.
+        call: Lowered call: its extents are numbers, or None if they were not passed.
+        dtype: Dtype of operands and result; of x alone if operands have scales.
         device_type: "cpu" or "cuda".
-        world_size: Ranks of the group, P.
-        virtual: Whether the ranks are virtual (`runtime.virtual`), which torch.distributed does not know.
-        reach: What the ranks found out about each other's GPUs; None where they have not been probed.
-        captured: Whether the call is being captured in a CUDA graph, which replays without the host's time.
-        weight_dtype: Of the weight, where operands have scales; else None.
-        num_weights: Weights in a list.
-        has_bias: Whether there is one.
-        known: What was measured in the group by kind of call (`autotuning`), the same on all ranks.
-        input_dtypes: Of what the epilogue reads, where there is one.
-        widths: Rows of each weight, where every rank has all of them.
+        world_size: Number of ranks of the group, P.
+        virtual: Whether the ranks are virtual (`runtime.virtual`): torch.distributed does not serve them.
+        reach: Facts of the ranks' GPUs and their peer access; None if they have not been probed.
+        captured: Whether the call is being captured in a CUDA graph, which replays without host time.
+        weight_dtype: Dtype of the weight if operands have scales; else None.
+        num_weights: Number of weights in a list.
+        has_bias: Whether the call has a bias.
+        known: Measurements of the group by kind of call (`autotuning`), the same on all ranks.
+        input_dtypes: Dtypes of the epilogue's inputs, if there is an epilogue.
+        widths: Rows of each weight, if every rank has all of them.
     """
 
     op: str
@@ -81,19 +81,20 @@ class Problem:
         bias: Any = None,
         inputs: Sequence[Tensor] = (),
     ) -> "Problem":
-        """The problem of calling `op` with `x` in `group`.
+        """Returns the problem of calling `op` with `x` in `group`.
 
-        `deterministic` None asks torch's own switch. Where `auto` may choose fused kernels, or shards may go
-        by copy engines, the group's first call finds out what its GPUs reach, which is collective.
+        `deterministic=None` is replaced by torch's switch. The group's first call probes the GPUs and their
+        peer access, which is collective. It does so only if `auto` may choose fused kernels, or if copy
+        engines may send shards.
 
         Args:
             op: The op's name.
-            call: As lowered.
-            x: The operand, for its type and device.
-            group: The ranks.
-            weight: The weight, or a list; may be left out where operands have no scales.
+            call: Lowered call.
+            x: Operand, for its dtype and device.
+            group: Ranks that take part.
+            weight: The weight, or a list; may be left out if operands have no scales.
             bias: The bias, a list, or None.
-            inputs: What the epilogue reads.
+            inputs: Inputs of the epilogue.
         """
         call = call.promising()
         if call.invariant is not None:
@@ -129,95 +130,95 @@ class Problem:
 
     @property
     def applying(self) -> Applying | None:
-        """The epilogue that sums go through, None where there is none."""
+        """Returns the epilogue that is applied to the sums; None if there is none."""
         if self.call.epilogue is None:
             return None
         return Applying(epilogue_of(self.call.epilogue), self.input_dtypes, self.out_dtype or self.dtype)
 
     def without_epilogue(self) -> "Problem":
-        """The same with nothing after the sums: what a backend is chosen for."""
+        """Returns the problem without its epilogue: backends are chosen for that one."""
         if self.call.epilogue is None:
             return self
         return replace(self, call=self.call._replace(epilogue=None), input_dtypes=())
 
     @property
     def m(self) -> int:
-        """Rows of the product over all ranks."""
+        """Returns the rows of the product over all ranks."""
         rows = self.call.rows
         assert rows is not None and not isinstance(rows, str), self
         return rows
 
     @property
     def n(self) -> int | None:
-        """Columns over all ranks; None if they are not known, which all_gather_gemm's need not be."""
+        """Returns the columns over all ranks; None if unknown, which is allowed for all_gather_gemm."""
         return _number(self.call.columns)
 
     @property
     def k(self) -> int | None:
-        """K over all ranks; None likewise, of the other ops."""
+        """Returns K over all ranks; None if unknown, which is allowed for the other ops."""
         return _number(self.call.k)
 
     @property
     def deterministic(self) -> bool:
-        """Whether the sums must come out bitwise the same from call to call."""
+        """Returns whether the sums must be bitwise the same from call to call."""
         return bool(self.call.deterministic)
 
     @property
     def keep(self) -> bool:
-        """Whether the operand that is communicated is wanted, too."""
+        """Returns whether the caller needs the operand that is communicated, too."""
         return self.call.keep
 
     @property
     def out_dtype(self) -> torch.dtype | None:
-        """Of the result, where operands have scales; else None."""
+        """Returns the dtype of the result if operands have scales; else None."""
         return self.call.out_dtype
 
     @property
     def blocks(self) -> Blocks | None:
-        """Which blocks the scales are of; None: of rows, or of all of an operand."""
+        """Returns the blocks that share a scale; None if scales are of rows or of a full operand."""
         return self.call.blocks
 
     @property
     def promises(self) -> Promises:
-        """Of the result's bits."""
+        """Returns the promises about the result's bits."""
         return Promises(self.call.partials, self.call.invariant)
 
     @property
     def shards(self) -> Shards:
-        """Division of the rows, or where the output is gathered of its columns."""
+        """Returns the division of the rows; of the columns if the output is gathered."""
         total = self.n if self.spec.gathers_output else self.m
         assert total is not None, self
         return Shards(total, self.world_size, self.call.chunk)
 
     def agreed(self) -> tuple[tuple[str, Any], ...]:
-        """What must be the same on all ranks, extents and options by the names of users' arguments."""
+        """Returns the facts that must be the same on all ranks, under the names of users' arguments."""
         facts = ((name, value) for name, value in vars(self).items() if name not in ("call", "known"))
         return (*facts, *self.call.agreed(), ("measured", self.measured))
 
     @property
     def kind(self) -> str:
-        """What a measurement of this problem holds for: its extents and types, not who calls how."""
+        """Returns the key of measurements: op, extents, types, device type and number of ranks."""
         extents = "x".join("?" if extent is None else str(extent) for extent in (self.m, self.n, self.k))
         words = f"{self.op} {extents}, {self.types}, {self.device_type}, P={self.world_size}"
         return f"{words}, deterministic" if self.deterministic else words
 
     @property
     def measured(self) -> Measured | None:
-        """What was measured of calls of this kind; None: nothing."""
+        """Returns the measurement of calls of this kind; None if there is none."""
         return self.known.get(self.kind)
 
     @property
     def spec(self) -> OpSpec:
-        """The op."""
+        """Returns the definition of the op."""
         return OPS[self.op]
 
     @property
     def is_scaled(self) -> bool:
-        """Whether the operands have scales."""
+        """Returns whether the operands have scales."""
         return self.out_dtype is not None
 
     def __str__(self) -> str:
-        """What it is, in words, for messages."""
+        """Returns a description of the problem for messages."""
         ranks = f"P={self.world_size}{' virtual ranks' if self.virtual else ''}"
         return (
             f"{self.op} of M={self.m}, width={self.width}, {self.types}, {self.device_type}, {ranks}"
@@ -227,7 +228,7 @@ class Problem:
 
     @property
     def types(self) -> str:
-        """Those of operands and result."""
+        """Returns the dtypes of operands and result as text."""
         if not self.is_scaled:
             return str(self.dtype)
         blocks = f", scales of {in_words(self.blocks)}" if self.blocks else ""
@@ -235,13 +236,16 @@ class Problem:
 
     @property
     def width(self) -> int:
-        """Columns of the tensor that travels."""
+        """Returns the number of columns of the tensor that is sent."""
         width = self.k if self.spec.width == "k" else self.n
         assert width is not None, self
         return width
 
     def dual(self) -> "Problem | None":
-        """That of the gradient of x, where its exchange moves as much: `grad_out @ weight`, so N is its K."""
+        """Returns the problem of x's gradient (`grad_out @ weight`: its N is this K), or None.
+
+        The gradient's exchange sends as many bytes as this one.
+        """
         if self.spec.dual not in OPS:
             return None
         call = self.call._replace(columns=self.k, k=self.n)
@@ -249,7 +253,7 @@ class Problem:
 
     @property
     def bytes(self) -> int:
-        """Size S of the tensor of which the collective sends (P - 1) / P from each rank."""
+        """Returns the size S in bytes of the communicated tensor: each rank sends (P - 1) / P of it."""
         travels = self.dtype if self.out_dtype is None or self.spec.operand_is_sent else self.out_dtype
         is_dealt = any(move.kind == "all_to_all" for move in self.spec.sent)
         return self.m * self.width * travels.itemsize // (self.world_size if is_dealt else 1)
@@ -261,15 +265,15 @@ def _number(extent: Any) -> int | None:
 
 
 class Backend(Protocol):
-    """One way to carry out the ops.
+    """Implementation of the ops.
 
     Attributes:
-        name: What users call it.
-        deterministic: Whether partial results are summed over the ranks in rank order in float32 (float64 for
-            float64), with the bias, and converted once, bitwise the same from call to call. If not, order and
-            precision are those of torch.distributed's collective.
-        verifies: Whether ranks compare what they call before every transfer (`runtime.agree.of_calls`): of
-            known calls nothing else would notice that they differ.
+        name: Name in the public argument `backend=`.
+        deterministic: Whether results are bitwise the same from call to call. If so, partial results are
+            summed in rank order in float32 (float64 for float64), with the bias, and converted once. If not,
+            order and precision are those of torch.distributed's collective.
+        verifies: Whether ranks compare their calls before every transfer (`runtime.agree.of_calls`): no other
+            check detects that known calls differ.
     """
 
     name: str
@@ -277,23 +281,23 @@ class Backend(Protocol):
     verifies: bool
 
     def why_not(self, problem: Problem) -> str | None:
-        """The reason this backend cannot carry out `problem`, None if it can."""
+        """Returns the reason this backend cannot run `problem`; None if it can."""
 
     def why_slower(self, problem: Problem) -> str | None:
-        """The reason `auto` need not compare its time with others', None if it is worth it."""
+        """Returns the reason `auto` need not compare its time with others'; None if it is worth comparing."""
 
     def why_after(self, problem: Problem, weight: Tensor) -> str | None:
-        """The reason torch applies the epilogue of `problem` after the op; None where the op does it."""
+        """Returns the reason torch applies the epilogue of `problem` after the op; None if the op does it."""
 
     def bind(
         self, problem: Problem, x: Tensor, weight: Any, bias: Any, shards: Shards, group: Group
     ) -> Callable[..., Any]:
-        """What carries `problem` out on tensors laid out as these: a function of `(x, weight, bias)`.
+        """Returns a function of `(x, weight, bias)` that runs `problem` on tensors laid out as these.
 
-        Where `problem.is_scaled`, of `(x, weight, bias, scale_x, scale_w)`, see `scaling`; where
-        `problem.applying`, of `(x, weight, bias, inputs)`, see `epilogues.applied_after`. Everything that a
-        call need not find out again is found out here, under the caller's `settings`, which hold for what is
-        returned. All tensors are 2-D, on one device and of one dtype; x may be any matrix; a weight is
+        If `problem.is_scaled`, it is a function of `(x, weight, bias, scale_x, scale_w)`, see `scaling`; if
+        `problem.applying`, of `(x, weight, bias, inputs)`, see `epilogues.applied_after`. All facts that do
+        not change between calls are computed here, under the caller's `settings`, which hold for the returned
+        function. All tensors are 2-D, on one device and of one dtype; x may be any matrix; a weight is
         `[N, K]` and may be the transpose of a contiguous matrix (the backward passes call with `weight.t()`).
         Shapes are validated before. Calls are collective over `group`, stream-ordered on CUDA, and return new
         tensors. The bias is added once, after the sum over the ranks.
@@ -301,27 +305,27 @@ class Backend(Protocol):
 
 
 class Portable(ABC):
-    """A `Backend` of torch.distributed's transfers and torch's products.
+    """Base class of backends made of torch.distributed's transfers and torch's products.
 
-    A method for an op has the op's name; others go by their collective (`by_collective`). Tensors of methods
-    are those of `Backend.bind`, but x is contiguous; `how` multiplies and sums.
+    A method that implements an op has the op's name; other ops run by their collective (`by_collective`).
+    Tensors of these methods are those of `Backend.bind`, but x is contiguous; `how` multiplies and sums.
     """
 
     name: str
     deterministic = verifies = True
     operand: Operand = staticmethod(dequantised)
-    """What products take of an operand with scales, see `with_scales`."""
+    """Form in which products take an operand with scales, see `with_scales`."""
 
     def why_not(self, problem: Problem) -> str | None:
-        """Carries out everything that torch.distributed has a group for."""
+        """Returns None for every problem whose group torch.distributed serves."""
         return VIRTUAL if problem.virtual else None
 
     @abstractmethod
     def why_slower(self, problem: Problem) -> str | None:
-        """See `Backend`."""
+        """Returns the reason `auto` need not compare its time; see `Backend.why_slower`."""
 
     def why_after(self, problem: Problem, weight: Tensor) -> str | None:
-        """See `Backend`: torch's products have no epilogue but a bias."""
+        """Returns a reason for every epilogue: torch's products apply no more than a bias."""
         return "torch's products have no epilogue"
 
     def all_gather_gemm(
@@ -335,8 +339,8 @@ class Portable(ABC):
     ) -> tuple[Tensor, list[Tensor]]:
         """Gathers x `[shards.size(rank), K]` to `[M, K]` and multiplies it with each weight `[N_i, K]`.
 
-        `biases` holds one `[N_i]` per weight, or nothing. Returns the gathered x (x itself in a group of one)
-        and the products `[M, N_i]`. Here the one after the other.
+        This implementation gathers first, then multiplies. `biases` holds one `[N_i]` per weight, or nothing.
+        Returns the gathered x (x itself in a group of one) and the products `[M, N_i]`.
         """
         gathered = all_gather_rows(x, shards, group)
         return gathered, how.products(gathered, weights, biases)
@@ -345,24 +349,27 @@ class Portable(ABC):
     def gemm_reduce_scatter(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group, how: Arithmetic
     ) -> Tensor:
-        """X `[M, K_local]`, weight `[N, K_local]` -> this rank's rows `[shards.size(rank), N]` of the sum."""
+        """Multiplies x `[M, K_local]` and weight `[N, K_local]`; returns this rank's rows of the sum.
+
+        The result has shape `[shards.size(rank), N]`.
+        """
 
     @abstractmethod
     def gemm_all_reduce(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group, how: Arithmetic
     ) -> Tensor:
-        """X `[M, K_local]`, weight `[N, K_local]` -> `[M, N]`, bitwise equal on all ranks.
+        """Multiplies x `[M, K_local]` and weight `[N, K_local]`; returns the sum `[M, N]`.
 
-        `shards` divides the rows among the ranks that sum them.
+        The sum is bitwise equal on all ranks. `shards` divides the rows among the ranks that sum them.
         """
 
     @abstractmethod
     def gemm_all_gather(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group, how: Arithmetic
     ) -> Tensor:
-        """X `[M, K]`, weight `[shards.size(rank), K]` -> `[M, N]`: `shards` divides the output columns.
+        """Multiplies x `[M, K]` and weight `[shards.size(rank), K]`; returns the product `[M, N]`.
 
-        `bias` `[shards.size(rank)]` goes with the weight's rows.
+        `shards` divides the output columns. `bias` `[shards.size(rank)]` belongs to the local weight's rows.
         """
 
     def by_collective(
@@ -375,7 +382,7 @@ class Portable(ABC):
         group: Group,
         how: Arithmetic,
     ) -> tuple[Any, list[Tensor]]:
-        """Carries out an op that has no method here; see `by_collective.multiplied_and_moved`."""
+        """Runs an op that has no method here; see `by_collective.multiplied_and_moved`."""
         return multiplied_and_moved(spec, x, weights, biases, shards, group, how)
 
     def _by_collective(
@@ -396,7 +403,7 @@ class Portable(ABC):
     def bind(
         self, problem: Problem, x: Tensor, weight: Any, bias: Any, shards: Shards, group: Group
     ) -> Callable[..., Any]:
-        """See `Backend.bind`: there is nothing to find out."""
+        """Returns the op's method with its fixed arguments; see `Backend.bind`."""
         how = arithmetic_of(problem.promises, group.size)
         method: Callable[..., Any] = self._by_collective(problem, shards, group, how)
         if hasattr(self, problem.op):

@@ -1,6 +1,6 @@
-"""An op of a weight that every rank has, by its definition: one product, a collective before or after it.
+"""Ops whose weight every rank has in full, by definition: a product with a collective before or after it.
 
-What the portable backends do for ops that they have no method of their own for.
+Portable backends use it for ops for which they have no method.
 """
 
 from collections.abc import Sequence
@@ -24,16 +24,16 @@ def multiplied_and_moved(
     group: Group,
     how: Arithmetic,
 ) -> tuple[Any, list[Tensor]]:
-    """Carries out an op: moves x, multiplies, moves the products; see `spec.OpSpec`.
+    """Runs an op: moves x, multiplies, moves the products; see `spec.OpSpec`.
 
     Args:
-        spec: The op.
+        spec: Definition of the op.
         x: x of this rank, contiguous.
         weights: Weights `[N_i, K]`, the same on every rank.
         biases: One `[N_i]` per weight, or nothing; the same on every rank.
         shards: Division of the rows.
         group: Ranks that take part, each of which must call.
-        how: Products.
+        how: Arithmetic of the products.
 
     Returns:
         This rank's rows of x, and the results.

@@ -1,13 +1,14 @@
-"""Backend ``decomposed``'s all-gather GEMM where GPUs reach each other's memory: copy engines and cuBLAS.
+"""Backend ``decomposed``'s all-gather GEMM between GPUs with peer access: copy engines and cuBLAS.
 
-    second stream   own shard to r-1, flag; to r-2, flag; ...                          copy engines
+    second stream   local shard to r-1, flag; to r-2, flag; ...                        copy engines
     stream          x[r] w    gate(r+1)   x[r+1] w    gate(r+2)   x[r+2] w ...   end   cuBLAS
 
 A gate is a warp that waits for a shard's flag (:mod:`overlap_gemm.gather.gate`). Buffers, flags and their
 reuse are the fused all-gather GEMM's (:mod:`overlap_gemm.backends.fused.gather_plans`), in the same
 workspaces.
 
-The fused kernel's rival, and what there is for operands that it does not take: any dtype and extents.
+It is the rival of the fused kernel, and serves operands that the fused kernel does not take: any dtype and
+extents.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ R = TypeVar("R")
 
 
 def why_not(problem: Problem) -> str | None:
-    """Why shards of a problem cannot go by copy engines, None if they can."""
+    """Returns the reason copy engines cannot send a problem's shards; None if they can."""
     if not problem.spec.gathers_operand or problem.device_type != "cuda":
         return "copy engines send shards of an operand, between GPUs"
     if problem.is_scaled:
@@ -53,7 +54,10 @@ def why_not(problem: Problem) -> str | None:
 
 
 def pays_alongside(problem: Problem, shards: Shards) -> bool:
-    """Whether shards should go by copy engines alongside a fused kernel: if they can, and are not small."""
+    """Returns whether copy engines should send shards alongside a fused kernel.
+
+    True if they can and a full shard has at least the machine's `copy_bytes`.
+    """
     if problem.world_size == 1 or why_not(problem) is not None or problem.reach is None:
         return False
     nbytes = shards.chunk * problem.width * problem.dtype.itemsize
@@ -62,14 +66,14 @@ def pays_alongside(problem: Problem, shards: Shards) -> bool:
 
 @dataclass(frozen=True)
 class ByShards:
-    """A plan (`plan`) without a product: the caller multiplies, shard after shard.
+    """Plan of a call without a product: the caller multiplies, shard after shard.
 
     Attributes:
-        plan: sends the own shard, and waits for the others.
-        rank: this one.
-        own_place: address of the own shard's place in the own buffer.
-        gathered: `[rows, K]`: all shards' places in the own buffer.
-        blocks: (rank, where its shard comes to lie) in the order of arrival, of those that have rows.
+        plan: Plan that sends the local shard and waits for the others.
+        rank: This rank.
+        own_place: Address of the local shard's place in this rank's gather buffer.
+        gathered: `[rows, K]`: all shards' places in this rank's gather buffer.
+        blocks: (rank, place of its shard) in the order of arrival, of the shards that have rows.
     """
 
     plan: Plan
@@ -80,22 +84,22 @@ class ByShards:
 
     @property
     def is_open(self) -> bool:
-        """See `Plan.is_open`."""
+        """Returns `Plan.is_open` of the plan."""
         return self.plan.is_open
 
     @contextmanager
     def call(self, own: Tensor, *others: Tensor | None) -> Iterator[Iterator[tuple[int, Tensor]]]:
-        """One call of this rank, after every other fused launch of its device.
+        """Runs one call of this rank, after every other fused launch of its device.
 
-        Gives (rank, its shard), the own one first, each when what is queued next on the current stream may
-        read it. If the block fails, the call ends all the same: peers do not wait for it.
+        Yields an iterator over (rank, its shard), the local one first. Work that is queued next on the
+        current stream may read the shard. If the block fails, the call still ends: peers do not wait for it.
 
         Args:
-            own: The own shard, `[rows, K]`, contiguous.
-            *others: What else is read or written by what the caller queues.
+            own: Local shard, `[rows, K]`, contiguous.
+            *others: Other tensors that the caller's queued work reads or writes.
 
         Raises:
-            CommTimeoutError, OverlappingCallsError, MismatchedCallsError: an earlier call here failed.
+            CommTimeoutError, OverlappingCallsError, MismatchedCallsError: An earlier call here failed.
         """
         with (
             self._active(own, *others) as stream,
@@ -106,18 +110,18 @@ class ByShards:
 
     @contextmanager
     def alongside(self, own: Tensor, run: Callable[[], R], *others: Tensor) -> Iterator[tuple[R, Tensor]]:
-        """One call whose shards travel alongside another fused one's kernel: copies take no SM.
+        """Runs one call whose shards are sent alongside another fused call's kernel: copies take no SM.
 
-        Gives what `run` returned, and the gathered shards `[rows, K]`, which what is queued in the block on
-        the current stream may read. They lie in the gather buffer: nothing may read them after the block.
+        Yields the result of `run` and the gathered shards `[rows, K]`, which work queued in the block on the
+        current stream may read. They are a view of the gather buffer: nothing may read them after the block.
 
         Args:
-            own: The own shard, `[rows, K]`, contiguous.
-            run: Queues the other call, or several.
-            *others: What else is read by what the caller queues.
+            own: Local shard, `[rows, K]`, contiguous.
+            run: Function that queues the other call or calls.
+            *others: Other tensors that the caller's queued work reads.
 
         Raises:
-            CommTimeoutError, OverlappingCallsError, MismatchedCallsError: an earlier call here failed.
+            CommTimeoutError, OverlappingCallsError, MismatchedCallsError: An earlier call here failed.
         """
         with self._active(own, *others) as stream:
             try:
@@ -135,7 +139,7 @@ class ByShards:
 
     @contextmanager
     def _active(self, *used: Tensor | None) -> Iterator[int]:
-        """Gives the stream's handle, unless an earlier call has failed."""
+        """Yields the stream's handle; raises if an earlier call has failed."""
         assert self.plan.workspace is not None
         with self.plan.executor.active(*used) as stream:
             self.plan.workspace.raise_if_failed()
@@ -143,7 +147,7 @@ class ByShards:
 
     @contextmanager
     def _sending(self, own: Tensor, stream: int) -> Iterator[int]:
-        """In the block the own shard is under way; gives the handle of its stream."""
+        """Sends the local shard during the block; yields the handle of the sending stream."""
         plan = self.plan
         assert plan.workspace is not None and plan.travel is not None
         with plan.executor.order.lock:
@@ -155,7 +159,7 @@ class ByShards:
 
     @contextmanager
     def _ending(self, own: Tensor, stream: int) -> Iterator[Iterator[tuple[int, Tensor]]]:
-        """In the block the shards arrive; after it, those that have not yet, and the call's end."""
+        """Yields the arriving shards; after the block, waits for the rest and ends the call."""
         with self.plan.executor.order.lock, ExitStack() as at_the_end:
             exchange = self.plan.next_call(stream)
             arrivals = self._arrivals(own, exchange, stream)
@@ -179,7 +183,7 @@ def bind(
     group: Group,
     keep: bool,
 ) -> Callable[..., tuple[Tensor, list[Tensor]]]:
-    """See `Backend.bind`; keeping the gathered x costs a copy of each shard."""
+    """Returns the bound function, see `Backend.bind`; `keep` costs a copy of each shard."""
     rows, depth, widths = shards.total, x.shape[1], [len(weight) for weight in weights]
 
     def run(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
@@ -202,16 +206,16 @@ def bind(
 
 
 def plan_for(group: Group, x: Tensor, shards: Shards) -> ByShards:
-    """The plan of a call; made, which compiles and allocates, at the first one of its kind.
+    """Returns the plan of a call; the first call of a signature compiles and allocates it.
 
     Args:
-        group: the ranks.
-        x: for its device, dtype and K.
-        shards: of the rows.
+        group: Ranks that take part.
+        x: Local shard, for its device, dtype and K.
+        shards: Division of the rows.
 
     Raises:
-        DisagreementError, SymmetricMemoryError: on every rank, if one of them cannot.
-        CaptureError: something had to be made during CUDA graph capture.
+        DisagreementError, SymmetricMemoryError: On every rank, if one of them cannot make the plan.
+        CaptureError: The plan does not exist yet, and a CUDA graph is being captured.
     """
     peers, depth = peers_for(group, x.device), x.shape[1]
     key = ("all_gather_gemm by copies", x.dtype, depth, shards)
@@ -224,7 +228,7 @@ def _make_plan(peers: Peers, dtype: torch.dtype, depth: int, shards: Shards) -> 
     full, nbytes = shards.chunk * row_bytes, shards.size(rank) * row_bytes
     workspace = obtain(peers, STORES.shards_class(group.size * full))
     if not workspace.reaches_all:
-        raise RuntimeError("copy engines send shards, and some ranks do not reach each other's memory")
+        raise RuntimeError("copy engines send shards, and some ranks have no peer access to each other")
     exchange = exchange_arguments(workspace, STORES, shards.chunk, peers.agreed.timeout_ns, executor)
     exchange = exchange._replace(buffer_bytes=0)  # one buffer, whatever the epoch
     start = workspace.size.zeroed

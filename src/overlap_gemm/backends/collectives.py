@@ -1,4 +1,4 @@
-"""What the portable backends share: products, sums in rank order, and plain collectives for any shards."""
+"""Functions that the portable backends share: products, sums in rank order, collectives for any shards."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,9 +14,9 @@ from .scales.scaling import Scaled
 
 
 def gemm(x: Any, weight: Any, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """`x @ weight.T + bias` for 2-D x `[m, K]` and weight `[N, K]`, into `out` `[m, N]` if given.
+    """Returns `x @ weight.T + bias` for 2-D x `[m, K]` and weight `[N, K]`.
 
-    x and weight are Tensors, or both `Scaled`.
+    x and weight are Tensors, or both `Scaled`. The product is stored in `out` `[m, N]` if it is passed.
     """
     with span("compute", "GEMM"):
         if isinstance(x, Scaled):
@@ -27,7 +27,7 @@ def gemm(x: Any, weight: Any, bias: Tensor | None = None, out: Tensor | None = N
 
 
 class collective(span):  # noqa: N801
-    """A span of a transfer of torch.distributed, compared with the peers' before it begins.
+    """Span of a transfer of torch.distributed, whose label is compared with the peers' before it begins.
 
     Its failure names the rank and the group.
 
@@ -43,7 +43,7 @@ class collective(span):  # noqa: N801
         self.group, self.kind_of_data = group, data.dtype
 
     def __enter__(self) -> None:
-        # Behind all that may raise on one rank alone, memory that is not there above all.
+        # After all that may raise on one rank alone, above all allocations.
         if self.group.enter is not None:
             self.group.enter(f"{self.label} of {self.kind_of_data}")
         super().__enter__()
@@ -59,7 +59,7 @@ class collective(span):  # noqa: N801
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which partial results of `dtype` are summed over ranks."""
+    """Returns the dtype in which partial results of `dtype` are summed over ranks."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -69,13 +69,13 @@ def sum_in_rank_order(
     out: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """`((p_0 + p_1) + ...) + bias` in float32 or wider, converted once.
+    """Returns `((p_0 + p_1) + ...) + bias`, summed in float32 or wider and converted once.
 
     Args:
         partials: One `[m, N]` per rank, in rank order. They are not written to.
         bias: `[N]`, added after the sum.
         out: `[m, N]` to store into.
-        dtype: Of the sum; the default is the partials'.
+        dtype: Dtype of the result; the default is the partials'.
     """
     first, *others = partials
     out = torch.empty_like(first, dtype=dtype) if out is None else out
@@ -94,7 +94,7 @@ def sum_in_rank_order(
 
 
 def sum_in_tree(leaves: Sequence[Tensor]) -> Tensor:
-    """The sum of 1, 2, 4, .. tensors by a binary tree over neighbours: `(l_0 + l_1) + (l_2 + l_3)`."""
+    """Returns the sum of 1, 2, 4, .. tensors by a binary tree: `(l_0 + l_1) + (l_2 + l_3)`."""
     with span("compute", "sum"):
         while len(leaves) > 1:
             leaves = [one + other for one, other in zip(leaves[::2], leaves[1::2], strict=True)]
@@ -102,7 +102,7 @@ def sum_in_tree(leaves: Sequence[Tensor]) -> Tensor:
 
 
 def all_gather_rows(x: Any, shards: Shards, group: Group) -> Any:
-    """Every rank's rows one below the other.
+    """Gathers every rank's rows, concatenated in rank order.
 
     Args:
         x: This rank's rows `[shards.size(rank), K]`, contiguous: a Tensor, or `Scaled`, which costs two
@@ -131,17 +131,17 @@ def all_gather_rows(x: Any, shards: Shards, group: Group) -> Any:
 
 
 def reduce_scatter_rows(x: Tensor, bias: Tensor | None, shards: Shards, group: Group) -> Tensor:
-    """This rank's rows of the sum of every rank's x in rank order, plus bias; see `scattered_rows`."""
+    """Returns this rank's rows of the sum of all ranks' x in rank order, plus bias; see `scattered_rows`."""
     return (
         x if group.size == 1 and bias is None else sum_in_rank_order(scattered_rows(x, shards, group), bias)
     )
 
 
 def scattered_rows(x: Tensor, shards: Shards, group: Group) -> Sequence[Tensor]:
-    """This rank's rows of every rank's x, in rank order.
+    """Returns this rank's rows of every rank's x, in rank order.
 
-    An all-to-all moves the bytes of a reduce-scatter, (P - 1) / P of x per rank, and leaves the order and the
-    precision of the sum to us; torch.distributed's reduce_scatter fixes neither.
+    An all-to-all sends as many bytes as a reduce-scatter: (P - 1) / P of x per rank. It leaves the order and
+    the precision of the sum to this library; torch.distributed's reduce_scatter fixes neither.
 
     Args:
         x: A partial result `[shards.total, N]`, contiguous.
@@ -161,7 +161,7 @@ def scattered_rows(x: Tensor, shards: Shards, group: Group) -> Sequence[Tensor]:
 
 
 def rows_to_columns(parts: Sequence[Tensor], shards: Shards, group: Group) -> list[Tensor]:
-    """This rank's columns of every rank's rows, of several matrices in one all-to-all.
+    """Returns this rank's columns of every rank's rows, for several matrices in one all-to-all.
 
     Args:
         parts: This rank's rows `[shards.size(rank), N_i]` of each matrix.
@@ -169,7 +169,7 @@ def rows_to_columns(parts: Sequence[Tensor], shards: Shards, group: Group) -> li
         group: Ranks that take part, each of which must call.
 
     Returns:
-        `[shards.total, own columns of N_i]` of each matrix; `parts` in a group of one.
+        `[shards.total, local columns of N_i]` of each matrix; `parts` in a group of one.
     """
     if group.size == 1:
         return list(parts)
@@ -197,11 +197,11 @@ def rows_to_columns(parts: Sequence[Tensor], shards: Shards, group: Group) -> li
 
 
 def columns_to_rows(part: Tensor, columns: int, shards: Shards, group: Group) -> Tensor:
-    """This rank's rows of every rank's columns.
+    """Returns this rank's rows of every rank's columns.
 
     Args:
         part: This rank's columns `[shards.total, k]` of a matrix, contiguous, as `torch.chunk` cuts them.
-        columns: Those of all ranks.
+        columns: Number of columns over all ranks.
         shards: Division of the rows.
         group: Ranks that take part, each of which must call.
 
@@ -219,7 +219,14 @@ def columns_to_rows(part: Tensor, columns: int, shards: Shards, group: Group) ->
 
 
 def _exchanged(sent: Tensor, to_each: list[int], of_each: list[int], group: Group) -> Tensor:
-    """Elements that every rank sends this one, in rank order; of `sent`, rank r gets `to_each[r]`."""
+    """Returns the elements that every rank sends to this one, in rank order.
+
+    Args:
+        sent: Elements to send; rank r gets `to_each[r]` of them.
+        to_each: Number of elements for each rank.
+        of_each: Number of elements from each rank.
+        group: Ranks that take part, each of which must call.
+    """
     received = sent.new_empty(sum(of_each))
     with collective("all-to-all", group, sent):
         dist.all_to_all_single(received, sent, of_each, to_each, group=group.process_group)

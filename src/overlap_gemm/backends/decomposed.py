@@ -1,17 +1,17 @@
-"""The op cut into one GEMM per shard, overlapped with point-to-point transfers of torch.distributed.
+"""Ops cut into one GEMM per shard, overlapped with point-to-point transfers of torch.distributed.
 
     all_gather_gemm, rank r                        gemm_reduce_scatter, rank r
-    compute  x[r]   x[r+1]  x[r+2] ...             compute  for r+1  for r+2 ...   for r (own)
+    compute  x[r]   x[r+1]  x[r+2] ...             compute  for r+1  for r+2 ...   for r (local)
     receive     x[r+1]  x[r+2] ...                 send            to r+1  to r+2 ...
     send        to r-1  to r-2 ...                 receive         from r-1  from r-2 ...
 
 At step i every rank sends to one peer and receives from one, so no link is used twice in a step. A step is
-one `batch_isend_irecv`: NCCL then runs its send and its receive together (apart, two ranks that both receive
-first on one stream would wait for ever), gloo runs them on its own threads. Waiting is torch.distributed's: a
-stream dependency on NCCL, a blocking wait with the group's timeout on gloo. An empty block is sent by nobody
-and awaited by nobody, which both sides know from the shards alone.
+one `batch_isend_irecv`. NCCL then runs its send and its receive together: if they were separate, two ranks
+that both receive first on one stream would deadlock. gloo runs them on its own threads. Waiting is
+torch.distributed's: a stream dependency on NCCL, a blocking wait with the group's timeout on gloo. An empty
+block is neither sent nor awaited; sender and receiver both compute that from the shards.
 
-Between GPUs that reach each other's memory the shards of all_gather_gemm go by copy engines instead
+Between GPUs with peer access, copy engines send the shards of all_gather_gemm instead
 (:mod:`overlap_gemm.backends.by_shards`).
 """
 
@@ -42,11 +42,12 @@ _calls: defaultdict[str, "itertools.count[int]"] = defaultdict(itertools.count)
 class _Exchange:
     """The transfers of one call, posted step by step.
 
-    gloo matches messages by (peer, tag). Every call takes the next number of its group as its tag, so that a
-    call cannot take messages of one that ended in the middle. NCCL matches by order alone. Within a call the
+    gloo matches messages by (peer, tag). Every call takes the next number of its group as its tag. So a call
+    cannot receive messages of a call that failed midway. NCCL matches by order alone. Within a call the
     messages of one pair are matched in the order they are posted.
 
-    It begins when all memory of the call is there: from then on peers wait for messages of this rank.
+    It is constructed after all memory of the call is allocated: from then on peers wait for messages of this
+    rank.
     """
 
     def __init__(self, op: str, group: Group):
@@ -57,7 +58,7 @@ class _Exchange:
         self._tag = _TAG_BASE + next(_calls[group.name]) % _TAG_BASE
 
     def post(self, send: Tensor, to: int, receive: Tensor, source: int) -> "Transfer":
-        """Starts one step: a contiguous block to one rank, another from one. Empty blocks stay at home."""
+        """Starts one step: sends a contiguous block to `to`, receives one from `source`; skips empty ones."""
         transfers = [
             dist.P2POp(move, block, group=self._group.process_group, tag=self._tag, group_peer=peer)
             for move, block, peer in ((dist.isend, send, to), (dist.irecv, receive, source))
@@ -101,7 +102,7 @@ class Decomposed(Portable):
     name = "decomposed"
 
     def why_slower(self, problem: Problem) -> str | None:
-        """Worth comparing where copy engines carry the shards, and its times are known."""
+        """Returns None if copy engines send the shards and their times are known; else the reason."""
         if problem.world_size == 1:
             return "one rank has nothing to transfer"
         if problem.device_type == "cuda":
@@ -116,7 +117,7 @@ class Decomposed(Portable):
     def bind(
         self, problem: Problem, x: Tensor, weight: Any, bias: Any, shards: Shards, group: Group
     ) -> Callable[..., Any]:
-        """See `Backend.bind`: shards go by copy engines where they can."""
+        """Returns the bound function, see `Backend.bind`: copy engines send the shards if they can."""
         if by_shards.why_not(problem) is None:
             return by_shards.bind(x, weight, bias, shards, group, problem.keep)
         return super().bind(problem, x, weight, bias, shards, group)
@@ -130,7 +131,10 @@ class Decomposed(Portable):
         group: Group,
         how: Arithmetic,
     ) -> tuple[Tensor, list[Tensor]]:
-        """See `Portable.all_gather_gemm`. Own shard first, then in ring order: the order of arrival."""
+        """Multiplies the local shard first, then the others in ring order, the order of arrival.
+
+        See `Portable.all_gather_gemm`.
+        """
         if group.size == 1:
             return x, how.products(x, weights, biases)
         gathered = x.new_empty(shards.total, x.shape[1])
@@ -158,7 +162,10 @@ class Decomposed(Portable):
     def gemm_reduce_scatter(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group, how: Arithmetic
     ) -> Tensor:
-        """See `Portable.gemm_reduce_scatter`. Foreign shards first in ring order, own shard last."""
+        """Computes peers' shards first, in ring order, and the local shard last.
+
+        See `Portable.gemm_reduce_scatter`.
+        """
         out = x.new_empty(shards.size(group.rank), weight.shape[0])
         self._reduce_scatter(GEMM_REDUCE_SCATTER.name, x, weight, bias, shards, group, how, out)
         return out
@@ -166,7 +173,10 @@ class Decomposed(Portable):
     def gemm_all_reduce(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group, how: Arithmetic
     ) -> Tensor:
-        """See `Portable.gemm_all_reduce`. The reduce-scatter, then each rank sends its sums to every peer."""
+        """Runs the reduce-scatter, then sends the local sums to every peer.
+
+        See `Portable.gemm_all_reduce`.
+        """
         out = x.new_empty(shards.total, weight.shape[0])
         own = out[slice(*shards.range(group.rank))]
         exchange = self._reduce_scatter(GEMM_ALL_REDUCE.name, x, weight, bias, shards, group, how, own)
@@ -181,7 +191,10 @@ class Decomposed(Portable):
     def gemm_all_gather(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group, how: Arithmetic
     ) -> Tensor:
-        """See `Portable.gemm_all_gather`. P panels of rows: one travels while the next one is computed."""
+        """Computes P panels of rows: one is sent while the next one is computed.
+
+        See `Portable.gemm_all_gather`.
+        """
         out = x.new_empty(x.shape[0], shards.total)
         local = x.new_empty(x.shape[0], weight.shape[0])
         received = [x.new_empty(x.shape[0], shards.size(source)) for source in range(group.size)]
@@ -267,7 +280,7 @@ class Decomposed(Portable):
         exchange = _Exchange(op, group)
 
         def panel_of(rank: int, panel: int) -> slice:
-            """Returns the rows of a panel among those that a rank owns."""
+            """Returns the rows of a panel among the rows of `rank`."""
             return slice(*Shards.even(shards.size(rank), group.size).range(panel))
 
         def columns_for(rank: int) -> Tensor:
@@ -304,7 +317,7 @@ class Decomposed(Portable):
         how: Arithmetic,
         out: Tensor,
     ) -> _Exchange:
-        """Fills `out` with this rank's rows of the sum; returns the exchange, for what follows."""
+        """Fills `out` with this rank's rows of the sum; returns the exchange, for further steps."""
         dtype, columns = how.type_of(x), weight.shape[0]
         received = x.new_empty(group.size, shards.size(group.rank), columns, dtype=dtype)
         partials = x.new_empty(shards.total - len(out), columns, dtype=dtype)
@@ -322,7 +335,7 @@ class Decomposed(Portable):
 
 
 def _ring(group: Group, towards: int) -> list[tuple[int, int]]:
-    """(to, source) at steps 1 to P - 1, sending `towards` higher (1) or lower (-1) ranks."""
+    """Returns (to, source) at steps 1 to P - 1; `towards` is 1 to send to higher ranks, -1 to lower ones."""
     return [
         ((group.rank + towards * step) % group.size, (group.rank - towards * step) % group.size)
         for step in range(1, group.size)

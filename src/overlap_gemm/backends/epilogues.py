@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from .base import Problem
 
 INPUT_DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
-"""Types of inputs that kernels read, as they call them."""
+"""Dtypes of inputs that kernels read, and their names in kernel configurations."""
 
 ONE_SHOT_ROWS = 128
 """Rows of an all-reduce up to which every rank makes all sums, at H200's rates (`tuning.space.with_pattern`):
-beyond, a rank has not all columns of a row."""
+with more rows, a rank does not have all columns of a row."""
 
 
 class Applying(NamedTuple):
-    """An epilogue in calls of one kind.
+    """An epilogue with the dtypes of its operands.
 
     Attributes:
         epilogue: The epilogue.
@@ -39,16 +39,16 @@ class Applying(NamedTuple):
 
     @property
     def visitor(self) -> Visitor:
-        """The epilogue as kernels take it."""
+        """Returns the epilogue in the form that kernel configurations take."""
         outputs = [self.out_dtype for _, kind in self.epilogue.outputs if kind == "element"]
         return Visitor(self.epilogue, tuple(INPUT_DTYPES[dtype] for dtype in (*self.dtypes, *outputs)))
 
     def __str__(self) -> str:
-        """The epilogue and its types, for messages and for comparison between ranks."""
+        """Returns the epilogue and its dtypes, for messages and for comparison between ranks."""
         return f"{self.epilogue.key}({', '.join(map(str, self.dtypes))}) to {self.out_dtype}"
 
     def on_sums(self, sums: Tensor | tuple[Tensor, ...], inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Returns result and outputs of sums that are there, each rounded once."""
+        """Returns result and outputs of complete sums, each rounded once."""
         result, *others = self.epilogue.on_tensors(sums, inputs)
         kinds = ("element", *(kind for _, kind in self.epilogue.outputs))
         return [
@@ -58,7 +58,7 @@ class Applying(NamedTuple):
 
 
 def why_after(problem: Problem, columns: int) -> str | None:
-    """Returns why no kernel applies a problem's epilogue to its sums; None if one does.
+    """Returns the reason no kernel applies a problem's epilogue to its sums; None if one does.
 
     Args:
         problem: The problem.
@@ -89,9 +89,10 @@ def why_after(problem: Problem, columns: int) -> str | None:
 
 
 def applied_after(run: Callable[..., Any], applying: Applying) -> Callable[..., Any]:
-    """Returns a plain call as one with an epilogue: of `(x, weight, bias, inputs, *scales)`.
+    """Returns a plain call extended by an epilogue: a function of `(x, weight, bias, inputs, *scales)`.
 
-    Returns a list of the result and the outputs; where an operand is gathered, that and this list.
+    The function returns a list of the result and the outputs; if an operand is gathered, the pair of that
+    operand and this list.
     """
 
     def run_and_apply(x: Tensor, weight: Any, bias: Any, inputs: Sequence[Tensor], *scales: Any) -> Any:
@@ -105,13 +106,13 @@ def applied_after(run: Callable[..., Any], applying: Applying) -> Callable[..., 
 
 
 def read_by_kernel(visitor: Visitor, inputs: Sequence[Tensor], rows: int, columns: int) -> tuple[Tensor, ...]:
-    """Returns the inputs as a kernel reads them.
+    """Returns the inputs in the layout that a kernel reads.
 
     Args:
         visitor: The epilogue.
         inputs: Its inputs, with no rows where the rank has none.
         rows: Rows of the sums, at least 1.
-        columns: Their columns.
+        columns: Columns of the sums.
     """
     shapes = {"element": (rows, columns), "rows": (rows,), "columns": (columns,), "scalar": (1,)}
     read = []
@@ -131,15 +132,15 @@ def read_by_kernel(visitor: Visitor, inputs: Sequence[Tensor], rows: int, column
 def written_by_kernel(
     visitor: Visitor, config: GemmConfig, counts: Tensor | None, x: Tensor, rows: int, columns: int
 ) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-    """Returns the tensors that a kernel writes for the outputs, and of these the outputs.
+    """Returns the tensors that a kernel writes for the outputs, and the outputs among them.
 
     Args:
         visitor: The epilogue.
         config: The kernel's configuration.
-        counts: Zeros between calls, where there is an output with a value for each row.
-        x: For its device.
+        counts: Zeros between calls, if an output has a value for each row.
+        x: Operand, for its device.
         rows: Rows of the sums, at least 1.
-        columns: Their columns.
+        columns: Columns of the sums.
     """
     dtypes = {name: dtype for dtype, name in INPUT_DTYPES.items()}
     written: list[Tensor] = []
@@ -157,7 +158,7 @@ def written_by_kernel(
 
 
 def written_without_kernel(visitor: Visitor, result: Tensor) -> list[Tensor]:
-    """Returns the outputs of a result without elements: zeros for its rows."""
+    """Returns the outputs of a result without elements: zeros for each of its rows."""
     return [
         result.new_empty(result.shape) if kind == "element" else result.new_zeros(len(result)).float()
         for _, kind in visitor.epilogue.outputs
@@ -165,7 +166,7 @@ def written_without_kernel(visitor: Visitor, result: Tensor) -> list[Tensor]:
 
 
 def own_columns(visitor: Visitor, inputs: Sequence[Tensor], first: int, end: int) -> list[Tensor]:
-    """Returns the part of each input for some columns of the result."""
+    """Returns the part of each input for columns `first` to `end` of the result."""
     return [
         tensor[..., first:end] if operand.kind in ("element", "columns") else tensor
         for operand, tensor in zip(visitor.reads, inputs, strict=True)
@@ -173,7 +174,7 @@ def own_columns(visitor: Visitor, inputs: Sequence[Tensor], first: int, end: int
 
 
 def counts_of(config: GemmConfig, rows: int, columns: int, device: torch.device) -> Tensor | None:
-    """Returns zeros for the counts of finished rows, None where an epilogue has none."""
+    """Returns zeros for the counts of finished rows; None if no epilogue has such counts."""
     for visitor in config.epilogue:
         for operand in visitor.writes:
             if operand.kind == "row_counts":

@@ -1,6 +1,6 @@
-"""What a group's ranks know of measured choices: rank 0's file, read once, and what they measure themselves.
+"""Measured choices of a group: rank 0's file, read once, and the ranks' measurements since.
 
-All ranks choose alike, so one rank's file counts; theirs may differ, be damaged, or belong to other cards.
+All ranks choose alike, so one rank's file counts; files of other ranks may differ or be damaged.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from ..tuning.settings import settings
 SECONDS_VARIABLE = "OVERLAP_GEMM_AUTOTUNE_SECONDS"
 
 DEFAULT_SECONDS = 60.0
-"""How long the candidates for a kind may take to compile and start; what is left then is left out."""
+"""Seconds for candidates of a kind to compile and start; the candidates that remain are left out."""
 
 
 @dataclass
 class Known:
-    """What the ranks of a group know; the same on all of them.
+    """Measurements known to the ranks of a group; the same on all of them.
 
     Attributes:
-        under: What else the times depend on; rank 0's.
-        policy: What the environment says, or `asking`; None: nothing.
-        seconds: For the candidates of a kind; 0: no limit.
-        kinds: `Problem.kind` -> what was measured; None where calls of it run by the model already, which
-            nothing changes while the group lasts.
+        under: Conditions on which the times depend, those of rank 0.
+        policy: Policy of the environment or of `asking`; None if there is none.
+        seconds: Limit in seconds for the candidates of a kind; 0: no limit.
+        kinds: `Problem.kind` -> measurement; None if calls of the kind already run by the model's choice,
+            which does not change while the group exists.
         refused: (kind, candidate) that are not tried again.
     """
 
@@ -55,7 +55,7 @@ class Known:
 
     @contextmanager
     def asking(self, policy: Policy | None) -> Iterator[None]:
-        """Within the block, on every rank, `policy` counts, where it is one."""
+        """Sets the policy within the block, on every rank; None changes nothing."""
         before = self.policy
         self.policy = policy or before
         try:
@@ -65,26 +65,26 @@ class Known:
 
 
 def may_know(requested: str, group: Group) -> bool:
-    """Returns whether something measured may count in a group's calls by this `backend=`, as `configured`."""
+    """Returns whether measurements may decide a group's calls with this `backend=` and these settings."""
     is_open = requested.startswith("fused") or requested.endswith("auto")
     return is_open and group.process_group is not None and group.size > 1 and not settings().names_kernels
 
 
 _known: dict[tuple[str, int], tuple[Group, Known]] = {}
-"""By name and rank: emulated ranks are threads of one process."""
+"""By group name and rank: emulated ranks are threads of one process."""
 
 
 def known_groups() -> list[Known]:
-    """Returns what is known in each group of this process."""
+    """Returns the measurements of each group of this process."""
     return [known for _, known in _known.values()]
 
 
 def known_of(group: Group, device: torch.device) -> Known:
-    """Returns what the ranks of `group` know; collective at its first call.
+    """Returns the measurements known to `group`; collective at its first call.
 
     Raises:
-        DisagreementError: On every rank: their environments differ, or one could not read its own, or rank 0
-            its file.
+        DisagreementError: On every rank: their environments differ, or a rank could not read its environment,
+            or rank 0 its file.
     """
     place = group.name, group.rank
     known = _known.get(place)

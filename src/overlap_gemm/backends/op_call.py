@@ -1,14 +1,14 @@
-"""`OpCall`: all that is said of a call but its op and its tensors, in one record.
+"""`OpCall`: all options and extents of a call except its op and its tensors, in one record.
 
-It is made at the public function, with extents as callers say them. `dispatch.lowering` replaces these by the
-extents over all ranks, and the record goes on as it is:
+The public function makes it, with extents as callers pass them. `dispatch.lowering` replaces these by the
+extents over all ranks, and the record is passed on unchanged:
 
-- with the tensors' layouts it is the key of what is kept for calls that are alike;
+- with the tensors' layouts it is the key of the cache of known calls;
 - its fields are the arguments, after the tensors, of the ops of ``torch.ops.overlap_gemm`` (`SCHEMA`);
-- `OpCall.agreed` is what the ranks compare;
+- ranks compare `OpCall.agreed`;
 - backends, the time model and `explain` read it in a `Problem`, with the facts of tensors and ranks.
 
-A new option is a field here: key, schema, comparison and `explain` have it.
+A new option is a field here: key, schema, comparison and `explain` include it.
 """
 
 from functools import cache
@@ -25,19 +25,22 @@ from ..tuning.settings import settings
 from .scales.scaling import NAMED_BLOCKS, Block
 
 BackendName = Literal["auto", "torch", "sequential", "decomposed", "fused"]
-"""What callers may ask for; `select.BACKENDS` has them."""
+"""Names that callers may pass as `backend=`; `select.BACKENDS` has the backends."""
 
 FALLBACK = " or auto"
-"""After a backend's name: where that backend has no such op, it falls back to what `auto` chooses."""
+"""Suffix of a backend's name: if that backend does not have the op, `auto` chooses another one."""
 
 Length: TypeAlias = int | Literal["equal", "exchange"] | None
-"""A sharded extent over all ranks; "equal": every rank has as much as this one; None: likewise, which they
-compare at the first call of a kind (of extents that an op does not need: nothing is known); "exchange": they
-ask each other in every call."""
+"""A sharded extent over all ranks.
+
+- "equal": every rank has as much as this one.
+- None: the same; the ranks compare it at the first call of a signature. An extent that an op does not need
+  is unknown.
+- "exchange": the ranks exchange their extents in every call."""
 
 
 class OpCall(NamedTuple):
-    """What is said of one call of any op; each op uses the fields that it has.
+    """Options and extents of one call of any op; each op uses the fields that it has.
 
     A `NamedTuple`, since one is made in every call: a frozen dataclass takes the host 3 us more.
 
@@ -46,19 +49,19 @@ class OpCall(NamedTuple):
         rows: M over all ranks; lowered: of the flattened x.
         columns: N over all ranks.
         k: K over all ranks.
-        chunk: Rows (columns, where the output is gathered) of a full shard; set when the call is lowered.
-        dim: The dimension of x along which rows are sharded.
-        keep: Keep the operand that is communicated, for the caller or for backward.
+        chunk: Rows (columns if the output is gathered) of a full shard; set when the call is lowered.
+        dim: Dimension of x along which rows are sharded.
+        keep: Whether to keep the operand that is communicated, for the caller or for backward.
         backend: "auto", a backend's name, or that with `FALLBACK`.
-        deterministic: Whether sums must come out bitwise the same; None asks torch's switch.
-        reserve_sms: SMs to leave to others on this rank.
-        copied_weight: Whether the weight may be a copy that the call itself makes, which no kernel may read
-            before the kernel in front has ended.
-        out_dtype: Of the result, where operands have scales; else None.
-        block: What shares a scale, where operands have some, by its name in `scales.scaling.NAMED_BLOCKS`.
-        partials: See `spec.promises.Promises`.
-        invariant: See there.
-        epilogue: Key of the epilogue that sums go through (`epilogues.epilogue_of`), or None.
+        deterministic: Whether sums must be bitwise the same from call to call; None takes torch's switch.
+        reserve_sms: Number of SMs to leave to other kernels on this rank.
+        copied_weight: Whether the weight may be a copy that the call itself makes. No kernel may read it
+            before the preceding kernel has ended.
+        out_dtype: Dtype of the result if operands have scales; else None.
+        block: Elements that share a scale, by their name in `scales.scaling.NAMED_BLOCKS`.
+        partials: Dtype of partial sums, as in `spec.promises.Promises`.
+        invariant: Invariance of the bits, as in `spec.promises.Promises`.
+        epilogue: Key of the epilogue applied to the sums (`epilogues.epilogue_of`), or None.
     """
 
     group: str = ""
@@ -80,24 +83,29 @@ class OpCall(NamedTuple):
 
     @property
     def blocks(self) -> Blocks | None:
-        """Which blocks scales are of; None: of rows, or there are none."""
+        """Returns the blocks that share a scale; None if scales are of rows, or there are none."""
         return None if self.block is None else _BLOCKS[str(self.block)]
 
     @property
     def promises(self) -> Promises:
-        """What is promised: by the call, else by the caller's block, else by the environment."""
+        """Returns the promises of the call, else of the caller's block, else of the environment."""
         return promises_of(self.partials, self.invariant)
 
     def promising(self) -> "OpCall":
-        """The same that says itself what is promised, also where the block around it has ended."""
+        """Returns the call with its promises as fields, so that they hold after the caller's block, too."""
         partials, invariant = self.promises
         return self._replace(partials=partials, invariant=invariant)
 
     def summed(self, op: OpSpec, local: int, ranks: int) -> "OpCall":
-        """The same with K over all ranks: where it is cut into leaves, ranks have as much as each other.
+        """Returns the call with K over all ranks, if K is cut into leaves; these need equal parts of K.
+
+        Args:
+            op: Definition of the op.
+            local: This rank's part of K.
+            ranks: Number of ranks.
 
         Raises:
-            InvarianceError: It is cut, and ranks have not as much as each other.
+            InvarianceError: K is cut into leaves, and the ranks have different parts of K.
         """
         if not (op.sums and self.promises.has_tree):
             return self
@@ -109,7 +117,7 @@ class OpCall(NamedTuple):
         return self._replace(k=local * ranks)
 
     def agreed(self) -> tuple[tuple[str, Any], ...]:
-        """(name, value) of all that must be the same on every rank."""
+        """Returns (name, value) of the fields that must be the same on every rank."""
         return tuple(
             (name, value)
             for name, value in zip(self._fields, self, strict=True)
@@ -117,18 +125,18 @@ class OpCall(NamedTuple):
         )
 
     def backward(self, **changes: Any) -> "OpCall":
-        """The same for an op of the gradient, whose weight may be several weights joined."""
+        """Returns the call for an op of the gradient, whose weight may be several weights joined."""
         changes = {"backend": with_fallback(self.backend), "copied_weight": True, **changes}
         return self._replace(**changes)
 
     def unasked(self, op: OpSpec) -> "OpCall":
-        """The same of a call that asks no rank: shards are equal, where nothing else is known."""
+        """Returns the call without an exchange of extents: unknown shards are taken as equal."""
         if op.asked is None or getattr(self, ARGUMENTS[op.asked]) not in (None, "exchange"):
             return self
         return self._replace(**{ARGUMENTS[op.asked]: "equal"})  # type: ignore[arg-type]
 
     def check_lengths(self, op: OpSpec) -> None:
-        """Raises a ValueError for extents that are none."""
+        """Raises a ValueError for extents of a wrong type or name."""
         for axis, argument in ARGUMENTS.items():
             given = getattr(self, argument)
             words = ("equal", "exchange") if axis == op.asked else ("equal",)
@@ -138,7 +146,7 @@ class OpCall(NamedTuple):
                 raise ValueError(f"{op.name}: {argument} must be a number, {known}, or None; got {given!r}")
 
     def __str__(self) -> str:
-        """The options that are not the defaults, as a caller writes them."""
+        """Returns the options that differ from the defaults, as a caller writes them."""
         left_out = ("group", "backend", "chunk", *ARGUMENTS.values())
         fields = zip(self._fields, self, _DEFAULTS, strict=True)
         said = [(n, v) for n, v, usual in fields if n not in left_out and v != usual and v is not False]
@@ -146,7 +154,7 @@ class OpCall(NamedTuple):
 
 
 RANKS_OWN = ("reserve_sms", "copied_weight")
-"""Fields in which ranks may differ."""
+"""Fields that may differ between ranks."""
 
 _DEFAULTS = OpCall()
 _BLOCKS = {str(name): blocks for name, blocks in NAMED_BLOCKS.items()}
@@ -162,15 +170,16 @@ INVARIANT_VARIABLE = "OVERLAP_GEMM_INVARIANT"
 
 @cache
 def _of_environment() -> Promises:
-    """What the environment said at the first call."""
+    """Returns the promises of the environment at the first call."""
     found = environment.choice(INVARIANT_VARIABLE, ("none", *LEAVES))
     return Promises(invariant=None if found == "none" else found)  # type: ignore[arg-type]
 
 
 def promises_of(partials: Any = None, invariant: Any = None) -> Promises:
-    """What a call with these arguments promises: what they do not say the block says, or the environment.
+    """Returns the promises of a call: its arguments, else the caller's block, else the environment.
 
-    While Dynamo traces what surrounds an op, which asks again when it runs, the arguments count alone.
+    While Dynamo traces the code around an op, the arguments count alone: the op resolves them again when it
+    runs.
     """
     if torch.compiler.is_dynamo_compiling():
         return Promises(partials, invariant)
@@ -184,14 +193,14 @@ def _kind(hint: Any) -> str:
 SCHEMA = ", ".join(
     f"{_kind(hint)} {name}" for name, hint in get_type_hints(OpCall, include_extras=True).items()
 )
-"""The fields of `OpCall` as torch's schemas write them."""
+"""Fields of `OpCall` in the syntax of torch's schemas."""
 
 
 def extents_of(extents: tuple[int, int | None, int | None]) -> dict[str, Any]:
-    """(M, N, K) by the names of the fields."""
+    """Returns (M, N, K) under the names of the fields."""
     return dict(zip(ARGUMENTS.values(), extents, strict=True))
 
 
 def with_fallback(requested: str) -> str:
-    """What a backward pass asks for: the forward's backend if it has the dual op, else `auto`'s choice."""
+    """Returns the backend of a backward pass: the forward's if it has the dual op, else `auto`'s choice."""
     return requested if requested == "auto" or requested.endswith(FALLBACK) else requested + FALLBACK

@@ -1,14 +1,14 @@
-"""`Arithmetic`: how the portable backends multiply and sum, by what the caller asks for.
+"""`Arithmetic`: how the portable backends multiply and sum, by the promises of the call.
 
 Without a promise products are torch's, and partial sums have the operands' type. With
 `invariant=` the order in which an element's products are summed is a function of K alone:
 
-    product     blocks of `BLOCK` rows and columns, each one `torch.mm` of the same shape in float32, filled
-                up with zeros; whether a place in a block changes the order is compared once (`why_no_order`)
-    leaves      equal parts of K over all ranks, a product each
-    sum         a binary tree over the leaves: ((0 + 1) + (2 + 3)) + ..., in float32; the part of a rank is a
-                subtree, the ranks sum theirs by what is left of the tree
-    result      the bias is added in float32, then it is rounded once
+- product: blocks of `BLOCK` rows and columns, padded with zeros; each is one `torch.mm` of the same shape in
+  float32. `why_no_order` checks once that an element's place in its block does not change the order.
+- leaves: equal parts of K over all ranks, a product each.
+- sum: a binary tree over the leaves: ((0 + 1) + (2 + 3)) + ..., in float32. A rank's part is a subtree; the
+  sum over ranks is the top of the tree.
+- result: the bias is added in float32, then the result is rounded once.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,54 +24,54 @@ from ..tuning.spans import span
 from .collectives import accumulation_dtype, gemm, sum_in_rank_order, sum_in_tree
 
 BLOCK = {"cpu": (32, 128), "cuda": (256, 1024)}
-"""Rows and columns of a product at a time, by types of devices."""
+"""Rows and columns of a block of the product, by device type."""
 
 
 class Arithmetic:
-    """Products as torch makes them, sums over ranks in rank order of partial ones of the operands' type."""
+    """torch's products, and sums over ranks in rank order of partial sums of the operands' type."""
 
     is_ordered = False
     """Whether the order in which an element is summed is a function of K."""
 
     product = staticmethod(gemm)
-    """`x @ weight.T + bias` of the operands' type, into `out` if given: all of K is here."""
+    """`x @ weight.T + bias` of the operands' type, stored in `out` if passed; x and weight have all of K."""
 
     def products(self, x: Any, weights: Sequence[Any], biases: Sequence[Tensor]) -> list[Tensor]:
-        """`product` of x with each weight `[N_i, K]`; `biases` holds one `[N_i]` per weight, or nothing."""
+        """Returns `product` of x with each weight `[N_i, K]`; `biases` has `[N_i]` per weight, or none."""
         product, outs = self.product, []  # a list comprehension is one Python function more
         for i, weight in enumerate(weights):
             outs.append(product(x, weight, biases[i] if biases else None))  # noqa: PERF401
         return outs
 
     def partial(self, x: Any, weight: Any, out: Tensor | None = None) -> Tensor:
-        """A rank's part of the sum over K, of `type_of` x, into `out` if given."""
+        """Returns a rank's part of the sum over K, of dtype `type_of(x)`, stored in `out` if passed."""
         return gemm(x, weight, out=out)
 
     def type_of(self, x: Any) -> torch.dtype:
-        """That of partial sums of products of `x`."""
+        """Returns the dtype of partial sums of products of `x`."""
         return self.type_of_sum(x)
 
     def type_of_sum(self, x: Any) -> torch.dtype:
-        """That of products of `x`."""
+        """Returns the dtype of products of `x`."""
         dtype: torch.dtype = x.dtype if isinstance(x, Tensor) else x.out_dtype
         return dtype
 
     def sum(
         self, partials: Sequence[Tensor], bias: Tensor | None, dtype: torch.dtype, out: Tensor | None = None
     ) -> Tensor:
-        """The sum of every rank's partial `[m, N]`, in rank order, plus bias, rounded once to `dtype`."""
+        """Returns the sum of every rank's partial `[m, N]` in rank order, plus bias, rounded to `dtype`."""
         return sum_in_rank_order(partials, bias, out, dtype)
 
 
 class WidePartials(Arithmetic):
-    """The same with partial sums in float32 (float64 of float64)."""
+    """torch's products with partial sums in float32 (float64 for float64)."""
 
     def type_of(self, x: Any) -> torch.dtype:
-        """See `Arithmetic`."""
+        """Returns float32, or a wider dtype; see `Arithmetic.type_of`."""
         return accumulation_dtype(self.type_of_sum(x))
 
     def partial(self, x: Any, weight: Any, out: Tensor | None = None) -> Tensor:
-        """See `Arithmetic`."""
+        """Returns a rank's part of the sum over K in the wide dtype; see `Arithmetic.partial`."""
         return _rounded(wide_product(x, weight), self.type_of(x), out)
 
 
@@ -80,8 +80,8 @@ class Ordered(Arithmetic):
     """Products and sums in an order that is a function of K alone.
 
     Attributes:
-        promises: What is asked for.
-        world: Ranks of the group.
+        promises: Promises of the call.
+        world: Number of ranks of the group.
     """
 
     promises: Promises
@@ -92,18 +92,18 @@ class Ordered(Arithmetic):
     def product(  # type: ignore[override]
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """See `Arithmetic`."""
+        """Returns the ordered product, rounded once; see `Arithmetic.product`."""
         wide = ordered_product(x, weight)
         if bias is not None:
             wide += bias
         return _rounded(wide, x.dtype, out)
 
     def type_of(self, x: Any) -> torch.dtype:
-        """See `Arithmetic`."""
+        """Returns the dtype of partial sums; see `Arithmetic.type_of`."""
         return accumulation_dtype(x.dtype) if self.promises.has_wide_partials else self.type_of_sum(x)
 
     def partial(self, x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
-        """See `Arithmetic`."""
+        """Returns the sum of this rank's leaves; see `Arithmetic.partial`."""
         number = self.promises.own_leaves(self.world)
         leaves = zip(x.chunk(number, 1), weight.chunk(number, 1), strict=True)
         return _rounded(sum_in_tree([ordered_product(*leaf) for leaf in leaves]), self.type_of(x), out)
@@ -111,7 +111,7 @@ class Ordered(Arithmetic):
     def sum(
         self, partials: Sequence[Tensor], bias: Tensor | None, dtype: torch.dtype, out: Tensor | None = None
     ) -> Tensor:
-        """See `Arithmetic`; by what is left of the tree, if there is one."""
+        """Returns the sum by the top of the tree, if there is one; see `Arithmetic.sum`."""
         if not self.promises.has_tree:
             return super().sum(partials, bias, dtype, out)
         total = sum_in_tree(partials)
@@ -119,7 +119,7 @@ class Ordered(Arithmetic):
 
 
 def arithmetic_of(promises: Promises, world: int = 1) -> Arithmetic:
-    """What keeps these promises on so many ranks."""
+    """Returns the arithmetic that keeps these promises on `world` ranks."""
     if promises.leaves:
         return Ordered(promises, world)
     return WidePartials() if promises.has_wide_partials else Arithmetic()
@@ -130,12 +130,12 @@ def _rounded(wide: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
 
 
 def factor_dtype(x: Tensor) -> torch.dtype:
-    """The type in which `x` is multiplied for a float32 result: GPUs' products of 16 bits have one."""
+    """Returns the dtype in which `x` is multiplied for a float32 result: GPUs have such 16-bit products."""
     return x.dtype if x.is_cuda and x.dtype.itemsize == 2 else accumulation_dtype(x.dtype)
 
 
 def wide_product(x: Tensor, weight: Tensor) -> Tensor:
-    """`x @ weight.T` in float32 (float64 of float64): products of 16-bit elements are exact in it."""
+    """Returns `x @ weight.T` in float32 (float64 for float64), in which 16-bit products are exact."""
     dtype = factor_dtype(x)
     if dtype.itemsize == 2:
         with span("compute", "GEMM"):
@@ -144,14 +144,14 @@ def wide_product(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def ordered_product(x: Tensor, weight: Tensor) -> Tensor:
-    """`x @ weight.T` as `wide_product`; an element depends on its row, its column and K alone.
+    """Returns `x @ weight.T` as `wide_product`; an element depends on its row, its column and K alone.
 
     Args:
         x: `[M, K]`.
         weight: `[N, K]`.
 
     Raises:
-        InvarianceError: torch's product of this type sums in an order that depends on an element's place.
+        InvarianceError: torch's product of this dtype sums in an order that depends on an element's place.
     """
     (rows, depth), columns = x.shape, weight.shape[0]
     if reason := why_no_order(x.device, x.dtype, depth):
@@ -167,7 +167,7 @@ def ordered_product(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _blocks(matrix: Tensor, rows: int) -> Iterator[tuple[int, Tensor]]:
-    """Blocks of so many rows, each in memory of its own: products may depend on where operands begin."""
+    """Yields (first row, block of `rows` rows), each in separate memory: products may depend on alignment."""
     for first in range(0, matrix.shape[0], rows):
         part = matrix[first : first + rows]
         block = matrix.new_zeros(rows, matrix.shape[1], dtype=factor_dtype(matrix))
@@ -179,10 +179,10 @@ _compared: dict[tuple[torch.device, torch.dtype, int], str | None] = {}
 
 
 def why_no_order(device: torch.device, dtype: torch.dtype, depth: int) -> str | None:
-    """Why a block's elements are not all summed in one order, None if they are.
+    """Returns the reason a block's elements are not all summed in one order; None if they are.
 
-    Compared once for each device, type and K: a block whose rows are all the same, and whose columns are,
-    has equal elements.
+    Checked once for each device, dtype and K: a block with equal rows and equal columns must have equal
+    elements.
     """
     if device.type not in BLOCK:
         return f"invariant= is for {' and '.join(BLOCK)}, not for {device.type}"

@@ -1,7 +1,7 @@
-"""Whether the ranks of a group could run fused kernels together: found out once, at the first need.
+"""Peer access between the GPUs of a group, probed once, at the first need.
 
-All ranks exchange what they are, try to map each other's memory, and come to the same answer: what `auto`
-takes must not depend on a fact that one rank alone knows. Collective, like every first call of an op.
+All ranks exchange facts of their GPUs, try to map each other's memory, and store the same result: the choice
+of `auto` must not depend on a fact of one rank alone. Collective, like every first call of an op.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ PROBE_BYTES = 16
 
 @dataclass(frozen=True)
 class Reach:
-    """What a group's ranks found out about each other's GPUs, the same on all of them.
+    """Facts of the ranks' GPUs and their peer access; the same on all ranks.
 
     Attributes:
-        arch: What kernels are compiled for; empty where no kernel of ours runs on all ranks.
-        num_sms: SMs that every rank's kernels may fill: less ``OVERLAP_GEMM_RESERVE_SMS``. What a call asks
-            for (`configured`, ``reserve_sms=``) may differ between ranks, so no choice looks at it.
-        why_not: Why they cannot store to each other's memory; None where they can.
-        untimed: Why nobody knows how long fused kernels take on them (`tuning.machine.why_uncalibrated`).
+        arch: Architecture that kernels are compiled for; empty if our kernels do not run on all ranks.
+        num_sms: SMs that kernels may use on every rank, less ``OVERLAP_GEMM_RESERVE_SMS``. The reserve of a
+            call (`configured`, ``reserve_sms=``) may differ between ranks, so no choice reads it.
+        why_not: Reason they cannot store to each other's memory; None if they can.
+        untimed: Reason the times of fused kernels are unknown (`tuning.machine.why_uncalibrated`), or None.
     """
 
     arch: str
@@ -44,16 +44,16 @@ class Reach:
 
 @dataclass(frozen=True)
 class Device:
-    """What a rank tells the others of its GPU.
+    """Facts of a rank's GPU that the ranks exchange.
 
     Attributes:
-        why_not: Why no kernel of ours runs on it, None if one does.
-        arch: What kernels are compiled for.
-        num_sms: Its SMs, less those reserved by the environment.
-        constants: `Machine.digest` of what its times are predicted with; empty if there is nothing.
-        untimed: See `Reach`.
-        host: The machine it is in.
-        uuid: Its identity.
+        why_not: Reason our kernels do not run on it; None if they do.
+        arch: Architecture that kernels are compiled for.
+        num_sms: Number of SMs, less those reserved by the environment.
+        constants: `Machine.digest` of the constants of the time model; empty if there are none.
+        host: Name of its host.
+        uuid: UUID of the GPU.
+        untimed: Reason the times of fused kernels are unknown, as in `Reach`.
     """
 
     why_not: str | None
@@ -69,7 +69,7 @@ _known: dict[tuple[str, torch.device], tuple[Group, Reach]] = {}
 
 
 def reach_of(group: Group, device: torch.device) -> Reach:
-    """What the ranks of `group` found out, with `device` this rank's; collective at its first call.
+    """Returns the facts of `group`, with `device` this rank's; collective at its first call.
 
     Raises:
         CaptureError: It is the first call, and a CUDA graph is being captured.
@@ -90,11 +90,11 @@ def _find_out(group: Group, device: torch.device) -> Reach:
         return reach
     apart = gather(group, "asking who reaches whom", lambda: _out_of_reach(device, everyone))
     if not any(apart):
-        # What the driver promises is tried, with a block of a few bytes.
+        # The driver's answer is verified by mapping a block of a few bytes.
         try:
             TorchSymmetric(group, PROBE_BYTES, device).close()
             apart = group.all_gather_object(None)
-        except Exception as error:  # whatever it is, the peers must come to the same answer
+        except Exception as error:  # whatever it is, all ranks must store the same result
             apart = group.all_gather_object(f"{type(error).__name__}: {error}")
     failed = [f"rank {group.global_rank(rank)}: {why}" for rank, why in enumerate(apart) if why]
     why_not = f"not all ranks reach each other's memory ({'; '.join(failed)})" if failed else None
@@ -102,7 +102,7 @@ def _find_out(group: Group, device: torch.device) -> Reach:
 
 
 def this_device(device: torch.device) -> Device:
-    """This rank's GPU, for the others."""
+    """Returns the facts of this rank's GPU, for the other ranks."""
     index = torch.cuda.current_device() if device.index is None else device.index
     properties = torch.cuda.get_device_properties(index)
     known = arch_of_capability((properties.major, properties.minor))
@@ -112,7 +112,7 @@ def this_device(device: torch.device) -> Device:
     try:
         usable -= reserved_sms()
         short = None if usable > 0 else f"OVERLAP_GEMM_RESERVE_SMS={reserved_sms()} leaves no SM"
-    except ValueError as error:  # the other ranks are waiting to hear of it
+    except ValueError as error:  # the other ranks are waiting for this rank's facts
         short = str(error)
     return Device(
         why_not or short,
@@ -126,7 +126,7 @@ def this_device(device: torch.device) -> Device:
 
 
 def compare(group: Group, everyone: Sequence[Device]) -> Reach:
-    """What the ranks' devices come to, before anybody tries to map memory."""
+    """Returns the facts that the ranks share, before peers' memory is mapped."""
     num_sms = min(own.num_sms for own in everyone)
     if unfit := next(((r, own.why_not) for r, own in enumerate(everyone) if own.why_not), None):
         return Reach("", 0, f"rank {group.global_rank(unfit[0])}: {unfit[1]}")
@@ -140,7 +140,7 @@ def compare(group: Group, everyone: Sequence[Device]) -> Reach:
 
 
 def _out_of_reach(device: torch.device, everyone: Sequence[Device]) -> str | None:
-    """Which of the peers' devices this rank cannot load from and store to, by the driver."""
+    """Returns a message naming the peers' devices without peer access by the driver; None if all have it."""
     ours = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
     own = torch.cuda.current_device() if device.index is None else device.index
     visible = [ours[peer.uuid] for peer in everyone if peer.uuid in ours]

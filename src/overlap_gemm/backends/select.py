@@ -1,8 +1,8 @@
-"""Which backend carries out an op, and why. The choice is never silent: `explain` prints it.
+"""The choice of the backend that runs an op, and its reasons. `explain` prints every choice.
 
-`auto` takes, of the backends that can carry a problem out, the one whose measured time is least
-(`autotuning`); where calls of the kind were not measured, of those that are worth comparing the one whose
-predicted time is least (`tuning.prediction`), and the first of them where no time can be predicted.
+`auto` takes the backend with the least measured time (`autotuning`) among those that can run the problem. If
+calls of the kind were not measured, it takes the one with the least predicted time (`tuning.prediction`)
+among those that are worth comparing. If no time can be predicted, it takes the first of these.
 """
 
 import logging
@@ -26,7 +26,7 @@ from .torch_backend import Torch
 logger = logging.getLogger(__name__)
 
 BACKENDS: tuple[Backend, ...] = (Fused(), Decomposed(), Torch(), Sequential())
-"""In the order in which `auto` tries them where it knows no times. A new backend is one more entry."""
+"""Backends in the order in which `auto` tries them if no times are known. A new backend is one more entry."""
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,13 @@ class Choice:
     """A backend and the reasons for it.
 
     Attributes:
-        backend: What will run.
-        problem: What it was chosen for.
+        backend: Chosen backend.
+        problem: Problem it was chosen for.
         requested: The caller's `backend=`.
-        verdicts: (name, reason) of each backend considered, in order; reason None for the one chosen.
-        prediction: The times of the ways to carry the problem out, where they are known.
-        backward: The choice for the dual op in the backward pass, where `explain` was asked.
-        epilogue: The epilogue, and what applies it, from `explain`.
+        verdicts: (name, reason) of each backend considered, in order; reason None for the chosen one.
+        prediction: Predicted times of the backends, if they are known.
+        backward: Choice for the dual op in the backward pass, set by `explain`.
+        epilogue: Epilogue and its implementation, set by `explain`.
     """
 
     backend: Backend
@@ -53,12 +53,12 @@ class Choice:
 
     @property
     def kernel(self) -> Kernel:
-        """The fused kernel that was measured to be fastest; the empty one: the model's."""
+        """Returns the fused kernel that was measured to be fastest; the empty one: the model's choice."""
         measured = self.problem.measured if self.backend.name == "fused" else None
         return Kernel() if measured is None else measured.kernel
 
     def __str__(self) -> str:
-        """A line for the choice and one for each backend considered."""
+        """Returns a line for the choice and one for each backend considered."""
         problem, prediction = self.problem, self.prediction
         lines = [
             f"{problem.op} runs as {self.backend.name!r} (backend={self.requested!r})",
@@ -94,14 +94,14 @@ class Choice:
 
 
 def choose(problem: Problem, requested: str = "auto") -> Choice:
-    """Picks the backend for a problem. Every rank of a group comes to the same choice.
+    """Returns the backend for a problem. Every rank of a group makes the same choice.
 
     Args:
-        problem: What is to be carried out.
-        requested: "auto", the name of a backend that must carry it out, or that name and `FALLBACK`.
+        problem: Problem to run.
+        requested: "auto", the name of the backend that must run it, or that name and `FALLBACK`.
 
     Raises:
-        ValueError: No backend of that name, or it cannot carry out the problem.
+        ValueError: No backend has that name, or it cannot run the problem.
     """
     check_promised(problem)
     check_name(requested)
@@ -115,7 +115,7 @@ def choose(problem: Problem, requested: str = "auto") -> Choice:
         if name == requested:
             raise ValueError(f"backend={requested!r} cannot carry out {problem}: {verdicts[name]}")
     others = [backend for backend in BACKENDS if backend.name != name]
-    # Bits depend on the backend, and times on M: with a promise about bits none counts.
+    # Bits depend on the backend, and times on M: with a promise about bits times are ignored.
     times: Mapping[str, float] = {} if prediction is None or problem.promises.leaves else prediction.seconds
     unfit = {backend.name: why_unfit(backend, problem) for backend in others}
     measured = problem.measured.seconds(problem.captured) if problem.measured else {}
@@ -138,13 +138,14 @@ def choose(problem: Problem, requested: str = "auto") -> Choice:
 
 
 reasons: dict[tuple[str, str], dict[str, str]] = {}
-"""By op and backend that was chosen: why others, considered before, were not; of the last choice."""
+"""By op and chosen backend: the reasons against backends considered before it, of the last choice."""
 
 
 def announce(choice: Choice) -> Choice:
-    """Logs a choice that is about to be carried out: once per op and class of shapes; returns it.
+    """Logs a choice that is about to run, once per op and class of shapes; returns it.
 
-    What runs is information; that an op does not run as its caller preferred is a warning, with the reason.
+    The chosen backend is logged as information. If it is not the one the caller preferred, that is a warning
+    with the reason.
     """
     problem = choice.problem
     about = (problem.op, (problem.m - 1).bit_length(), problem.width, problem.types, problem.world_size)
@@ -171,7 +172,7 @@ def _warn(op: str, preferred: str, backend: str, why: str) -> None:
 
 
 def predicted(problem: Problem) -> Prediction | None:
-    """What the model says of a problem; None on CPUs, and where it knows nothing of the GPUs or the dtype."""
+    """Returns the model's prediction for a problem; None on CPUs, and for unknown GPUs or dtypes."""
     reach = problem.reach
     kind = (FLOAT8 if problem.is_scaled else DTYPES).get(problem.dtype)
     if reach is None or not reach.arch or reach.untimed or kind is None:
@@ -182,14 +183,14 @@ def predicted(problem: Problem) -> Prediction | None:
 
 
 def why_unfit(backend: Backend, problem: Problem) -> str | None:
-    """Why `auto` may not take a backend."""
+    """Returns the reason `auto` may not take a backend; None if it may."""
     if problem.deterministic and not backend.deterministic:
         return "deterministic sums are asked for, and its order and rounding are the collective's"
     return backend.why_not(problem)
 
 
 def with_backward(choice: Choice) -> Choice:
-    """The choice with that of the dual op, if there is one."""
+    """Returns the choice extended by the choice for the dual op, if there is one."""
     dual = choice.problem.dual()
     if dual is None or all(why_unfit(backend, dual) for backend in BACKENDS):
         return choice
@@ -197,7 +198,7 @@ def with_backward(choice: Choice) -> Choice:
 
 
 def cost_of_promises(problem: Problem) -> list[str]:
-    """Returns, for who reads a choice, what promises about bits cost."""
+    """Returns lines for `explain`: the cost of the promises about bits."""
     promises, lines = problem.promises, []
     if promises.leaves:
         lines.append(
@@ -215,12 +216,12 @@ def cost_of_promises(problem: Problem) -> list[str]:
 
 
 def check_promised(problem: Problem) -> None:
-    """Raises an InvarianceError where no backend could keep what a problem promises."""
+    """Raises an InvarianceError if no backend can keep the promises of a problem."""
     promises = problem.promises
     if not promises.has_tree:
         return
     promises.own_leaves(problem.world_size)
-    if not problem.spec.sums or problem.k is None:  # calls know K; what `explain` says of gradients need not
+    if not problem.spec.sums or problem.k is None:  # calls know K; for gradients `explain` may not
         return
     if problem.is_scaled and problem.blocks is None:
         raise InvarianceError(
@@ -234,8 +235,8 @@ def check_promised(problem: Problem) -> None:
 def check_name(requested: str, deterministic: bool = False, promises: Promises = NO_PROMISES) -> None:
     """Raises a ValueError unless `requested` is "auto" or the name of a backend of this version.
 
-    Nor may a caller who asks for deterministic sums name a backend without. (torch's global switch steers
-    `auto`, but does not forbid what is named.)
+    Raises one, too, if the caller requires deterministic sums of a backend without them. (torch's global
+    switch steers `auto`, but does not forbid a named backend.)
     """
     kept = {"auto": True, **{backend.name: backend.deterministic for backend in BACKENDS}}
     if not isinstance(requested, str) or requested.removesuffix(FALLBACK) not in kept:

@@ -1,4 +1,4 @@
-"""First the collective, then the product (or the other way round), summed in rank order: the last resort."""
+"""Collective, then product (or vice versa), summed in rank order; runs everywhere, without overlap."""
 
 from torch import Tensor
 
@@ -16,7 +16,7 @@ class Sequential(Portable):
     name = "sequential"
 
     def why_slower(self, problem: Problem) -> str | None:
-        """For who asks for deterministic sums, or for a product that torch has not."""
+        """Returns None if sums must be deterministic, or if torch does not have the product."""
         if problem.is_scaled and why_no_scaled_mm(problem):
             return None
         return None if problem.deterministic else "its sums in rank order cost more than the collective's"
@@ -24,18 +24,18 @@ class Sequential(Portable):
     def gemm_reduce_scatter(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group, how: Arithmetic
     ) -> Tensor:
-        """See `Portable.gemm_reduce_scatter`."""
+        """Multiplies, exchanges and sums in rank order; see `Portable.gemm_reduce_scatter`."""
         return how.sum(scattered_rows(how.partial(x, weight), shards, group), bias, x.dtype)
 
     def gemm_all_reduce(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group, how: Arithmetic
     ) -> Tensor:
-        """See `Portable.gemm_all_reduce`."""
+        """Runs the reduce-scatter and gathers its rows; see `Portable.gemm_all_reduce`."""
         return all_gather_rows(self.gemm_reduce_scatter(x, weight, bias, shards, group, how), shards, group)
 
     def gemm_all_gather(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group, how: Arithmetic
     ) -> Tensor:
-        """See `Portable.gemm_all_gather`: the blocks travel transposed, as whole rows."""
+        """Gathers the transposed blocks, whose columns are rows; see `Portable.gemm_all_gather`."""
         local = how.product(x, weight, bias)
         return all_gather_rows(local.t().contiguous(), shards, group).t().contiguous()

@@ -1,11 +1,11 @@
-"""The product and torch's own collective, nothing of ours in between: what a model without this library does.
+"""torch's product and torch's collective, unchanged: the ops of a model without this library.
 
-The yardstick, and what `auto` takes where nothing is known to be faster. Sums over ranks are those of the
-collective: NCCL and gloo round every partial sum to the operands' dtype, in an order of their own choosing.
+It is the baseline, and the choice of `auto` if nothing is known to be faster. Sums over ranks are those of
+the collective: NCCL and gloo round every partial sum to the operands' dtype, in an order of their own.
 
-Shards of different lengths cost what padding them to the longest costs, on the wire: the collectives take
-equal blocks only. A product that is to be scattered is written into a padded tensor at once, and only a short
-shard that is to be gathered is copied.
+The collectives take equal blocks only, so shards of different lengths are padded to the longest. A product
+that will be scattered is written into a padded tensor directly. Only a short shard that will be gathered is
+copied.
 """
 
 import torch
@@ -19,14 +19,14 @@ from .collectives import collective
 from .portable_arithmetic import Arithmetic
 from .scales.scaling import Scaled, why_no_scaled_mm
 
-# The name since torch 2.13, where the older one warns.
+# Name since torch 2.13, in which the older name warns.
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Torch(Portable):
     """Torch's products alongside `all_gather`, `reduce_scatter` or `all_reduce` of torch.distributed.
 
-    `torch.mm`, and of operands with scales `torch._scaled_mm` or, of blocks, `F.scaled_mm`.
+    Products are `torch.mm`; with scales, `torch._scaled_mm` or, for blocks, `F.scaled_mm`.
     """
 
     name = "torch"
@@ -34,19 +34,19 @@ class Torch(Portable):
     operand = Scaled
 
     def why_not(self, problem: Problem) -> str | None:
-        """Carries out everything that torch.distributed has a group for, and torch a product."""
+        """Returns None if torch.distributed has the group and torch the product."""
         if problem.is_scaled and problem.promises.has_wide_partials:
             return "torch's products of 8-bit operands are rounded to 16 bits, partials='float32' or not"
         return super().why_not(problem) or (why_no_scaled_mm(problem) if problem.is_scaled else None)
 
     def why_slower(self, problem: Problem) -> str | None:
-        """What every other way is compared with."""
+        """Returns None: every other backend is compared with this one."""
         return None
 
     def gemm_reduce_scatter(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group, how: Arithmetic
     ) -> Tensor:
-        """See `Portable.gemm_reduce_scatter`."""
+        """Multiplies into a padded tensor and reduce-scatters it; see `Portable.gemm_reduce_scatter`."""
         if group.size == 1:
             return how.product(x, weight, bias)
         whole = group.size * shards.chunk
@@ -59,7 +59,7 @@ class Torch(Portable):
     def gemm_all_reduce(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group, how: Arithmetic
     ) -> Tensor:
-        """See `Portable.gemm_all_reduce`."""
+        """Multiplies and all-reduces; see `Portable.gemm_all_reduce`."""
         if group.size == 1:
             return how.product(x, weight, bias)
         out = how.partial(x, weight)
@@ -70,10 +70,10 @@ class Torch(Portable):
     def gemm_all_gather(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group, how: Arithmetic
     ) -> Tensor:
-        """See `Portable.gemm_all_gather`: blocks of columns are gathered whole, then laid side by side.
+        """Gathers blocks of columns, then copies them next to each other; see `Portable.gemm_all_gather`.
 
-        A copy of runs of a block's columns, several times faster than to compute the product transposed and
-        to transpose what is gathered.
+        Copying runs of a block's columns is several times faster than computing the product transposed and
+        transposing the gathered tensor.
         """
         if group.size == 1:
             return how.product(x, weight, bias)
@@ -97,14 +97,14 @@ def reduce_scatter_padded(
     group: Group,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """This rank's rows of the sum of every rank's `padded`, by torch's reduce-scatter, plus bias.
+    """Returns this rank's rows of the sum of every rank's `padded`, by torch's reduce-scatter, plus bias.
 
     Args:
-        padded: `[P * shards.chunk, N]`, contiguous; written to. Rows from `shards.total` on hold nothing.
+        padded: `[P * shards.chunk, N]`, contiguous; written to. Rows from `shards.total` on are ignored.
         bias: `[N]` or None.
         shards: Division of the rows.
         group: Ranks that take part, each of which must call.
-        dtype: Of the result; the default is that of `padded`.
+        dtype: Dtype of the result; the default is that of `padded`.
 
     Returns:
         `[shards.size(rank), N]`.
