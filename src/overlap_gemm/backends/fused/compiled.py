@@ -1,4 +1,4 @@
-"""The fused backend's compiled kernels: how tiles travel, which kernels that takes, where they are kept."""
+"""Compiled kernels of the fused backend: which kernels a transport needs, and the cache that keeps them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .ways import Way
 
 
 def compiled_kernel(executor: Executor, config: GemmConfig, way: Way | None, pattern: str) -> Any:
-    """The kernel of a configuration and an exchange; without a way to peers a plain GEMM."""
+    """Returns the kernel of a configuration and an exchange; a plain GEMM if `way` is None."""
     in_library = way is not None and way.in_library
 
     def build() -> Any:
@@ -28,7 +28,7 @@ def compiled_kernel(executor: Executor, config: GemmConfig, way: Way | None, pat
             return DirectCall(compile_kernel(kernel))
         return compile_kernel(kernel, OPTIONS)
 
-    # A grid that cannot be resident at once is refused then, where it would wait for itself for ever.
+    # A grid that cannot be resident at once is refused by a cooperative launch; otherwise it would deadlock.
     relayed = way is not None and way.relays
     cooperative = _is_cooperative(executor, config, relayed) and way is not None
     exchange = ("", "") if way is None else (way.device, pattern)
@@ -36,10 +36,10 @@ def compiled_kernel(executor: Executor, config: GemmConfig, way: Way | None, pat
 
 
 def _is_cooperative(executor: Executor, config: GemmConfig, relayed: bool) -> bool:
-    """Whether a launch is cooperative, dependent or not: drivers take that.
+    """Returns whether a launch is cooperative, dependent or not: drivers accept both together.
 
     Raises:
-        ValueError: a relay kernel is ``relayed`` to, whose place a dependent kernel might take.
+        ValueError: The kernel needs a relay kernel (`relayed`), whose place a dependent kernel might take.
     """
     if config.is_dependent and relayed:
         raise ValueError(
@@ -50,14 +50,14 @@ def _is_cooperative(executor: Executor, config: GemmConfig, relayed: bool) -> bo
 
 
 def compiled_gather(executor: Executor, config: GemmConfig, push: bool, keep: bool, puts: bool) -> Any:
-    """The all-gather GEMM of a configuration.
+    """Returns the all-gather GEMM of a configuration.
 
     Args:
-        executor: where.
-        config: the configuration.
-        push: as for `build.make_gather_kernel`.
-        keep: likewise.
-        puts: whether a relay kernel puts the shards.
+        executor: Executor that launches the kernel.
+        config: Configuration of the kernel.
+        push: Whether the kernel sends the shards, as in `build.make_gather_kernel`.
+        keep: Whether the kernel stores the gathered operand, as in `build.make_gather_kernel`.
+        puts: Whether a relay kernel puts the shards.
     """
 
     def build() -> Any:
@@ -72,7 +72,7 @@ def compiled_gather(executor: Executor, config: GemmConfig, push: bool, keep: bo
 
 
 def compiled_relay(executor: Executor) -> Any:
-    """The relay kernel alongside any GEMM (`exchange.relay`)."""
+    """Returns the relay kernel that runs alongside a GEMM (`exchange.relay`)."""
 
     def build() -> Any:
         from ...build import DirectCall, compile_relay
@@ -84,7 +84,12 @@ def compiled_relay(executor: Executor) -> Any:
 
 
 def compiled_gate(executor: Executor, puts: bool = False) -> Any:
-    """The kernel with which a stream waits for a shard (`gather.gate`); ``puts`` as `compiled_gather`'s."""
+    """Returns the kernel that waits for a shard on a stream (`gather.gate`).
+
+    Args:
+        executor: Executor that launches the kernel.
+        puts: Whether a relay kernel puts the shards.
+    """
 
     def build() -> Any:
         from ...build import compile_gate
@@ -96,10 +101,11 @@ def compiled_gate(executor: Executor, puts: bool = False) -> Any:
 
 
 def _from_cache(executor: Executor, key: tuple[Hashable, ...], build: Callable[[], Any], puts: bool) -> Any:
-    """A compiled kernel from memory or disk; one that calls NVSHMEM (``puts``) is initialised.
+    """Returns a compiled kernel from memory or disk; initialises one that calls NVSHMEM (`puts`).
 
-    Such a one is not kept on disk, and called the DSL's own way: NVSHMEM initialises the library that a
-    kernel is loaded from, and neither what comes from disk nor a TVM-FFI function tells it.
+    A kernel that calls NVSHMEM is not kept on disk, and is called by the DSL's argument path. NVSHMEM must
+    initialise the library that a kernel is loaded from. Neither a kernel from disk nor a TVM-FFI function
+    exposes its library.
     """
 
     def build_and_initialise() -> Any:

@@ -1,8 +1,8 @@
 """Backend ``fused``: one persistent kernel that computes and communicates.
 
-What an op asks of its tensors is here; what becomes of a call, in `plans`. A call allocates its output and
-nothing else, waits for nothing on the host, and can be captured in a CUDA graph, once the first call of its
-kind has compiled the kernel and made the workspace.
+This module has the requirements on an op's tensors; `plan_cache` and `launch_plan` have what follows. A call
+allocates its output and nothing else, and does not wait on the host. It can be captured in a CUDA graph after
+the first call of its signature, which compiles the kernel and allocates the workspace.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from .plan_cache import DTYPES, bias_visitor, plan_for
 
 
 class Sizes(NamedTuple):
-    """What an op makes of the shapes of its tensors.
+    """Extents that an op computes from the shapes of its tensors.
 
     Attributes:
-        shape: of the exchange, the same on all ranks.
-        first: the product's row that is this rank's result's first.
+        shape: Shape of the exchange, the same on all ranks.
+        first: Row of the product that is the first row of this rank's result.
         out: (rows, columns) of this rank's result.
     """
 
@@ -54,26 +54,26 @@ class Sizes(NamedTuple):
 
     @property
     def shard(self) -> int:
-        """Rows of x after which tiles begin anew, with each owner's shard; 0 if they begin once."""
+        """Returns the rows of x after which tiles restart, with each owner's shard; 0: never."""
         shape = self.shape
         return shape.shard if shape.spec.cut == "rows" and shape.owners > 1 else 0
 
     def made_by(self, plan: Plan) -> tuple[int, slice]:
-        """(rows that a plan's kernel writes, or one at least; which of them are the result)."""
+        """Returns (rows that a plan's kernel writes, at least 1; the slice of them that is the result)."""
         rows, _ = self.out
         if (
             PATTERNS[plan.pattern].op != self.shape.spec.op
-        ):  # whose result is all of what this one's is a shard of
+        ):  # the plan's op computes all rows, of which this op's result is a shard
             return self.shape.rows, slice(self.first, self.first + rows)
-        # A rank that owns no row of the result passes one row, which the kernel leaves alone.
+        # A rank that owns no row of the result passes one row, which the kernel does not write.
         return max(rows, 1), slice(0, rows)
 
 
 def sizes(spec: OpSpec, x: Tensor, weight: Tensor, shards: Shards, group: Group) -> Sizes:
-    """Those of a call; arguments as for `Portable`'s method of that name."""
+    """Returns the extents of a call; arguments as for `Portable`'s method of the op's name."""
     rows, columns = x.shape[0], shards.total if spec.gathers_output else weight.shape[0]
     pattern = patterns_of(spec.name)[-1]  # the plan chooses one
-    if spec.x == "m":  # rows stay where they are, and their columns go to whom they belong
+    if spec.x == "m":  # x keeps its rows; columns of the product are sent to their owners
         own = Shards.even(columns, group.size)
         shape = ExchangeShape(shards.chunk, columns, group.size, own.chunk, pattern)
         return Sizes(shape, 0, (shards.total, own.size(group.rank)))
@@ -89,14 +89,17 @@ WITH_BLOCKS = {
 
 
 def why_no_blocks(arch: str | None, blocks: Blocks | None) -> str | None:
-    """Why an architecture has no kernels with scales of these blocks (None: of rows), None if it has."""
+    """Returns the reason an architecture has no kernels with scales of these blocks; None if it has.
+
+    Scales of rows (`blocks=None`) are supported by every architecture.
+    """
     if blocks is None or arch in WITH_BLOCKS[blocks]:
         return None
     return f"scales of {in_words(blocks)} are for kernels of {', '.join(WITH_BLOCKS[blocks])}"
 
 
 def _arch_of(device_type: str) -> str | None:
-    """The architecture of the device that runs fused kernels, None where there is none."""
+    """Returns the architecture of the device that runs fused kernels; None if there is none."""
     if device_type == "cuda":
         arch = arch_of_capability(torch.cuda.get_device_capability())
         return None if arch is None else arch.name
@@ -109,10 +112,10 @@ class Fused:
 
     name = "fused"
     deterministic = True
-    verifies = False  # its kernels do
+    verifies = False  # its kernels compare signatures
 
     def why_not(self, problem: Problem) -> str | None:
-        """Fused kernels exist for some dtypes, extents and devices."""
+        """Returns the reason dtypes, extents or device have no fused kernel; None if they have one."""
         if reason := self.why_no_kernel(problem):
             return reason
         if problem.device_type == "cuda":
@@ -123,7 +126,7 @@ class Fused:
         return why_no_blocks(_arch_of(problem.device_type), problem.blocks) if problem.blocks else None
 
     def why_no_kernel(self, problem: Problem) -> str | None:
-        """Why no device could carry a problem out, None if one could."""
+        """Returns the reason no device could run a problem; None if one could."""
         spec = problem.spec
         if not patterns_of(spec.name):
             return f"no fused kernel of {spec.name} is registered"
@@ -158,7 +161,7 @@ class Fused:
         return None
 
     def why_no_tree(self, problem: Problem) -> str | None:
-        """Returns why fused kernels do not sum K in the leaves of a promise, None where they do."""
+        """Returns the reason fused kernels do not sum K in the promised leaves; None if they do."""
         promises = problem.promises
         if not promises.has_tree or not problem.spec.sums:
             return None
@@ -169,13 +172,13 @@ class Fused:
         return None
 
     def why_no_scaled_kernel(self, problem: Problem) -> str | None:
-        """Why there is none for a problem's types, None if there is."""
+        """Returns the reason there is no kernel for a problem's dtypes; None if there is one."""
         if problem.out_dtype not in DTYPES:
             return f"fused kernels of 8-bit operands give bfloat16 or float16, not {problem.out_dtype}"
         return None
 
     def why_slower(self, problem: Problem) -> str | None:
-        """Worth comparing on GPUs whose ranks reach each other and whose constants have been measured."""
+        """Returns None if the ranks have peer access and measured constants; else the reason."""
         if problem.virtual:
             return None
         if problem.device_type != "cuda":
@@ -188,13 +191,13 @@ class Fused:
         return machine.why_uncalibrated_bytes(problem.blocks) if problem.is_scaled else None
 
     def why_after(self, problem: Problem, weight: Tensor) -> str | None:
-        """See `Backend`."""
+        """Returns the reason torch applies the epilogue after the op; see `epilogues.why_after`."""
         return why_after(problem, len(weight))
 
     def bind(
         self, problem: Problem, x: Tensor, weight: Any, bias: Any, shards: Shards, group: Group
     ) -> Callable[..., Any]:
-        """See `Backend.bind`: what is left is where the tensors lie, the output, and the launch."""
+        """Returns the bound function, see `Backend.bind`: it allocates the output and launches a plan."""
         with promised(problem.promises, problem.spec, group.size):
             return self._bind(problem, x, weight, bias, shards, group)
 
@@ -256,7 +259,7 @@ class Fused:
         def run(x: Tensor, weight: Tensor, bias: Tensor | None, *scales: Tensor) -> Tensor:
             return self.call(op, x, weight, bias, shards, group, depth, scales, dtype, problem.blocks)
 
-        run = within(settings(), run)  # whoever calls later, it is this call
+        run = within(settings(), run)  # settings of this call, for every later call, too
         if not (
             shape.rows
             and columns
@@ -300,26 +303,26 @@ class Fused:
         visitor: Visitor | None = None,
         inputs: Sequence[Tensor] = (),
     ) -> Any:
-        """Carries out an op, other than an all-gather GEMM, on any tensors.
+        """Runs an op, other than an all-gather GEMM, on any tensors.
 
         Every rank's partial is rounded once, before the sum.
 
         Args:
-            op: It.
-            x: As for `Portable`.
-            weight: As for `Portable`.
-            bias: As for `Portable`.
-            shards: As for `Portable`.
-            group: As for `Portable`.
-            depth: K over all ranks, where they have agreed on it.
-            scales: Of x and weight, see `scaling`.
-            out_dtype: Of the result where there are scales.
-            blocks: Which blocks these are of; None: of rows.
-            visitor: What sums go through after the bias.
-            inputs: What it reads: of the rank's result, or of partial sums of the rank's product.
+            op: Definition of the op.
+            x: Operand, as in `Portable`'s method of the op, but not necessarily contiguous.
+            weight: Local weight, as in `Portable`'s method of the op.
+            bias: Local bias or None, as in `Portable`'s method of the op.
+            shards: Division of the rows or columns.
+            group: Ranks that take part, each of which must call.
+            depth: K over all ranks, if they have agreed on it.
+            scales: Scales of x and of the weight, see `scaling`; empty without scales.
+            out_dtype: Dtype of the result if there are scales.
+            blocks: Blocks that share a scale; None: rows.
+            visitor: Epilogue that is applied after the bias.
+            inputs: Inputs of the epilogue: for the rank's result, or for partial sums of its product.
 
         Returns:
-            The result; where the visitor has outputs, a list of that and these.
+            The result; if the visitor has outputs, a list of the result and the outputs.
         """
         found = sizes(op, x, weight, shards, group)
         shape, _, (rows, columns) = found
@@ -329,7 +332,7 @@ class Fused:
                 return nothing
             return [nothing, *written_without_kernel(visitor, nothing)]
         given_weight = weight
-        if weight.shape[0] == 0:  # no columns of its own, but the others': B is some matrix that is not read
+        if weight.shape[0] == 0:  # no local columns, but peers have some: B is some matrix that is not read
             weight, bias, scales = x.view(weight.dtype), None, (*scales[:1], *scales[:1])
             visitor = None
         a, b = aligned(x, found.shard), aligned(weight)
@@ -347,7 +350,7 @@ class Fused:
         outputs: list[Tensor] = []
         if visitor is not None:
             config = plan.products[0].config
-            if op.gathers_output:  # a kernel has the own columns of a result of which all get all
+            if op.gathers_output:  # the kernel computes the local columns; every rank stores all columns
                 inputs = own_columns(visitor, inputs, *shards.range(group.rank))
             size = (len(x) if visitor.of == "partial" else written), len(weight)
             stored, outputs = written_by_kernel(visitor, config, plan.counts, x, *size)
@@ -359,9 +362,10 @@ class Fused:
 def _vectors(
     plan: Plan, x: Tensor, weight: Tensor, scales: Sequence[Tensor], blocks: Blocks | None
 ) -> tuple[Tensor, ...]:
-    """An element for each row and for each column of the product, as `visitors.SCALES` reads them.
+    """Returns an element for each row and for each column of the product, as `visitors.SCALES` reads them.
 
-    Or those of blocks (`block_scales`); of MX types by the shards that a plan's tiles begin with.
+    Scales of blocks are returned as matrices (`block_scales`). Those of MX types restart with the shards at
+    which a plan's tiles restart.
     """
     if not scales:
         return ()

@@ -46,7 +46,7 @@ def bind(
     blocks: Blocks | None = None,
     applying: Applying | None = None,
 ) -> Callable[..., tuple[Tensor, list[Tensor]]]:
-    """See `Backend.bind`: what is left, where nothing need be padded, is the outputs and the launches."""
+    """Returns the bound function, see `Backend.bind`: without padding it allocates outputs and launches."""
     rows, depth = shards.total, x.shape[1]
     columns = [len(weight) for weight in weights]
     if applying is not None:
@@ -67,7 +67,7 @@ def bind(
     ) -> tuple[Tensor, list[Tensor]]:
         return all_gather_gemm(x, weights, biases, shards, group, keep, scales, out_dtype, blocks)
 
-    run = within(settings(), run)  # whoever calls later, it is this call
+    run = within(settings(), run)  # settings of this call, for every later call, too
     whole = all(n and n % ROW_ELEMENTS == 0 for n in columns) and padded(depth, x.itemsize) == depth
     strided = x.is_contiguous() and all(has_tma_strides(weight) for weight in weights)
     if group.size == 1 or not (rows and len(x) and whole and strided):
@@ -103,14 +103,14 @@ def _bind_scaled(
     out_dtype: torch.dtype,
     blocks: Blocks | None,
 ) -> Callable[..., tuple[Tensor, list[Tensor]]]:
-    """Does what `bind` does, of operands with scales."""
+    """Returns the function that `bind` returns, for operands with scales."""
     (local_rows, depth), columns = x.shape, [weight.shape[0] for weight in weights]
     rows, chunk, layout = shards.total, shards.chunk, layout_of(blocks) if blocks else None
     epilogue = bias_visitor(bool(biases), out_dtype)
     plan = plan_for(group, x, depth, weights, epilogue, shards, keep, out_dtype, blocks)
 
     def read_with(scale_x: Tensor, scales: Sequence[Tensor]) -> list[tuple[Tensor, ...]] | None:
-        """Returns the scales that each product reads; None where those of a weight need a copy."""
+        """Returns the scales that each product reads; None if those of a weight need a copy."""
         if blocks is not None and layout is not None:
             of_x = scales_of_blocks(scale_x, blocks, chunk, depth)
             return [(of_x, layout.of_b(scale, (n, depth))) for scale, n in zip(scales, columns, strict=True)]
@@ -143,7 +143,7 @@ def _bind_scaled(
 
 
 def _has_place_off(*tensors: Tensor) -> bool:
-    """Whether one of them does not begin at a multiple of 16 bytes."""
+    """Returns whether a tensor does not begin at a multiple of 16 bytes."""
     addresses = 0
     for tensor in tensors:
         addresses |= tensor.data_ptr()
@@ -162,17 +162,29 @@ def all_gather_gemm(
     blocks: Blocks | None = None,
     epilogue: tuple[Visitor, Sequence[Tensor]] | None = None,
 ) -> tuple[Tensor, list[Tensor]]:
-    """See `Portable.all_gather_gemm`; without ``keep`` what comes for the gathered x is x.
+    """Runs an all-gather GEMM on any tensors; see `Portable.all_gather_gemm`.
 
-    ``keep`` costs a copy of M x K inside the kernel. ``scales``: of x, gathered with its rows, and of each
-    weight (`scaling`). ``epilogue``: what sums go through after the bias, and what it reads.
+    Args:
+        x: This rank's shard `[shards.size(rank), K]`.
+        weights: Weights `[N_i, K]`.
+        biases: One `[N_i]` per weight, or nothing.
+        shards: Division of the rows.
+        group: Ranks that take part, each of which must call.
+        keep: Whether to return the gathered x, which costs a copy of M x K inside the kernel.
+        scales: Scales of x, gathered with its rows, and of each weight (`scaling`); empty without scales.
+        out_dtype: Dtype of the results if there are scales.
+        blocks: Blocks that share a scale; None: rows.
+        epilogue: Epilogue that is applied after the bias, and its inputs; or None.
+
+    Returns:
+        The gathered x (without `keep` x itself), and the products.
     """
     rows, depth, alone, dtype = shards.total, x.shape[1], group.size == 1, out_dtype or x.dtype
     visitor, inputs = epilogue or (None, ())
-    columns_of = 2 if visitor is not None and visitor.epilogue.pairs else 1  # a result's
+    columns_of = 2 if visitor is not None and visitor.epilogue.pairs else 1  # columns for a result's column
     if rows == 0:
         return x, [x.new_empty(0, weight.shape[0] // columns_of, dtype=dtype) for weight in weights]
-    # A rank without columns takes part all the same: its peers wait for its word.
+    # A rank without columns takes part all the same: its peers wait for its signals.
     used = [weight if len(weight) else weight.new_zeros(2 * PAIR, depth) for weight in weights]
     operands, widths = [aligned(weight) for weight in used], [len(weight) // columns_of for weight in used]
     outs = [x.new_empty(rows, padded(width), dtype=dtype) for width in widths]
@@ -227,17 +239,20 @@ def all_gather_pairs(
     visitor: Visitor,
     inputs: Sequence[Tensor],
 ) -> tuple[Tensor, list[Tensor]]:
-    """Returns what `all_gather_gemm` does, of pairs of the columns of two weights: one product, read as one.
+    """Runs `all_gather_gemm` for pairs of columns of two weights: one product, whose B reads both.
 
     Args:
         x: This rank's shard.
-        weights: Two of one shape, whose rows are a multiple of `PAIR`.
+        weights: Two weights of one shape, whose rows are a multiple of `PAIR`.
         biases: One for each weight, or none.
-        shards: Shards of the rows.
-        group: The ranks.
-        keep: Whether the gathered x is wanted.
-        visitor: The epilogue.
-        inputs: What it reads.
+        shards: Division of the rows.
+        group: Ranks that take part, each of which must call.
+        keep: Whether to return the gathered x.
+        visitor: Epilogue of the pairs.
+        inputs: Inputs of the epilogue.
+
+    Returns:
+        The gathered x (without `keep` x itself), and a list of the result.
     """
     rows, depth, width = shards.total, x.shape[1], len(weights[0])
     if rows == 0:
@@ -266,12 +281,12 @@ def all_gather_pairs(
 
 
 def _shard(x: Tensor, alone: bool) -> Tensor:
-    """Returns this rank's shard as TMA reads it; one row of zeros instead of none where others have some."""
+    """Returns this rank's shard as TMA reads it; one row of zeros if it is empty and there are peers."""
     return aligned(x.contiguous()) if alone or len(x) else x.new_zeros(1, padded(x.shape[1], x.itemsize))
 
 
 def _columns(weights: Sequence[Tensor], scales: Sequence[Tensor]) -> list[Tensor]:
-    """Scales of each weight's rows, as kernels read them."""
+    """Returns the scales of each weight's rows, as kernels read them."""
     columns = [
         aligned_vector(scale if len(scale) else scale.new_zeros(1), len(weight))
         for scale, weight in zip(scales, weights, strict=True)
@@ -280,13 +295,16 @@ def _columns(weights: Sequence[Tensor], scales: Sequence[Tensor]) -> list[Tensor
 
 
 def _first_columns(matrix: Tensor, columns: int, group: Group) -> Tensor:
-    """Those of a result, contiguous; but of a virtual rank, whose kernels have not run yet, a view."""
+    """Returns the first columns of a result, contiguous.
+
+    The result of a virtual rank, whose kernels have not run yet, is a view.
+    """
     first = matrix[:, :columns]
     return first if group.is_virtual else first.contiguous()
 
 
 def _padded(vector: Tensor, size: int) -> Tensor:
-    """`vector` with zeros after, as many as the epilogue reads."""
+    """Returns `vector` padded with zeros to `size`, the elements that the epilogue reads."""
     if len(vector) == size:
         return aligned_vector(vector, size)
     padded = vector.new_zeros(size)

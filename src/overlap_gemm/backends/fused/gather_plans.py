@@ -1,12 +1,12 @@
-"""The fused all-gather GEMM on the host: buffers, and who sends the shards; its calls: `gather_calls`.
+"""Plans of the fused all-gather GEMM: buffers, and the senders of shards; `gather_calls` has its calls.
 
-Where copy engines send (`Machine.copy_bytes`), a call queues them on a second stream, in the
-order in which peers want them (`config.orders.OwnShardFirst`), each shard followed by its flag; they take no
-SM, so they run alongside the kernel that waits for them. Nothing else is queued there while it waits: a
-kernel would starve.
+If copy engines send (`Machine.copy_bytes`), a call queues copies on a second stream, each shard followed by
+its flag. Their order is the order in which peers read them (`config.orders.OwnShardFirst`). Copies take no
+SM, so they run alongside the kernel that waits for them. Nothing else is queued there while the kernel waits:
+another kernel would starve.
 
-Where some peer is beyond the reach of stores, or puts are asked for, a relay kernel puts the shard to all of
-them (`exchange.relay`): from this rank's own buffer, since NVSHMEM puts from its own memory alone.
+If some peer is not P2P-accessible, or if puts are configured, a relay kernel puts the shard to all peers
+(`exchange.relay`). It puts from this rank's buffer, since NVSHMEM puts from its own memory alone.
 """
 
 from __future__ import annotations
@@ -66,23 +66,23 @@ def plan_for(
     out_dtype: torch.dtype | None = None,
     blocks: Blocks | None = None,
 ) -> Plan:
-    """The plan of a call; made, which compiles and allocates, at the first one of its kind.
+    """Returns the plan of a call; the first call of a signature compiles and allocates it.
 
     Args:
-        group: the ranks.
-        x: for its device and dtype.
-        depth: K as it lies in memory.
-        weights: for their shapes and layouts.
-        epilogue: what sums go through.
-        shards: of the rows.
-        keep: whether all rows are kept.
-        out_dtype: of the results, where operands have scales.
-        blocks: which these are of, None: of rows.
+        group: Ranks that take part.
+        x: Local shard, for its device and dtype.
+        depth: Extent of K in memory, padding included.
+        weights: Weights, for their shapes and layouts.
+        epilogue: Epilogue that is applied to the sums.
+        shards: Division of the rows.
+        keep: Whether the gathered operand is stored.
+        out_dtype: Dtype of the results if operands have scales.
+        blocks: Blocks that share a scale; None: rows.
 
     Raises:
-        DisagreementError, SymmetricMemoryError: on every rank, if one of them cannot.
-        CaptureError: something had to be made during CUDA graph capture.
-        ValueError: no kernel exists for the caller's settings, or no grid fits on the SMs left to it.
+        DisagreementError, SymmetricMemoryError: On every rank, if one of them cannot make the plan.
+        CaptureError: The plan does not exist yet, and a CUDA graph is being captured.
+        ValueError: No kernel exists for the caller's settings, or no grid fits on the SMs left to it.
     """
     peers, asked = peers_for(group, x.device), settings()
     kinds = tuple(
@@ -204,16 +204,16 @@ def signature_of(
     after: int = 0,
     blocks: Blocks | None = None,
 ) -> int:
-    """Returns the signature of a call, also of one by copy engines: the layout of shards in a gather buffer.
+    """Returns the signature of a call: the layout of shards in a gather buffer.
 
-    Other facts of the transport are a rank's own.
+    Calls by copy engines have the same signature. Other facts of the transport may differ between ranks.
 
     Args:
         dtype: Type of the gathered operand.
         row_bytes: Bytes of a row.
-        shards: Shards of the rows.
+        shards: Division of the rows.
         after: Bytes of a full shard after its rows.
-        blocks: Blocks that share a scale, as many bytes of which may be of two kinds.
+        blocks: Blocks that share a scale: two kinds may have the same number of bytes.
     """
     facts: dict[str, Any] = {
         "rows": shards.total,
@@ -226,12 +226,12 @@ def signature_of(
 
 
 def copies_of(workspace: Workspace, full: int, shard: OwnShard) -> Copies:
-    """The own shard's copies to where it goes at each peer, and its flag, in the order in which they want it.
+    """Returns the copies of the local shard and its flag to each peer, in the order in which peers read them.
 
     Args:
-        workspace: the gather buffer.
-        full: bytes of a full shard.
-        shard: the own one.
+        workspace: Workspace with the gather buffer.
+        full: Bytes of a full shard.
+        shard: Local shard.
     """
     group, bases = workspace.group, workspace.memory.bases.tolist()
     offset, flag = workspace.size.zeroed + group.rank * full, CONTROL_BYTES + FLAG_BYTES * group.rank

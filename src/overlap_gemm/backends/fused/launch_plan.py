@@ -1,7 +1,7 @@
-"""`Plan`: the launches, copies and waits that fused calls of one kind have in common, made at the first one.
+"""`Plan`: the launches, copies and waits that fused calls of one signature share, made at the first of them.
 
-stream            after the launch before   product, product ...        goes on after both
-second stream                               what travels alongside      copy engines, or a relay kernel
+stream            after the preceding launch   product, product ...        continues after both
+second stream                                  copies or a relay kernel, alongside the products
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Product(NamedTuple):
     """The launch of one weight's product.
 
     Attributes:
-        config: which kernel; its majors, dtypes and epilogue are those of the tensors.
-        gemm: the compiled kernel.
-        num_clusters: its grid.
+        config: Configuration of the kernel; its majors, dtypes and epilogue are those of the tensors.
+        gemm: Compiled kernel.
+        num_clusters: Grid of the launch, in clusters.
     """
 
     config: GemmConfig
@@ -40,22 +40,25 @@ class Product(NamedTuple):
 
 
 class Travel(Protocol):
-    """What leaves this rank on a second stream, alongside the products."""
+    """Work on a second stream, alongside the products, that sends data of this rank."""
 
     def stage(self, executor: Executor, second: int, own: tuple[int, int]) -> None:
-        """Queues what must run before the products, which fill the SMs: within a GPU copies are kernels."""
+        """Queues the work that must run before the products, which fill the SMs.
+
+        Copies within a GPU are kernels, so they need SMs.
+        """
 
     def send(self, executor: Executor, second: int, own: tuple[int, int], exchange: Any) -> None:
-        """Queues the sending, after the first product; ``own``: addresses of rows and scales."""
+        """Queues the sending, after the first product; `own`: addresses of the shard's rows and scales."""
 
 
 class OwnShard(NamedTuple):
-    """Pieces of this rank's shard, and their places at a peer.
+    """Sizes of the pieces of this rank's shard, and the offset of the scales at a peer.
 
     Attributes:
-        row_bytes: bytes of all its rows.
-        scale_bytes: bytes of their scales; 0 where there are none.
-        scales: bytes from the shard's first row to its scales.
+        row_bytes: Bytes of all rows.
+        scale_bytes: Bytes of the rows' scales; 0 if there are none.
+        scales: Bytes from the shard's first row to its scales.
     """
 
     row_bytes: int
@@ -63,7 +66,7 @@ class OwnShard(NamedTuple):
     scales: int = 0
 
     def copy(self, executor: Executor, stream: int, target: int, own: tuple[int, int]) -> None:
-        """Queues the copies of rows and scales from their addresses to those of the shard at ``target``."""
+        """Queues the copies of rows and scales (`own`: their addresses) to the shard at address `target`."""
         rows, scales = own
         executor.copy(stream, target, rows, self.row_bytes)
         if self.scale_bytes:
@@ -72,14 +75,14 @@ class OwnShard(NamedTuple):
 
 @dataclass(frozen=True)
 class Copies:
-    """The own shard by copy engines, to one peer after the other, each copy followed by its flag.
+    """The local shard sent by copy engines to one peer after the other, each copy followed by its flag.
 
     Nothing else is queued there while a kernel waits for shards: another kernel would starve.
 
     Attributes:
-        places: addresses of the shard and its flag at each peer, in the order in which they want it.
-        coming: address of what a flag is to say (`geometry.COMING_OFFSET`).
-        shard: the own one.
+        places: Addresses of the shard and its flag at each peer, in the order in which peers read them.
+        coming: Address of the value of the next flag (`geometry.COMING_OFFSET`).
+        shard: Local shard.
     """
 
     places: tuple[tuple[int, int], ...]
@@ -87,10 +90,10 @@ class Copies:
     shard: OwnShard
 
     def stage(self, executor: Executor, second: int, own: tuple[int, int]) -> None:
-        """Nothing."""
+        """Does nothing: the copies read the shard where it is."""
 
     def send(self, executor: Executor, second: int, own: tuple[int, int], exchange: Any) -> None:
-        """See `Travel.send`."""
+        """Queues the copies of shard and flag to each peer; see `Travel.send`."""
         for target, flag in self.places:
             self.shard.copy(executor, second, target, own)
             executor.copy(second, flag, self.coming, FLAG_BYTES)
@@ -98,14 +101,14 @@ class Copies:
 
 @dataclass(frozen=True)
 class Relayed:
-    """What a relay kernel (`exchange.relay`) puts: staged tiles, or the own shard from its place.
+    """Puts of a relay kernel (`exchange.relay`): staged tiles, or the local shard.
 
     Attributes:
-        relay: the compiled kernel.
-        op: name of the op that is carried out.
-        puts: two lists.
-        place: address to which the own shard is copied first, since NVSHMEM puts from its own memory alone.
-        shard: the own one; None where what is put is there.
+        relay: Compiled kernel.
+        op: Name of the op.
+        puts: Two lists of puts.
+        place: Address to which the local shard is copied first: NVSHMEM puts from its own memory alone.
+        shard: Local shard; None if the data to put is there already.
     """
 
     relay: Any
@@ -115,33 +118,34 @@ class Relayed:
     shard: OwnShard | None = None
 
     def stage(self, executor: Executor, second: int, own: tuple[int, int]) -> None:
-        """See `Travel.stage`."""
+        """Copies the local shard to its place, if there is one; see `Travel.stage`."""
         if self.shard is not None:
             self.shard.copy(executor, second, self.place, own)
 
     def send(self, executor: Executor, second: int, own: tuple[int, int], exchange: Any) -> None:
-        """See `Travel.send`."""
+        """Launches the relay kernel; see `Travel.send`."""
         self.relay(OPS[self.op].code, self.puts, exchange, second)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All that calls of one op and kind have in common: a call is a plan and its tensors.
+    """Everything that calls of one op and signature have in common: a call is a plan and its tensors.
 
-    In a group of one it is a plain GEMM's.
+    In a group of one it is the plan of a plain GEMM.
 
     Attributes:
-        executor: where.
-        pattern: who sends what to whom: a name of `overlap_gemm.spec.PATTERNS`.
-        products: a launch for each weight; none where the caller multiplies, shard by shard (`copies`).
-        workspace: what is exchanged through; None in a group of one.
-        exchange: where that is and what bounds waits (`exchange.arguments`), without what belongs to a call.
-        gathering: what kernels take that gather an operand (`gather.gathering`), likewise; else None.
-        travel: what leaves on a second stream; None where the kernel sends everything.
-        gate: the compiled kernel (`gather.gate`) that waits for a shard, and that ends a call of several
-            products of which one could not be launched.
-        signature: what the ranks' calls have in common (`runtime.identity`).
-        counts: of the finished units of each row, zeros between calls; None where nothing is counted.
+        executor: Executor that launches the kernels.
+        pattern: Name of the communication pattern in `overlap_gemm.spec.PATTERNS`.
+        products: A launch for each weight; none if the caller multiplies, shard by shard (`by_shards`).
+        workspace: Workspace of the exchange; None in a group of one.
+        exchange: The kernels' `Exchange` (`exchange.arguments`), without the fields of a single call.
+        gathering: The kernels' `Gathering` (`gather.gathering`), without the fields of a single call; None
+            if no operand is gathered.
+        travel: Work that sends on a second stream; None if the kernel sends everything.
+        gate: Compiled kernel (`gather.gate`) that waits for a shard. It also ends a call of several products
+            of which one could not be launched.
+        signature: Digest of the facts that the ranks' calls have in common (`runtime.identity`).
+        counts: Counts of the finished units of each row, zeros between calls; None if nothing is counted.
     """
 
     executor: Executor
@@ -158,14 +162,14 @@ class Plan:
 
     @property
     def is_open(self) -> bool:
-        """Whether it may still be launched: until its workspace is closed, or its emulator ends."""
+        """Returns whether the plan may be launched: until its workspace is closed, or its emulator ends."""
         if not self.executor.is_open:
             return False
         return self.workspace is None or self.workspace.is_open
 
     @property
     def steps(self) -> tuple[int | None, int | None]:
-        """Rows of A, and of B, after which tiles begin anew, with another owner's; None: nowhere."""
+        """Returns the rows of A, and of B, after which tiles restart with another owner's; None: nowhere."""
         pattern = PATTERNS[self.pattern]
         step = None if self.workspace is None or pattern.to_all else self.exchange.shard_rows
         return step if pattern.cut == "rows" else None, step if pattern.cut == "columns" else None
@@ -181,23 +185,23 @@ class Plan:
         """Starts a call of this rank, after every other fused launch of its device.
 
         Args:
-            a: `[M, K]`, see `operands.aligned`; where it is gathered the own shard, `[max(rows, 1), K]`.
-            weights: the rows of each weight that this rank multiplies, likewise; of a pair both.
-            outs: the op's result for each, of one row at least, rows at multiples of 16 bytes.
-            extras: what the epilogue's visitors of each read (`build`), see
-                `operands.aligned_vector`; None where they read nothing. Of a gathered operand with scales the
-                first are the own shard's, as they are sent.
-            kept: `[M, K]`, contiguous: the gathered operand; None where nobody wants it.
+            a: `[M, K]`, see `tma_operands.aligned`; if gathered, the local shard, `[max(rows, 1), K]`.
+            weights: Rows of each weight that this rank multiplies, aligned like `a`; of a pair both.
+            outs: Result of the op for each weight, of at least one row, with rows at multiples of 16 bytes.
+            extras: Operands of each product's epilogue (`build`), see `tma_operands.aligned_vector`; None if
+                there are none. If a gathered operand has scales, the first are the local shard's, in the
+                layout in which they are sent.
+            kept: `[M, K]`, contiguous: destination of the gathered operand; None if it is not needed.
 
         Raises:
-            CommTimeoutError, OverlappingCallsError, MismatchedCallsError: an earlier call here failed.
+            CommTimeoutError, OverlappingCallsError, MismatchedCallsError: An earlier call here failed.
         """
         executor = self.executor
         flat: Any = chain(*weights) if isinstance(weights[0], tuple) else weights
         used = a, *flat, *outs, *chain(*filter(None, extras)), kept
         with executor.active(*used) as stream:
             operands = tuple(zip(weights, outs, extras, strict=True))
-            if self.workspace is None:  # waits for nobody, so it may run alongside whatever it likes
+            if self.workspace is None:  # waits for no peer, so it may run alongside any kernel
                 for product, tensors in zip(self.products, operands, strict=True):
                     product.gemm(a, *tensors, None, product.num_clusters, stream)
                 return
@@ -217,7 +221,7 @@ class Plan:
                     raise failure
 
     def next_call(self, stream: int) -> Any:
-        """With the order's lock held: the next call's `exchange`, after every other fused launch."""
+        """Returns the next call's `exchange`, after every other fused launch; the order's lock is held."""
         workspace, order = self.workspace, self.executor.order
         assert workspace is not None, "a group of one exchanges nothing"
         if order.follow(stream):
@@ -235,7 +239,7 @@ class Plan:
         stream: int,
         send: Callable[[], None] | None = None,
     ) -> BaseException | None:
-        """Launches the products; returns why not all of them. A call of which one was launched is ended.
+        """Launches the products; returns the error if one failed. A call with a launched product is ended.
 
         `send` follows the first launch. The next launch may load its kernel, which may block until the device
         is idle (CUDA programming guide, lazy loading). The first product waits for the peers' shards until
@@ -269,7 +273,7 @@ class Plan:
 
 
 def _scales_address(gathering: Any, extras: tuple[Tensor, ...] | None) -> int:
-    """Returns the address of the scales of a gathered operand, 0 where it has none."""
+    """Returns the address of the scales of a gathered operand; 0 if it has none."""
     if gathering.after is None:
         return 0
     assert extras is not None, "an operand with scales is gathered with them"

@@ -1,9 +1,8 @@
-"""How plans (`plan`) of ops that exchange tiles are made, and kept with the group.
+"""Construction of plans (`launch_plan`) of ops that exchange tiles, and their cache in the group.
 
-A configuration (`tuning.space`) and a transport make a kernel (`build`), the compile cache keeps it,
-a workspace (`runtime.memory.workspace`) is what it exchanges tiles through, and an executor
-(`runtime.executor`) runs it on a CUDA device or in the emulator. Nothing here knows one op from another but
-by its `ExchangeShape`.
+A configuration (`tuning.space`) and a transport make a kernel (`build`), which the compile cache keeps. It
+exchanges tiles through a workspace (`runtime.memory.workspace`). An executor (`runtime.executor`) runs it on
+a CUDA device or in the emulator. Ops differ here by their `ExchangeShape` alone.
 """
 
 from __future__ import annotations
@@ -40,18 +39,18 @@ MOST_PLANS = 4096
 
 
 class Reusable(Protocol):
-    """What a group keeps."""
+    """Object that a group caches."""
 
     @property
     def is_open(self) -> bool:
-        """Whether it may still be used."""
+        """Returns whether the object may still be used."""
 
 
 P = TypeVar("P", bound=Reusable)
 
 
 def peers_for(group: Group, device: torch.device) -> Peers:
-    """This rank's side of a group; the ranks agree at the first call for it, which is collective."""
+    """Returns this rank's view of a group; its first call is collective: the ranks agree."""
     return peers_of(group, device, lambda arch: constants(arch).digest)
 
 
@@ -68,28 +67,28 @@ def plan_for(
     blocks: Blocks | None = None,
     weight_dtype: torch.dtype | None = None,
 ) -> Plan:
-    """The plan of a call; made, which compiles and allocates, at the first one of its kind.
+    """Returns the plan of a call; the first call of a signature compiles and allocates it.
 
-    Holds while `Plan.is_open` and the caller's `settings` are the same.
+    The plan is valid while `Plan.is_open` and the caller's `settings` are the same.
 
     Args:
-        group: the ranks.
-        device: where this one's tensors are.
-        dtype: of A.
-        shape: of the call; an all-reduce gets its pattern here, one-shot or two-shot.
-        a_major: see `operands.major`.
-        b_major: see `operands.major`.
-        epilogue: what complete sums go through.
-        depth: K over all ranks, where they have agreed on it.
-        out_dtype: of slots, result and bias, where the operands have scales.
-        blocks: which these are of, None: of rows.
-        weight_dtype: of the weight, where the operands have scales; None: A's.
+        group: Ranks that take part.
+        device: Device of this rank's tensors.
+        dtype: Dtype of A.
+        shape: Shape of the call; an all-reduce gets its pattern here, one-shot or two-shot.
+        a_major: Contiguous dimension of A, "m" or "k", see `tma_operands.major`.
+        b_major: Contiguous dimension of B, "n" or "k", see `tma_operands.major`.
+        epilogue: Epilogue that is applied to complete sums.
+        depth: K over all ranks, if they have agreed on it.
+        out_dtype: Dtype of slots, result and bias if the operands have scales.
+        blocks: Blocks that share a scale; None: rows.
+        weight_dtype: Dtype of the weight if the operands have scales; None: A's.
 
     Raises:
-        DisagreementError, SymmetricMemoryError: on every rank, if one of them cannot.
-        CaptureError: something had to be made during CUDA graph capture.
-        ValueError: no kernel exists for the caller's settings, or no grid fits on the SMs left to it.
-        RuntimeError: puts are needed or asked for, and there are none.
+        DisagreementError, SymmetricMemoryError: On every rank, if one of them cannot make the plan.
+        CaptureError: The plan does not exist yet, and a CUDA graph is being captured.
+        ValueError: No kernel exists for the caller's settings, or no grid fits on the SMs left to it.
+        RuntimeError: Puts are needed or configured, and cannot be linked.
     """
     peers, asked = peers_for(group, device), settings()
     key = (dtype, shape, a_major, b_major, epilogue, depth, out_dtype, blocks, weight_dtype, asked)
@@ -111,14 +110,14 @@ def kind_of(
     blocks: Blocks | None = None,
     weight_dtype: torch.dtype | None = None,
 ) -> tuple[str, dict[str, Any]]:
-    """What kernels call the operands' type, and the fields of a configuration that follow from all types.
+    """Returns the operands' type in kernels' names, and the fields of a configuration that types determine.
 
     Args:
-        dtype: of A.
-        out_dtype: of slots, result and bias, where the operands have scales.
-        epilogue: what complete sums go through.
-        blocks: which the scales are of, None: of rows.
-        weight_dtype: of B, where the operands have scales; None: A's.
+        dtype: Dtype of A.
+        out_dtype: Dtype of slots, result and bias if the operands have scales.
+        epilogue: Epilogue that is applied to complete sums.
+        blocks: Blocks that share a scale; None: rows.
+        weight_dtype: Dtype of B if the operands have scales; None: A's.
     """
     if out_dtype is not None and not blocks:
         epilogue = (SCALES, *epilogue)
@@ -132,7 +131,7 @@ def kind_of(
 
 
 def bias_visitor(has_bias: bool, dtype: torch.dtype) -> tuple[Visitor, ...]:
-    """The epilogue of a result of this type, with or without a bias."""
+    """Returns the epilogue of a result of this dtype, with or without a bias."""
     return (bias_of(DTYPES[dtype]),) if has_bias else ()
 
 
@@ -144,7 +143,7 @@ def _with_pattern(
     blocks: Blocks | None,
     epilogue: tuple[Visitor, ...],
 ) -> ExchangeShape:
-    """The shape with the pattern of the call (`tuning.space.with_pattern`), as the epilogue allows.
+    """Returns the shape with the pattern of the call (`tuning.space.with_pattern`), as the epilogue allows.
 
     A reduce-scatter with operands for the rows of a rank's result computes no other rows. An all-reduce with
     outputs is one-shot: each rank has all columns of a row's sums.
@@ -160,7 +159,7 @@ def _with_pattern(
 
 
 def keep_plan(peers: Peers, key: Hashable, make: Callable[[], P]) -> P:
-    """The plan that the group has for a key; makes it if there is none."""
+    """Returns the group's plan for a key; makes it if there is none, or if it is closed."""
     with peers.lock:
         plan: P | None = peers.plans.get(key)
         if plan is None or not plan.is_open:
@@ -187,7 +186,7 @@ def _make_plan(peers: Peers, config: GemmConfig, shape: ExchangeShape, reserve: 
         gemm = compiled_kernel(executor, config, way, shape.pattern)
         return resident, gemm, compiled_relay(executor) if way.relays else None
 
-    # All ranks have this configuration, but for how each one's operands lie, and whether it has columns.
+    # All ranks have this configuration, except for their operands' majors, and their epilogue's columns.
     common = replace(config, a_major="k", b_major="k", epilogue=(), launch="ordered")
     kind = (common, way.device, shape.pattern)
     resident, gemm, relay = peers.prepare(kind, f"compiling {config.name} for {shape.spec.op}", compiled)
@@ -210,27 +209,29 @@ def _make_plan(peers: Peers, config: GemmConfig, shape: ExchangeShape, reserve: 
 def signature_of(config: GemmConfig, shape: ExchangeShape, transport: str) -> int:
     """Returns the signature of a call: the layout of its tiles, and the transport.
 
-    Not the operands' majors, K or whether there is a bias: these are a rank's own.
+    The operands' majors, K and the presence of a bias are not included: they may differ between ranks.
     """
     return call_signature(shape.spec.op, **tile_layout(config, shape), transport=transport)
 
 
 def both(lists: Sequence[Puts]) -> tuple[Puts, ...]:
-    """The two lists that a relay takes; what is missing is empty."""
+    """Returns the two lists that a relay kernel takes; missing ones are empty."""
     return (*lists, Puts())[:2]
 
 
 def resident_clusters(executor: Executor, size: int, reserve: int, relayed: bool = False) -> int:
-    """Clusters of a persistent grid, all of which must be resident at once, since they wait for each other.
+    """Returns the number of clusters of a persistent grid, all of which must be resident at once.
+
+    Clusters wait for each other.
 
     Args:
-        executor: where.
-        size: CTAs of a cluster.
-        reserve: SMs to leave to others.
-        relayed: whether one cluster's place is left to the relay kernel.
+        executor: Executor that launches the kernel.
+        size: Number of CTAs in a cluster.
+        reserve: Number of SMs to leave to other kernels.
+        relayed: Whether one cluster's place is left to the relay kernel.
 
     Raises:
-        ValueError: not one cluster fits.
+        ValueError: Not one cluster fits.
     """
     fit = min(executor.max_clusters(size), max(executor.num_sms - reserve, 0) // size) - relayed
     if fit < 1:
@@ -245,7 +246,7 @@ def resident_clusters(executor: Executor, size: int, reserve: int, relayed: bool
 def exchange_arguments(
     workspace: Workspace, way: Way, shard: int, timeout_ns: int, executor: Executor
 ) -> Any:
-    """The kernel's `Exchange` for a workspace: where the peers' blocks are, and what bounds its waits."""
+    """Returns the kernel's `Exchange` for a workspace: peers' addresses, and the limits of its waits."""
     from ...exchange.arguments import Exchange
 
     size = workspace.size

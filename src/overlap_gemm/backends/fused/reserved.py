@@ -1,4 +1,4 @@
-"""What can be allocated ahead of the first fused call: enough for the largest one."""
+"""Allocation of workspaces ahead of the first fused call, large enough for the largest call."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .plan_cache import kind_of, peers_for
 from .ways import wanted
 
 DEPTHS = (1 << 10, 1 << 13, 1 << 15, 1 << 17)
-"""Values of K for which the model is asked whether an all-reduce may be one-shot."""
+"""Values of K for which the model decides whether an all-reduce may be one-shot."""
 
 
 def reserve(
@@ -36,28 +36,28 @@ def reserve(
     out_dtype: torch.dtype | None = None,
     blocks: Blocks | None = None,
 ) -> int:
-    """Allocates the workspaces of all calls up to a size, whichever configurations they get. Collective.
+    """Allocates the workspaces of all calls up to a size, for any configuration of theirs. Collective.
 
-    (One-shot all-reduces with more rows than the model takes them for are not among them: `configured`.)
+    One-shot all-reduces with more rows than the model selects them for are not included (`configured`).
 
     Calls of fewer rows or columns then allocate nothing. The ops that exchange tiles share one workspace,
     kernels for few rows another one, all-gather GEMMs a third.
 
     Args:
-        group: the ranks.
-        device: where this one's tensors will be.
-        dtype: of them.
-        ops: which.
-        rows: the largest M over all ranks.
-        width: the largest N of ops that exchange tiles, the largest K of all-gather GEMMs.
-        out_dtype: of results, where operands have scales.
-        blocks: which the scales may be of; None: of rows.
+        group: Ranks that take part.
+        device: Device of this rank's tensors.
+        dtype: Dtype of the operands.
+        ops: Names of the ops.
+        rows: Largest M over all ranks.
+        width: Largest N of ops that exchange tiles, largest K of all-gather GEMMs.
+        out_dtype: Dtype of results if operands have scales.
+        blocks: Blocks that may share a scale; None: rows.
 
     Returns:
-        Bytes that this rank's workspaces hold.
+        Bytes of this rank's workspaces.
 
     Raises:
-        DisagreementError, SymmetricMemoryError: on every rank, if one of them cannot.
+        DisagreementError, SymmetricMemoryError: On every rank, if one of them cannot allocate.
     """
     if group.size == 1:
         return 0
@@ -89,7 +89,7 @@ def reserve(
 
 
 def _shapes(ops: Sequence[str], largest: Facts, agreed: Agreed) -> Iterator[ExchangeShape]:
-    """The largest shape of each pattern that the calls of `ops` may have, up to that of `largest`."""
+    """Yields the largest shape of each pattern that calls of `ops` may have, up to that of `largest`."""
     rows, columns, world = largest.m, largest.n, largest.world
     assert columns is not None
     for name, pattern in PATTERNS.items():
@@ -104,7 +104,7 @@ def _shapes(ops: Sequence[str], largest: Facts, agreed: Agreed) -> Iterator[Exch
 
 
 def _uncut_rows(pattern: PatternSpec, largest: Facts, agreed: Agreed) -> int:
-    """For how many rows the model may take a pattern whose slots are for all of them; 0 if for none."""
+    """Returns the rows up to which the model may choose a pattern whose slots are for all rows; 0: never."""
     rows, machine = largest.m, constants(agreed.arch)
 
     def is_taken(m: int, depth: int | None) -> bool:

@@ -1,8 +1,7 @@
-"""`Way`: the host's half of a transport: in which workspace, by which table of peers, with which kernels.
+"""`Way`: the host's part of a transport: its workspace, its table of peers, and its kernels.
 
-Which one a call has follows from what the caller asks for (`spec.TransportSpec`), from what the kernel was
-chosen for (`GemmConfig.sends_ll`), and from whom loads and stores reach. The device's half
-(`overlap_gemm.transports`) does the sending.
+The way of a call follows from the requested transport (`spec.TransportSpec`), from the kernel's configuration
+(`GemmConfig.sends_ll`), and from the peers' P2P access. The device's part (`overlap_gemm.transports`) sends.
 """
 
 from __future__ import annotations
@@ -35,19 +34,19 @@ SMALLEST_FLAGS = 1 << 12
 
 @dataclass(frozen=True)
 class Way:
-    """How what a call sends travels.
+    """The host's part of a transport.
 
     Attributes:
-        device: name of the device's half, in `transports.DEVICE`.
-        kind: of the workspaces that no other way may use: nobody else may write where LL words are waited
-            for, nor put into what is staged for all.
-        buffers: of slots and staged tiles together, of every workspace.
-        staging: more of them, where some peer is beyond reach.
-        filled: what every byte of a new workspace's buffers is; None: anything.
-        needs_reach: whether loads and stores of every rank must reach every other.
-        relays: whether a relay kernel puts what the GEMM stages.
-        in_library: whether the GEMM itself calls NVSHMEM.
-        peers: of a workspace's memory, the table of peers that the kernel looks up.
+        device: Name of the device's part, in `transports.DEVICE`.
+        kind: Kind of workspaces that this way shares with no other one. Other ways must not write where LL
+            packets are awaited, nor put into memory that is staged for all peers.
+        buffers: Number of buffers for slots and staged tiles together, in every workspace.
+        staging: Number of further buffers if some peer is not P2P-accessible.
+        filled: Initial value of every byte of a new workspace's buffers; None: undefined.
+        needs_reach: Whether every rank must be P2P-accessible to every other one.
+        relays: Whether a relay kernel puts the tiles that the GEMM stages.
+        in_library: Whether the GEMM itself calls NVSHMEM.
+        peers: Function from a workspace's memory to the table of peers that the kernel reads.
     """
 
     device: str
@@ -62,38 +61,42 @@ class Way:
 
     @property
     def puts(self) -> bool:
-        """Whether NVSHMEM puts what goes to peers beyond reach."""
+        """Returns whether NVSHMEM puts the data for peers without P2P access."""
         return self.relays or self.in_library
 
     def tiles_class(self, config: GemmConfig, shape: ExchangeShape) -> SizeClass:
-        """The smallest class of workspace that holds a call's flags, slots and staged tiles."""
+        """Returns the smallest class of workspace that holds a call's flags, slots and staged tiles."""
         flags = slots_offset(power_of_two(max(shape.num_flags(config), SMALLEST_FLAGS)))
         buffer = power_of_two(max(shape.buffer_bytes(config), SMALLEST_BUFFER))
         return SizeClass(flags, buffer, self.buffers, self.staging, self.kind or "slots", filled=self.filled)
 
     def shards_class(self, nbytes: int) -> SizeClass:
-        """The smallest class of workspace that holds a gather buffer of so many bytes: one buffer for all."""
+        """Returns the smallest class of workspace that holds one gather buffer of `nbytes` bytes."""
         buffer, flags = power_of_two(max(nbytes, SMALLEST_BUFFER)), slots_offset(SHARD_PIECES * MAX_WORLD)
         return SizeClass(flags, buffer, 1, 0, f"gather {self.kind}".strip(), COMING_OFFSET)
 
 
 STORES = Way("peer_bulk", staging=STAGING_BUFFERS)
-"""Bulk stores, and flags after them."""
+"""Bulk stores followed by flags."""
 
 LL_WORDS = Way("ll", "words", filled=EMPTY_BYTE, needs_reach=True)
-"""The LL protocol: words that are their own flag."""
+"""The LL protocol: packets that contain their flag."""
 
 PUTS = Way(
     "nvshmem", "puts", SLOT_BUFFERS + STAGING_BUFFERS, in_library=True, peers=lambda memory: memory.by_put
 )
-"""To all peers, whoever is within reach: every peer counts as beyond it, and tiles are staged always."""
+"""Puts to all peers, P2P-accessible or not: tiles are always staged."""
 
 
 def wanted(asked: TransportSpec | None, config: GemmConfig | None = None) -> Way:
-    """What a call goes by where everybody is within reach; of shards, which no configuration knows, None.
+    """Returns the way of a call if all peers are P2P-accessible.
+
+    Args:
+        asked: Requested transport; None: the default.
+        config: Configuration of the kernel; None for shards, which do not depend on it.
 
     Raises:
-        ValueError: values of 32 bits, by what sends those of 16.
+        ValueError: Values of 32 bits, by a transport that sends values of 16 bits.
     """
     if asked is None:
         return LL_WORDS if config is not None and config.sends_ll else STORES
@@ -108,16 +111,16 @@ def wanted(asked: TransportSpec | None, config: GemmConfig | None = None) -> Way
 
 
 def obtain_way(peers: Peers, way: Way, class_of: Callable[[Way], SizeClass]) -> tuple[Workspace, Way]:
-    """A call's workspace, and its way: the wanted one, unless somebody is beyond reach.
+    """Returns a call's workspace, and its way: the requested one, unless some peer is not P2P-accessible.
 
     Args:
-        peers: the rank's side of the group.
-        way: what is wanted.
-        class_of: the call's size class by a way.
+        peers: This rank's view of the group.
+        way: Requested way.
+        class_of: Function that returns the call's size class by a way.
 
     Raises:
-        RuntimeError: puts are needed or asked for, and there are none.
-        SymmetricMemoryError, CaptureError: see `runtime.memory.workspace.obtain`.
+        RuntimeError: Puts are needed or requested, and cannot be linked.
+        SymmetricMemoryError, CaptureError: See `runtime.memory.workspace.obtain`.
     """
     arch = peers.agreed.arch
     if way.puts:
@@ -141,12 +144,12 @@ def obtain_way(peers: Peers, way: Way, class_of: Callable[[Way], SizeClass]) -> 
 
 
 def putting(way: Way, arch: str, why: str) -> Way:
-    """The way with puts: in the GEMM, or on sm_90, where they would cost it its registers, by a relay kernel.
+    """Returns the way with puts: in the GEMM if the architecture allows it, else by a relay kernel.
 
-    (ptxas C7506, C7510.)
+    On sm_90 calls of NVSHMEM in the GEMM would cost it its registers (ptxas C7506, C7510).
 
     Raises:
-        RuntimeError: the kernel would need puts, and the installed NVSHMEM's cannot be linked.
+        RuntimeError: The kernel would need puts, and the installed NVSHMEM cannot be linked.
     """
     if reason := why_no_puts():
         raise RuntimeError(f"{why}, and {reason}")
@@ -156,5 +159,5 @@ def putting(way: Way, arch: str, why: str) -> Way:
 
 
 def power_of_two(number: int) -> int:
-    """The least one that is not less."""
+    """Returns the least power of two that is not less than `number`."""
     return 1 << (number - 1).bit_length()

@@ -1,1 +1,1 @@
-"""Operands of 8 bits and their scales: who multiplies them, and how kernels read them."""
+"""8-bit operands and their scales: their products in torch, and the layouts that kernels read."""

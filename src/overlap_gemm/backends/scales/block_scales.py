@@ -1,6 +1,6 @@
-"""Scales of blocks as kernels read them, and as they travel with a shard: after all of its rows.
+"""Scales of blocks in the layout that kernels read, and in the layout sent with a shard: after all its rows.
 
-What a kernel reads is a matrix, whose lines are whole 16 bytes: TMA loads them.
+A kernel reads them as a matrix whose lines are whole 16 bytes: TMA loads them.
 """
 
 from __future__ import annotations
@@ -20,58 +20,58 @@ from .tma_operands import ROW_BYTES, has_tma_strides, padded, widened
 
 
 class ScaleLayout(Protocol):
-    """How the scales of blocks of one kind lie where kernels read them.
+    """Layout of the scales of one kind of blocks, as kernels read them.
 
     Attributes:
-        element: what the matrix is of.
+        element: Dtype of the matrix.
     """
 
     element: torch.dtype
 
     def extents(self, rows: int, depth: int) -> tuple[int, int]:
-        """(Lines, elements of each) of the matrix of an operand `[rows, depth]`, with what fills lines up."""
+        """Returns (lines, elements per line) of the matrix of an operand `[rows, depth]`, with padding."""
 
     def of_a(self, scale: Tensor, shape: Sequence[int], step: int | None = None) -> Tensor:
-        """Those of A.
+        """Returns the matrix of A's scales.
 
         Args:
-            scale: As callers pass them.
-            shape: Of the operand.
-            step: Rows after which tiles begin anew; None: nowhere.
+            scale: Scales as callers pass them.
+            shape: Shape of the operand.
+            step: Rows after which tiles restart; None: nowhere.
         """
 
     def of_b(self, scale: Tensor, shape: Sequence[int], step: int | None = None) -> Tensor:
-        """Those of B."""
+        """Returns the matrix of B's scales; arguments as in `of_a`."""
 
     def put(self, scale: Tensor, matrix: Tensor) -> None:
         """Copies A's scales to a matrix for at least as many rows."""
 
     def as_sent(self, scale: Tensor, extents: tuple[int, int]) -> Tensor | None:
-        """Returns A's scales as a contiguous matrix of these extents if they lie so, else None."""
+        """Returns A's scales as a contiguous matrix of these extents if it needs no copy, else None."""
 
 
 @dataclass(frozen=True)
 class Words:
-    """Those that the MMA multiplies with (`mainloop.mx`): a line for each 128 rows."""
+    """Scales that the MMA reads (`mainloop.mx`): a line for each 128 rows."""
 
     element = torch.int16
 
     def extents(self, rows: int, depth: int) -> tuple[int, int]:
-        """See `ScaleLayout`."""
+        """Returns (lines, int16 words per line); see `ScaleLayout.extents`."""
         return ceil_div(rows, ATOM_ROWS), max(mx.atoms_along(depth), 1) * ATOM_BYTES // 2
 
     def of_a(self, scale: Tensor, shape: Sequence[int], step: int | None = None) -> Tensor:
-        """See `ScaleLayout`."""
+        """Returns the words of the scales; see `ScaleLayout.of_a`."""
         return mx.words_of(scale, shape, step)
 
     of_b = of_a
 
     def put(self, scale: Tensor, matrix: Tensor) -> None:
-        """See `ScaleLayout`."""
+        """Copies the scales' bytes to the start of the matrix; see `ScaleLayout.put`."""
         matrix.view(torch.uint8).view(-1)[: scale.numel()] = scale.view(torch.uint8).reshape(-1)
 
     def as_sent(self, scale: Tensor, extents: tuple[int, int]) -> Tensor | None:
-        """See `ScaleLayout`."""
+        """Returns a view of contiguous scales without padding, else None; see `ScaleLayout.as_sent`."""
         lines, width = extents
         if not scale.is_contiguous() or scale.numel() != lines * width * self.element.itemsize:
             return None
@@ -80,7 +80,7 @@ class Words:
 
 @dataclass(frozen=True)
 class Lines:
-    """Those that promoted sums are multiplied with (`mainloop.blocks`): of A a line for each block of K.
+    """Scales that promoted sums are multiplied with (`mainloop.blocks`): for A a line for each block of K.
 
     Attributes:
         width: Elements of K in a block.
@@ -91,13 +91,14 @@ class Lines:
     element = torch.float32
 
     def extents(self, rows: int, depth: int) -> tuple[int, int]:
-        """See `ScaleLayout`."""
+        """Returns (lines, padded rows); see `ScaleLayout.extents`."""
         return ceil_div(depth, self.width), padded(rows, self.element.itemsize)
 
     def of_a(self, scale: Tensor, shape: Sequence[int], step: int | None = None) -> Tensor:
-        """See `ScaleLayout`; `[rows, ...]` with adjacent elements below each other are not copied.
+        """Returns the transposed scales; see `ScaleLayout.of_a`.
 
-        But where tiles begin anew, lines do at whole 16 bytes.
+        Scales `[rows, ...]` whose columns are contiguous are not copied. Lines restart at whole 16 bytes
+        where tiles restart, which needs a copy.
         """
         lines, unit = scale.t(), padded(1, scale.itemsize)
         if step is None or step >= len(scale) or step % unit == 0:
@@ -105,18 +106,18 @@ class Lines:
         return torch.cat([F.pad(part, (0, -part.shape[1] % unit)) for part in lines.split(step, 1)], 1)
 
     def of_b(self, scale: Tensor, shape: Sequence[int], step: int | None = None) -> Tensor:
-        """See `ScaleLayout`; of a matrix without rows, which is not read, one line.
+        """Returns the scales; see `ScaleLayout.of_b`. A matrix without rows, not read, gets one line.
 
-        Tiles begin anew with a block (`ExchangeShape.even`), wherever that is.
+        Tiles restart at a block boundary (`ExchangeShape.even`).
         """
         return self._readable(scale if len(scale) else scale.new_zeros(1, scale.shape[1]))
 
     def put(self, scale: Tensor, matrix: Tensor) -> None:
-        """See `ScaleLayout`."""
+        """Copies the transposed scales to the first columns; see `ScaleLayout.put`."""
         matrix[:, : len(scale)] = scale.t()
 
     def as_sent(self, scale: Tensor, extents: tuple[int, int]) -> Tensor | None:
-        """See `ScaleLayout`."""
+        """Returns the transposed scales if they are contiguous, else None; see `ScaleLayout.as_sent`."""
         lines = scale.t()
         return lines if lines.shape == extents and lines.is_contiguous() else None
 
@@ -128,27 +129,27 @@ class Lines:
 
 
 def layout_of(blocks: Blocks) -> ScaleLayout:
-    """Of scales of these blocks."""
+    """Returns the layout of scales of these blocks."""
     return Words() if blocks == MX else Lines(blocks[2])
 
 
 def num_bytes(blocks: Blocks, rows: int, depth: int) -> int:
-    """Of the scales after so many rows."""
+    """Returns the bytes of the scales of `rows` rows with `depth` elements of K."""
     layout = layout_of(blocks)
     lines, width = layout.extents(rows, depth)
     return lines * width * layout.element.itemsize
 
 
 def scales_of_shard(scale: Tensor, blocks: Blocks, rows: int, depth: int) -> Tensor:
-    """Scales as kernels send them and read the own ones: A's matrix for a full shard.
+    """Returns the scales of a shard as kernels send and read them: A's matrix for a full shard.
 
-    Themselves, where they lie so, or a copy, with zeros after.
+    The result is a view of `scale` if the layout allows it, else a copy padded with zeros.
 
     Args:
-        scale: As callers pass them, of as many rows or fewer.
+        scale: Scales as callers pass them, of at most `rows` rows.
         blocks: Blocks that share a scale.
         rows: Rows of a full shard.
-        depth: K as it lies in memory.
+        depth: Extent of K in memory, padding included.
     """
     layout = layout_of(blocks)
     extents = layout.extents(rows, depth)
@@ -160,13 +161,13 @@ def scales_of_shard(scale: Tensor, blocks: Blocks, rows: int, depth: int) -> Ten
 
 
 def gathered_scales(buffer: Tensor, owners: int, chunk: int, depth: int, full: int, blocks: Blocks) -> Tensor:
-    """Those in a gather buffer of bytes, after the rows of each shard: A's matrices, `[..., owners]`.
+    """Returns the scales in a gather buffer, after the rows of each shard: A's matrices, `[..., owners]`.
 
     Args:
         buffer: Gather buffer, of bytes.
-        owners: Ranks that have rows.
+        owners: Number of ranks that have rows.
         chunk: Rows of a full shard.
-        depth: K as it lies in memory.
+        depth: Extent of K in memory, padding included.
         full: Bytes from one shard to the next.
         blocks: Blocks that share a scale.
     """

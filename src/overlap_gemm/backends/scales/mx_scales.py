@@ -1,8 +1,8 @@
 """Scales of MX types: e8m0, one for 32 elements of K, in the order in which tensor cores read them.
 
 An *atom* is the scales of 128 rows and 128 elements of K, 512 bytes: row ``r``'s 4 are at
-``16 * (r % 32) + 4 * (r // 32)``. A matrix's are whole atoms, those of 128 rows after each other
-(`torch.nn.functional.SwizzleType.SWIZZLE_32_4_4`). Its shape is nobody's concern: its number of elements is.
+``16 * (r % 32) + 4 * (r // 32)``. A matrix's scales are whole atoms, those of 128 rows after each other
+(`torch.nn.functional.SwizzleType.SWIZZLE_32_4_4`). Functions check the number of elements, not the shape.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ WIDTH = MX[2]
 """Elements of K that share a scale."""
 
 ATOM_SCALES = ATOM_BYTES // ATOM_ROWS
-"""Of a row in an atom."""
+"""Scales of one row in an atom."""
 
 
 def num_scales(rows: int, depth: int) -> int:
-    """Elements of the scales of a matrix `[rows, depth]`, what fills up atoms among them."""
+    """Returns the number of scales of a matrix `[rows, depth]`, with the padding of its atoms."""
     return ceil_div(rows, ATOM_ROWS) * atoms_along(depth) * ATOM_BYTES
 
 
 def atoms_along(depth: int) -> int:
-    """Atoms in which the scales of so many elements of K lie."""
+    """Returns the number of atoms that hold the scales of `depth` elements of K."""
     return ceil_div(depth, ATOM_SCALES * WIDTH)
 
 
 def atoms_of(scale: Tensor) -> Tensor:
-    """`[rows, ceil(K / 32)]` of 8 bits as `[atoms of rows, bytes]`, filled up with zero bytes."""
+    """Returns scales `[rows, ceil(K / 32)]` of 8 bits as `[atoms of rows, bytes]`, padded with zero bytes."""
     rows, width = scale.shape
     padded = F.pad(scale.view(torch.uint8), (0, -width % ATOM_SCALES, 0, -rows % ATOM_ROWS))
     high, wide = padded.shape[0] // ATOM_ROWS, padded.shape[1] // ATOM_SCALES
@@ -45,7 +45,7 @@ def atoms_of(scale: Tensor) -> Tensor:
 
 
 def rows_of(scale: Tensor, rows: int, depth: int) -> Tensor:
-    """`[rows, ceil(depth / 32)]` of what `atoms_of` made of it, whatever its shape is now."""
+    """Returns the scales `[rows, ceil(depth / 32)]` from which `atoms_of` made `scale` of any shape."""
     high, wide = ceil_div(rows, ATOM_ROWS), atoms_along(depth)
     atoms = scale.view(torch.uint8).view(high, wide, 32, ATOM_ROWS // 32, ATOM_SCALES)
     whole = atoms.permute(0, 3, 2, 1, 4).reshape(high * ATOM_ROWS, wide * ATOM_SCALES)
@@ -53,13 +53,13 @@ def rows_of(scale: Tensor, rows: int, depth: int) -> Tensor:
 
 
 def words_of(scale: Tensor, shape: Sequence[int], step: int | None = None) -> Tensor:
-    """The scales of a matrix as kernels read them: int16 `[atoms of rows, words]`.
+    """Returns the scales of a matrix as kernels read them: int16 `[atoms of rows, words]`.
 
     Args:
-        scale: `num_scales` of them.
-        shape: Of the matrix, `[rows, depth]`.
-        step: Rows after which tiles begin anew, and with them atoms; None: nowhere. Where an atom ends there
-            anyway nothing is copied.
+        scale: Scales, `num_scales` elements.
+        shape: Shape of the matrix, `[rows, depth]`.
+        step: Rows after which tiles restart, and with them atoms; None: nowhere. If `step` is a multiple of
+            an atom's rows, nothing is copied.
     """
     rows, depth = shape
     words = max(atoms_along(depth), 1) * ATOM_BYTES // 2

@@ -1,7 +1,8 @@
-"""Rows quantised by one kernel (`kernel.quantize_rows`): where there is one, and how it is launched.
+"""Quantization of rows by one kernel (`kernel.quantize_rows`): its conditions and its launch.
 
-A kernel of our own, not one that `torch.compile` makes at the first eager call: Inductor's takes seconds to
-make, for each shape anew, or twice the time of a shape's own where it is for any (docs/design/fp8.md).
+The kernel is this library's, not one that `torch.compile` makes at the first eager call. Inductor takes
+seconds to compile, again for each shape; compiled for any shape its kernel takes twice the time
+(docs/design/fp8.md).
 """
 
 from __future__ import annotations
@@ -18,26 +19,26 @@ from ...spec.sharding import ceil_div
 from .scaling import CUBLAS_ROWS
 
 HELD = 16384
-"""Elements that a program holds at most: 32 of a thread of 16 warps. With more, one program fills an SM."""
+"""Most elements that a program holds: 32 for a thread of 16 warps. With more, one program fills an SM."""
 
 TILE = 4096
-"""Elements of a program that holds rows, or blocks of rows, which are shorter."""
+"""Elements of a program that holds shorter rows, or blocks of rows."""
 
 ALONG = 128
-"""Elements of a row at least that a program takes together, whatever its blocks."""
+"""Least elements of a row that a program takes together, for any block."""
 
 OF_A_WARP = 1024
-"""Elements: four vectors of 16 bytes of a thread, where they have 16 bits."""
+"""Elements of a warp: four vectors of 16 bytes for each thread, if elements have 16 bits."""
 
 LONG = (1, 4096), 8
-"""Of rows that are too long to be held: tile and warps."""
+"""Tile and warps for rows that are too long to be held."""
 
 STRIDED = (32, 512), 16
-"""Of rows that lie along another dimension, as a transposed matrix has them: of whole sectors both ways."""
+"""Tile and warps for rows that are not contiguous, as in a transposed matrix: full sectors both ways."""
 
 
 def has_kernel(x: Tensor, block: int | None) -> bool:
-    """Whether one kernel quantises `x` `[..., K]`, with a scale for each block or (None) for each row."""
+    """Returns whether one kernel quantizes `x` `[..., K]`, with a scale per block or (None) per row."""
     return (
         x.is_cuda
         and x.numel() > 0
@@ -49,14 +50,14 @@ def has_kernel(x: Tensor, block: int | None) -> bool:
 def by_one_kernel(
     x: Tensor, dtype: torch.dtype, block: int | None, least: float, power_of_two: bool
 ) -> tuple[Tensor, Tensor]:
-    """Values and scales, as `api.quantization.quantize_rows` gives them.
+    """Returns values and scales, as `api.quantization.quantize_rows` returns them.
 
     Args:
         x: `[..., K]`, float32, bfloat16 or float16, on a GPU; see `has_kernel`.
-        dtype: Of 8 bits.
-        block: Less than K; None: a scale for each row.
-        least: Scale.
-        power_of_two: Whether scales are.
+        dtype: 8-bit dtype of the values.
+        block: Elements that share a scale, less than K; None: a scale for each row.
+        least: Smallest scale.
+        power_of_two: Whether scales are rounded to powers of two.
     """
     flat = x.detach().reshape(-1, x.shape[-1])
     rows, width = flat.shape
@@ -87,7 +88,7 @@ def by_one_kernel(
 
 @cache
 def _kernels(device: torch.device) -> Any:
-    """The module of the kernels, None where Triton is not, or does not convert to 8 bits in one rounding."""
+    """Returns the module of the kernels; None without Triton or without 8-bit conversions in one rounding."""
     if torch.cuda.get_device_capability(device) < (9, 0) or find_spec("triton") is None:
         return None
     try:
@@ -95,7 +96,7 @@ def _kernels(device: torch.device) -> Any:
 
         from ...kernel import quantize_rows
 
-        driver.active.get_current_target()  # makes what launches kernels, for which it wants a C compiler
+        driver.active.get_current_target()  # creates Triton's launcher, which needs a C compiler
     except Exception as error:
         warnings.warn(
             f"quantize_rows: torch's operations, which take ten times as long as Triton's kernel, since "

@@ -1,10 +1,10 @@
-"""Products of 8-bit operands whose rows have scales, `(x * scale_x) @ (weight * scale_w).T`: who multiplies.
+"""Products of 8-bit operands whose rows have scales, `(x * scale_x) @ (weight * scale_w).T`, in torch.
 
-Scales are float32 vectors: of x an element per row, of the weight one per row (so per column of the product),
-or a single element. Or they are of blocks, matrices: with b = 128 or 32 of x `[M, ceil(K / b)]`, of the
-weight `[ceil(N / b), ceil(K / b)]`. Or they are those of MX types (`mx`), a vector of 8-bit elements. Which
-of them they are is passed on (`Blocks`) and never taken from their shapes: where K of a rank is one block,
-these do not tell. A rank's scales are those of its own operands, and belong to its partial sums.
+Scales of rows are float32 vectors: for x an element per row, for the weight one per row (a column of the
+product), or a single element. Scales of blocks are matrices: with b = 128 or 32 for x `[M, ceil(K / b)]`, for
+the weight `[ceil(N / b), ceil(K / b)]`. Scales of MX types (`mx_scales`) are a vector of 8-bit elements. The
+kind is passed (`Blocks`), never inferred from shapes, which are ambiguous if a rank's K is one block. A
+rank's scales belong to its local operands, and so to its partial sums.
 """
 
 from __future__ import annotations
@@ -29,36 +29,36 @@ if TYPE_CHECKING:
     from ..base import Problem
 
 FLOAT8 = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
-"""Types of scaled operands, as kernels call them."""
+"""Dtypes of scaled operands, and their names in kernel configurations."""
 
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""Types of their products; the first is the default."""
+"""Dtypes of their products; the first is the default."""
 
 DEPTH = 16
-"""What `torch._scaled_mm` wants K to be a multiple of, and on GPUs N."""
+"""`torch._scaled_mm` requires K to be a multiple of this, and on GPUs N, too."""
 
 
 CUBLAS_ROWS = ROW_BYTES // 4
-"""Scales of blocks that cuBLAS reads together, so that their leading extents are multiples of it."""
+"""Scales of blocks that cuBLAS reads together: leading extents are multiples of this."""
 
 BLOCK = PROMOTED[0][2]
-"""Elements of K that share a scale of a block, and rows of a weight, as most checkpoints have it."""
+"""Elements of K, and rows of a weight, that share a scale in most checkpoints."""
 
 SCALE_DTYPES = (torch.float32, torch.float8_e8m0fnu)
-"""Types of scales; the second's are powers of two, float32 holds them exactly."""
+"""Dtypes of scales; the second one holds powers of two, which float32 represents exactly."""
 
 
 Block = int | Literal["mx"] | None
-"""What callers call blocks: rows of a weight, and elements of K, that share a scale; MX types; None: rows."""
+"""Public names of blocks: rows of a weight, and elements of K, that share a scale; MX types; None: rows."""
 
 NAMED_BLOCKS: dict[Block, Blocks] = {**{kind[2]: kind for kind in PROMOTED}, "mx": MX}
 
 
 def blocks_named(block: Block, dtype: torch.dtype) -> Blocks | None:
-    """The blocks that callers call so, of operands of this type.
+    """Returns the blocks that have this public name, for operands of this dtype.
 
     Raises:
-        ValueError: There are no such ones.
+        ValueError: The dtype has no blocks of this name.
     """
     names = (None, *(NAMED_BLOCKS if dtype in FLOAT8 else ()))
     if block not in names:
@@ -67,14 +67,14 @@ def blocks_named(block: Block, dtype: torch.dtype) -> Blocks | None:
 
 
 def blocks_along(depth: int, blocks: Blocks) -> int:
-    """Blocks of `PROMOTED` along K, one at least."""
+    """Returns the number of blocks of `PROMOTED` along K, at least one."""
     return max(ceil_div(depth, blocks[2]), 1)
 
 
 def unit_scales(
     x: tuple[int, int], weight: tuple[int, int], blocks: Blocks | None, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Scales of operands of these shapes as callers pass them, all of them one."""
+    """Returns scales of ones for operands of these shapes, in the layout that callers pass."""
     if blocks == MX:
         of_x, of_weight = (torch.ones(mx.num_scales(*shape), device=device) for shape in (x, weight))
         return of_x.to(mx.SCALE), of_weight.to(mx.SCALE)
@@ -87,7 +87,7 @@ def unit_scales(
 def dequantised(
     matrix: Tensor, scale: Tensor, _: torch.dtype = torch.float32, blocks: Blocks | None = None
 ) -> Tensor:
-    """`[rows, K]` in float32, whatever the products' type: exact but for one rounding of each element."""
+    """Returns `[rows, K]` in float32, for any dtype of products: exact but for one rounding per element."""
     if blocks is None:
         return matrix.float() * scale[:, None]
     rows, depth = matrix.shape
@@ -99,15 +99,15 @@ def dequantised(
 
 
 def shard_bytes(rows: int, depth: int, blocks: Blocks | None) -> tuple[int, int]:
-    """Of a full shard of 8-bit rows that is gathered: bytes of a row, and from the rows to the next shard."""
+    """Returns the bytes of a row of a gathered full shard, and the bytes from its rows to the next shard."""
     after = rows * SCALE_BYTES if blocks is None else num_bytes(blocks, rows, depth)
     return depth, ceil_div(after, SHARD_ALIGN) * SHARD_ALIGN
 
 
 def scales_of_shard(scale: Tensor, rows: int) -> Tensor:
-    """Scales of so many rows as fused kernels send them: whole 16 bytes of them, at a multiple of 16 bytes.
+    """Returns the scales of `rows` rows as fused kernels send them: whole 16 bytes, aligned to 16 bytes.
 
-    Themselves, or a copy; a single element is copied `rows` times.
+    The result is `scale` or a copy; a single element is copied `rows` times.
     """
     size = padded(rows, scale.itemsize)
     if size == rows:
@@ -118,13 +118,13 @@ def scales_of_shard(scale: Tensor, rows: int) -> Tensor:
 
 
 class Scaled(NamedTuple):
-    """Rows with their scales, in place of a matrix wherever torch multiplies them (`torchs_product`).
+    """Rows with their scales, in place of a matrix in products by torch (`torchs_product`).
 
     Attributes:
-        values: `[rows, K]`, one of `FLOAT8`.
-        scale: See the module.
-        out_dtype: Of its products.
-        blocks: Which blocks the scales are of; None: of rows.
+        values: `[rows, K]`, a dtype of `FLOAT8`.
+        scale: Scales of rows, blocks or MX types, as described in this module.
+        out_dtype: Dtype of the products.
+        blocks: Blocks that share a scale; None: rows.
     """
 
     values: Tensor
@@ -134,15 +134,15 @@ class Scaled(NamedTuple):
 
     @property
     def shape(self) -> torch.Size:
-        """Of the values."""
+        """Returns the shape of the values."""
         return self.values.shape
 
     def new_empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Room for products; without `dtype` of `out_dtype`."""
+        """Returns an uninitialised tensor for products, of `dtype` or else `out_dtype`."""
         return self.values.new_empty(*shape, dtype=dtype or self.out_dtype)
 
     def gathered(self, gather: Callable[[Tensor], Tensor]) -> Scaled:
-        """All ranks' rows and their scales; `gather` does that to a matrix, of bytes or float32."""
+        """Returns all ranks' rows and scales; `gather` gathers a matrix of bytes or float32."""
         rows = gather(self.values.view(torch.uint8)).view(self.values.dtype)
         if self.blocks:
             return self._replace(values=rows, scale=gather(self.scale.contiguous()))
@@ -150,9 +150,9 @@ class Scaled(NamedTuple):
         return self._replace(values=rows, scale=scale[:, 0])
 
     def times(self, weight: Scaled, bias: Tensor | None, out: Tensor | None) -> Tensor:
-        """`self @ weight.T + bias`, into `out` if given."""
+        """Returns `self @ weight.T + bias`, stored in `out` if passed."""
         columns = len(weight.values)
-        if not self.values.numel() or not columns:  # which torch's products of some types refuse
+        if not self.values.numel() or not columns:  # torch's products of some dtypes refuse empty operands
             result = self.new_empty(len(self.values), columns).zero_()
         else:
             result = self._product(weight)[:, :columns]
@@ -162,7 +162,7 @@ class Scaled(NamedTuple):
 
     def _product(self, weight: Scaled) -> Tensor:
         values, scale_w = weight.values, weight.scale
-        if values.is_cuda and (short := -len(values) % DEPTH):  # whose columns are multiples of 16 there
+        if values.is_cuda and (short := -len(values) % DEPTH):  # on GPUs N must be a multiple of 16
             values = _with_rows(values, short)
             if self.blocks is None:
                 scale_w = torch.cat([aligned_vector(scale_w, len(weight.values)), scale_w.new_zeros(short)])
@@ -172,9 +172,9 @@ class Scaled(NamedTuple):
 
 
 def along_rows(scale: Tensor) -> Tensor:
-    """Scales of blocks `[rows, blocks]` with those of a block after each other, for TMA and cuBLAS.
+    """Returns scales of blocks `[rows, blocks]` with contiguous columns, for TMA and cuBLAS.
 
-    Itself, or a copy, of strides 1 and a multiple of 4; rows are filled up to as many.
+    The result is `scale` or a copy. Its strides are 1 and a multiple of 4; rows are padded to that multiple.
     """
     by_block, short = scale.t(), -scale.shape[0] % CUBLAS_ROWS
     return (F.pad(by_block, (0, short)) if short else by_block.contiguous()).t()
@@ -183,11 +183,11 @@ def along_rows(scale: Tensor) -> Tensor:
 def as_torch_has_them(
     x: Tensor, weight: Tensor, scale_x: Tensor, scale_w: Tensor, blocks: Blocks | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Scales of x `[M, K]` and weight `[N, K]` as torch's product of `x` and `weight.t()` takes them.
+    """Returns the scales of x `[M, K]` and weight `[N, K]` as torch's product takes them.
 
-    Of rows (vectors or columns) `[M, 1]` and `[1, N]`, or one element each. Of blocks of 128
-    `[M', ceil(K / 128)]`, M' the next multiple of 4 of M, and `[4 * ceil(K / 512), ceil(N / 128)]`, both with
-    adjacent elements below each other (torch 2.13, ScaledBlas.cpp); where K is one block those of rows.
+    Scales of rows (vectors or columns): `[M, 1]` and `[1, N]`, or one element each. Scales of blocks of 128:
+    `[M', ceil(K / 128)]` and `[4 * ceil(K / 512), ceil(N / 128)]`, both with contiguous columns (torch 2.13,
+    ScaledBlas.cpp). M' is the next multiple of 4 of M. If K is one block, scales of rows.
     """
     if blocks and scale_x.shape[1] > 1:
         return along_rows(scale_x), along_rows(scale_w.t())
@@ -204,14 +204,14 @@ def as_torch_has_them(
 def torchs_product(
     x: Tensor, weight: Tensor, scales: tuple[Tensor, Tensor], out_dtype: torch.dtype, fast: bool = False
 ) -> Tensor:
-    """`torch._scaled_mm`, or of blocks `F.scaled_mm`: `[M, N]`.
+    """Returns the product `[M, N]` by `torch._scaled_mm` or, for blocks, by `F.scaled_mm`.
 
     Args:
         x: `[M, K]`, contiguous.
         weight: `[N, K]`, contiguous.
-        scales: From `as_torch_has_them`.
-        out_dtype: Of the product.
-        fast: `use_fast_accum`.
+        scales: Scales from `as_torch_has_them`.
+        out_dtype: Dtype of the product.
+        fast: torch's `use_fast_accum`.
     """
     scale_a, scale_b = scales
     if x.shape[1] % DEPTH:
@@ -229,13 +229,13 @@ def torchs_product(
 
 
 def _with_rows(values: Tensor, count: int) -> Tensor:
-    """With so many rows of zeros after them; of a type that torch does not concatenate."""
+    """Returns `values` with `count` rows of zeros appended, for dtypes that torch does not concatenate."""
     padding = values.new_zeros(count, values.shape[1])
     return torch.cat([part.view(torch.uint8) for part in (values, padding)]).view(values.dtype)
 
 
 Operand = Callable[[Tensor, Tensor, torch.dtype, Blocks | None], Any]
-"""What a backend's methods get for a matrix with scales."""
+"""Function that makes the operand of a backend's methods from a matrix and its scales."""
 
 
 def with_scales(
@@ -245,14 +245,15 @@ def with_scales(
     blocks: Blocks | None,
     gather: Callable[[Tensor], Tensor] | None = None,
 ) -> Callable[..., Any]:
-    """A backend's method, which knows no scales, as a function of `(x, weight, bias, scale_x, scale_w)`.
+    """Returns a backend's method, which takes no scales, as one of `(x, weight, bias, scale_x, scale_w)`.
 
     Args:
-        method: Of `Backend`, bound to shards and group.
-        dtype: Of the result, and of biases.
-        operand: Makes what the method takes of a matrix and its scales.
-        blocks: Which blocks the scales are of; None: of rows.
-        gather: Every rank's rows of a matrix; where a gathered operand is wanted.
+        method: Method of a `Backend`, bound to shards and group.
+        dtype: Dtype of the result, and of biases.
+        operand: Function that makes the method's operand from a matrix and its scales.
+        blocks: Blocks that share a scale; None: rows.
+        gather: Function that gathers every rank's rows of a matrix; None if the gathered operand is not
+            needed.
     """
 
     def run(x: Tensor, weight: Any, bias: Any, scale_x: Tensor, scale_w: Any) -> Any:
@@ -266,7 +267,7 @@ def with_scales(
         rows = x
         if isinstance(gathered, Scaled):
             rows = gathered.values
-        elif gather is not None:  # of which the method has made something else
+        elif gather is not None:  # the method has gathered the converted operand
             rows = gather(x.view(torch.uint8)).view(x.dtype)
         return rows, [out.to(dtype) for out in outs]
 
@@ -274,7 +275,7 @@ def with_scales(
 
 
 def why_no_scaled_mm(problem: Problem) -> str | None:
-    """Why torch does not carry out a problem's product, None if it does."""
+    """Returns the reason torch does not multiply a problem's operands; None if it does."""
     assert problem.weight_dtype is not None and problem.out_dtype is not None
     types = problem.dtype, problem.weight_dtype, problem.out_dtype
     return why_no_product(problem.device_type, *types, problem.blocks)
@@ -288,13 +289,13 @@ def why_no_product(
     out_dtype: torch.dtype,
     blocks: Blocks | None = None,
 ) -> str | None:
-    """Why `torchs_product` does not multiply these types on a type of device, None if it does."""
+    """Returns the reason `torchs_product` does not multiply these dtypes on a device type, or None."""
     name, kind = ("F.scaled_mm", "blocks") if blocks else ("torch._scaled_mm", "rows")
     if blocks and not hasattr(getattr(F, "ScalingType", None), "BlockWise128x128"):
         return f"torch {torch.__version__} has no F.scaled_mm with scales of blocks"
     if blocks not in (None, PROMOTED[0]):
         return f"{name} has scales of {in_words(PROMOTED[0])}, not of {in_words(blocks)}"
-    if device == "cuda":  # by what its documentation and source say; a call would disturb a capture
+    if device == "cuda":  # by torch's documentation and source; a call would disturb a capture
         capability, toolkit = torch.cuda.get_device_capability(), _toolkit()
         if capability < (9, 0):
             return f"{name} with scales of {kind} needs a Hopper {'' if blocks else 'or Blackwell '}GPU"
@@ -319,5 +320,5 @@ def why_no_product(
 
 
 def _toolkit() -> tuple[int, ...]:
-    """The CUDA version that torch was built with."""
+    """Returns the CUDA version that torch was built with."""
     return tuple(int(part) for part in (torch.version.cuda or "0").split(".")[:2])

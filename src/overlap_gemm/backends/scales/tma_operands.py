@@ -1,4 +1,4 @@
-"""Operands as the kernels read them: where TMA can, copied where it cannot."""
+"""Operands as the kernels read them: used in place if TMA can load them, else copied."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ import torch
 from torch import Tensor
 
 ROW_BYTES = 16
-"""TMA wants rows at multiples of 16 bytes (CUDA driver API, tensor maps)."""
+"""TMA requires rows at multiples of 16 bytes (CUDA driver API, tensor maps)."""
 
 ROW_ELEMENTS = 8
-"""Of a 16-bit type."""
+"""Elements of a 16-bit dtype in `ROW_BYTES`."""
 
 
 def padded(extent: int, itemsize: int = 2) -> int:
-    """Elements of a row of so many, with what makes it whole 16 bytes; at least one 16."""
+    """Returns the elements of a row of `extent` elements padded to whole 16 bytes, at least 16 bytes."""
     unit = ROW_BYTES // itemsize
     return max(-(-extent // unit), 1) * unit
 
 
 MAX_STRIDE = 1 << 40
-"""Bytes of a stride of a TMA descriptor, which has 40 bits."""
+"""Limit in bytes of a stride of a TMA descriptor, which has 40 bits."""
 
 
 def aligned(matrix: Tensor, shard: int = 0) -> Tensor:
-    """`matrix` `[rows, K]` as TMA can read it: itself, or a copy with zeros appended along K.
+    """Returns `matrix` `[rows, K]` as TMA can read it: itself, or a copy with zeros appended along K.
 
     Rows (or, of a transposed matrix, columns) must begin at multiples of 16 bytes. Zeros along K add nothing
-    to a product, and where the other operand is shorter the hardware reads zeros.
+    to a product, and if the other operand is shorter the hardware reads zeros.
 
     Args:
-        matrix: the operand.
-        shard: see `has_tma_strides`.
+        matrix: Operand.
+        shard: Rows of an owner's shard, see `has_tma_strides`.
     """
     if has_tma_strides(matrix, shard) and matrix.data_ptr() % 16 == 0:
         return matrix
@@ -44,7 +44,7 @@ def weight_pair(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
 
     Args:
         first: Weight `[rows, K]`.
-        second: Weight of the same shape, which lies elsewhere in memory, less than `MAX_STRIDE` bytes away.
+        second: Weight of the same shape, at another address, less than `MAX_STRIDE` bytes away.
     """
     pair = aligned(first), aligned(second)
     begin, end = (one.data_ptr() for one in pair)
@@ -58,7 +58,7 @@ def weight_pair(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def widened(matrix: Tensor) -> Tensor:
-    """A contiguous copy of `matrix` `[rows, K]` with zeros appended along K to whole 16 bytes."""
+    """Returns a contiguous copy of `matrix` `[rows, K]` with zeros appended along K to whole 16 bytes."""
     rows, depth = matrix.shape
     wide = matrix.new_zeros(rows, padded(depth, matrix.itemsize))
     wide[:, :depth] = matrix
@@ -66,11 +66,11 @@ def widened(matrix: Tensor) -> Tensor:
 
 
 def has_tma_strides(matrix: Tensor, shard: int = 0) -> bool:
-    """Whether TMA could read `matrix` `[rows, K]`, if it begins at a multiple of 16 bytes.
+    """Returns whether TMA can read `matrix` `[rows, K]` if it begins at a multiple of 16 bytes.
 
     Args:
-        matrix: the operand.
-        shard: rows of an owner's shard if tiles begin with each shard. Along the contiguous dimension a load
+        matrix: Operand.
+        shard: Rows of an owner's shard if tiles begin with each shard. Along the contiguous dimension a load
             begins at multiples of 16 bytes only (measured: docs/design/facts.md).
     """
     inner, outer = (1, 0) if matrix.stride(1) == 1 else (0, 1)
@@ -84,7 +84,7 @@ def has_tma_strides(matrix: Tensor, shard: int = 0) -> bool:
 
 
 def aligned_vector(vector: Tensor, size: int) -> Tensor:
-    """`vector` as the epilogue reads it, 16 bytes at a time: itself, or a contiguous and aligned copy.
+    """Returns `vector` as the epilogue reads it, 16 bytes at a time: itself, or a contiguous aligned copy.
 
     A single element is copied `size` times.
     """
@@ -94,5 +94,5 @@ def aligned_vector(vector: Tensor, size: int) -> Tensor:
 
 
 def major(matrix: Tensor, other: str) -> Any:
-    """``"k"`` if K is the contiguous dimension of `[rows, K]`, else ``other``."""
+    """Returns ``"k"`` if K is the contiguous dimension of `[rows, K]`, else ``other``."""
     return "k" if matrix.stride(1) == 1 else other
