@@ -107,6 +107,7 @@ def test_layers_and_styles():
                 "ColumnParallelLinear",
                 "RowParallelLinear",
                 "ParallelMLP",
+                "UlyssesAttention",
                 "full_state_dict",
                 "clip_grad_norm_",
             ),
