@@ -1,1 +1,1 @@
-"""From a call to what carries it out: checked arguments, one key for calls that are alike, custom ops."""
+"""From a call to the function that runs it: checked arguments, keys of known calls, custom ops."""

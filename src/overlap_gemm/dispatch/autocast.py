@@ -15,15 +15,15 @@ DEVICES = ("cpu", "cuda")
 def autocast(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """The operands of a product as `torch.autocast` wants them; as they are outside of it.
+    """Returns the operands of a product in the dtypes that `torch.autocast` requires, if it is enabled.
 
-    Like a product of torch's own: floating-point operands on the region's device type take its dtype, but
-    float64 stays. Gradients come back in each operand's own dtype.
+    As for torch's products, floating-point operands on the region's device type are cast to its dtype, except
+    float64. Gradients have each operand's original dtype.
 
     Args:
-        x: The input.
-        weights: The weights.
-        biases: The biases.
+        x: Operand x.
+        weights: Weights.
+        biases: Biases.
     """
     device = x.device.type if isinstance(x, Tensor) else "cpu"
     if not is_autocast(device):

@@ -1,4 +1,4 @@
-"""How a call goes from its user to its op: checked and bound once, then known by its key."""
+"""The path of a call from its user to its op: checked and bound once, then looked up by its key."""
 
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from .registered import Bound
 
 
 def with_scales(call: OpCall, scale_x: Any, scale_w: Any) -> tuple[OpCall, Scales]:
-    """A call and its scales as they go on; without scales of either operand it is a plain one."""
+    """Returns a call with `out_dtype` and its scales; without any scale, the call and no scales."""
     if scale_x is None and scale_w is None:
         return call, ()
     if call.out_dtype is None:
@@ -29,7 +29,7 @@ def with_scales(call: OpCall, scale_x: Any, scale_w: Any) -> tuple[OpCall, Scale
 
 
 class _Prepared(NamedTuple):
-    """All that calls of one kind have in common: a call is this and its tensors."""
+    """Everything that calls of one signature have in common: a call is this and its tensors."""
 
     bound: Bound
     lowered: Lowered
@@ -38,7 +38,7 @@ class _Prepared(NamedTuple):
         bound, lowered = self
         if lowered.dim is not None:
             x = lowered.flatten(x)
-        if scales:  # which have no gradient
+        if scales:  # scales have no gradient
             result = bound.run(x, weight, bias, *lowered.vectors(*scales))
         else:
             run = bound.with_gradient if needs_grad(x, weight, bias) else bound.run
@@ -47,7 +47,7 @@ class _Prepared(NamedTuple):
 
 
 class _Asking(NamedTuple):
-    """The same for calls whose sharded extent the ranks must ask each other for, every time."""
+    """The same for calls in which the ranks exchange their sharded extents every time."""
 
     op: GemmOp
     ranks: Group
@@ -73,17 +73,17 @@ def call_op(
     scale_x: Any = None,
     scale_w: Any = None,
 ) -> Any:
-    """Calls an op: at once where nobody but autograd looks, else through torch's dispatcher.
+    """Calls an op: directly if only autograd observes the call, else through torch's dispatcher.
 
     Args:
-        op: The op.
-        x: The user's.
-        weight: The user's, or a list.
-        bias: The user's, or a list.
-        group: The user's.
-        call: The user's.
-        scale_x: The user's.
-        scale_w: The user's, or a list.
+        op: Op to call.
+        x: The user's x.
+        weight: The user's weight, or a list.
+        bias: The user's bias, or a list.
+        group: The user's group.
+        call: The user's options and extents.
+        scale_x: The user's scales of x, or None.
+        scale_w: The user's scales of the weight, or a list, or None.
     """
     scales: Scales = ()
     if scale_x is not None or scale_w is not None:
@@ -107,7 +107,7 @@ def _run(op: GemmOp, ranks: Group, x: Tensor, weight: Any, bias: Any, call: OpCa
     try:
         key = (op.name, layouts(x, weight, bias, *scales), call, state(x))
         prepared = ranks.calls.get(key)
-    except (TypeError, RuntimeError):  # tensors without strides, arguments without a hash: ours to name
+    except (TypeError, RuntimeError):  # tensors without strides, unhashable arguments: `lower` names them
         _lower_unasked(op, ranks, x, weight, bias, call, scales)
         raise
     if prepared is None:
@@ -125,7 +125,7 @@ def _refuse_gradient(op: GemmOp, *tensors: Any) -> None:
 def _lower_unasked(
     op: GemmOp, ranks: Group, x: Tensor, weight: Any, bias: Any, call: OpCall, scales: Scales
 ) -> Lowered:
-    """The call as it is checked before ranks ask each other for its extent."""
+    """Returns the lowered call, checked before the ranks exchange its extent."""
     return lower(op.spec, ranks.name, x, weight, bias, call.unasked(op.spec), scales)
 
 

@@ -1,8 +1,8 @@
-"""What tells one call of an op from another, and what is kept for calls that are alike.
+"""Keys of calls, and what a group keeps for calls with equal keys.
 
-A call costs the host as little as its tensors allow: everything else is found out at the first call of its
-kind and kept with the group (`Group.calls`) until the group ends. The key holds whatever may change it:
-shapes, strides, dtypes and devices, the arguments, and the state of the process that a choice looks at.
+The first call of a key computes all that does not depend on the tensors' values. The group keeps it
+(`Group.calls`) until the group ends. The key has everything that may change the result: shapes, strides,
+dtypes and devices, the arguments, and the state of the process that a choice reads.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -21,20 +21,20 @@ from ..tuning.settings import settings
 T = TypeVar("T")
 
 LIMIT = 8192
-"""Kinds of calls that a group keeps; a program that goes beyond begins anew."""
+"""Number of calls that a group keeps; when it is reached, all are dropped."""
 
 
 def enter(ranks: Group, op: str, x: Any, run: Callable[..., T], *given: Any) -> T:
-    """The one entry: `run(*given)` of every call, whoever makes it: a user, torch's dispatcher, a gradient.
+    """Runs `run(*given)`; the single entry of calls by users, torch's dispatcher and gradients.
 
-    A call that raises before its launch, or because its arguments are refused, is counted: the calls after it
-    tell the peers, which may have made it (:mod:`overlap_gemm.runtime.identity`).
+    A call that raises before its launch, or because its arguments are refused, is counted: later calls signal
+    it to the peers, which may have made that call (:mod:`overlap_gemm.runtime.identity`).
 
     Args:
-        ranks: The group.
-        op: The op.
-        x: Its first tensor.
-        run: What the call does.
+        ranks: Group of the call.
+        op: Name of the op.
+        x: First tensor of the call.
+        run: Function that runs the call.
         *given: Arguments of `run`.
     """
     progress = ranks.progress
@@ -49,7 +49,7 @@ def enter(ranks: Group, op: str, x: Any, run: Callable[..., T], *given: Any) -> 
 
 
 def layouts(*given: Any) -> Hashable:
-    """All of tensors, of lists of tensors and of None, but where they lie and what they hold."""
+    """Returns shapes, strides, dtypes and devices of tensors, of lists of tensors and of None, as a key."""
     found: list[Hashable] = []
     for one in given:
         if one is None:
@@ -67,7 +67,7 @@ def layouts(*given: Any) -> Hashable:
 
 
 def state(x: Tensor) -> Hashable:
-    """What else a call depends on: `configured` fields, torch's switch, a capture, an open emulator."""
+    """Returns the state that a call reads: `configured`, torch's switch, a capture, an open emulator."""
     if x.is_cuda:
         where: object = torch.cuda.is_current_stream_capturing()
     else:
@@ -77,7 +77,7 @@ def state(x: Tensor) -> Hashable:
 
 def keep(group: Group, key: Hashable, value: T) -> T:
     """Keeps `value` for calls of this key; returns it."""
-    if not agree.checking():  # in debug mode every call is looked at
+    if not agree.checking():  # in debug mode every call is compared
         if len(group.calls) >= LIMIT:
             group.calls.clear()
         group.calls[key] = value
@@ -90,10 +90,10 @@ def is_plain(
     *others: Tensor | Sequence[Tensor] | None,
     as_op: bool = True,
 ) -> bool:
-    """Whether nobody but autograd looks at what is called, so that it need not go through torch's dispatcher.
+    """Returns whether only autograd observes the call, so that it need not use torch's dispatcher.
 
-    torch.compile, make_fx, FakeTensorMode, torch.func, forward-mode AD, DTensors and other subclasses do; at
-    an op (``as_op``) so do autocast, and the profiler, for the ops' names.
+    Other observers are torch.compile, make_fx, FakeTensorMode, torch.func, forward-mode AD, DTensors and
+    other subclasses. For an op (``as_op``) autocast, and the profiler, which shows the ops' names, are, too.
     """
     if (
         torch.compiler.is_compiling()
@@ -115,7 +115,7 @@ def is_plain(
 
 
 def needs_grad(*given: Any) -> bool:
-    """Whether autograd must know of a call with these tensors, lists of tensors and None."""
+    """Returns whether autograd must record a call with these tensors, lists of tensors and None."""
     if torch.is_grad_enabled():
         for one in given:
             if isinstance(one, Tensor):

@@ -1,4 +1,4 @@
-"""From an op's arguments to what carries it out: the backend is chosen, agreed on, and bound."""
+"""From an op's arguments to the function that runs it: the backend is chosen, agreed on, and bound."""
 
 import gc
 from collections.abc import Sequence
@@ -21,11 +21,11 @@ from .registered import Run
 
 
 class Chosen(NamedTuple):
-    """Who carries a call out.
+    """Backend of a call.
 
     Attributes:
-        backend: its name.
-        run: what it does.
+        backend: Name of the backend.
+        run: Function from the op's tensors to its result.
     """
 
     backend: str
@@ -35,15 +35,15 @@ class Chosen(NamedTuple):
 def chosen(
     op: OpSpec, call: OpCall, x: Tensor, weight: Any, bias: Any, inputs: Sequence[Tensor] = ()
 ) -> Chosen:
-    """Chooses the backend, in debug mode after all ranks have compared notes.
+    """Returns the chosen backend, bound to the call; in debug mode all ranks compare the call first.
 
     Args:
-        op: Of the backend.
-        call: As lowered.
-        x: As for the backend, contiguous or not.
-        weight: As for the backend.
-        bias: As for the backend.
-        inputs: What the epilogue reads.
+        op: Definition of the op.
+        call: Lowered call.
+        x: Operand x, contiguous or not, as in `Backend.bind`.
+        weight: Weight, or a list, as in `Backend.bind`.
+        bias: Bias, a list, or None, as in `Backend.bind`.
+        inputs: Inputs of the epilogue.
     """
     ranks = resolve(call.group)
     problem, choice, facts = _agreed_choice(op, call, x, weight, bias, inputs)
@@ -62,11 +62,13 @@ def chosen(
 def why_after(
     op: OpSpec, call: OpCall, x: Tensor, weight: Any, bias: Any, inputs: Sequence[Tensor]
 ) -> str | None:
-    """Returns why torch would apply an epilogue after the op, None if a kernel does; collective as `chosen`.
+    """Returns the reason torch would apply an epilogue after the op; None if a kernel does.
+
+    Collective like `chosen`.
 
     Args:
-        op: The op.
-        call: The lowered call.
+        op: Definition of the op.
+        call: Lowered call.
         x: Operand of the backend.
         weight: Weight, or a list.
         bias: Bias, a list, or None.
@@ -79,14 +81,14 @@ def why_after(
 def _agreed_choice(
     op: OpSpec, call: OpCall, x: Tensor, weight: Any, bias: Any, inputs: Sequence[Tensor]
 ) -> tuple[Problem, Choice, Any]:
-    """Returns a call's problem, the backend for it, and what the ranks have compared."""
+    """Returns a call's problem, the backend for it, and the facts that the ranks have compared."""
     ranks = resolve(call.group)
     problem = Problem.of(op.name, call, x, ranks, weight, bias, inputs)
     plain, requested = problem.without_epilogue(), call.backend
     facts = (*problem.agreed(), *settings().agreed(op))
     try:
         choice = choose(plain, requested)
-    except ValueError as error:  # it may be this rank's alone, whose device has no such kernels, say
+    except ValueError as error:  # it may concern this rank alone, for example its device
         agree.same(ranks, x.device, (*facts, agree.failure(error)))
         raise
     agree.same(ranks, x.device, facts)
@@ -101,7 +103,7 @@ def _first(weight: Any) -> Tensor:
 
 
 def _bound(choice: Choice, problem: Problem, x: Tensor, weight: Any, *others: Any) -> Run:
-    """What carries the problem out; its epilogue is applied by the backend, or by torch after it."""
+    """Returns the bound function; its epilogue is applied by the backend, or by torch after it."""
     if problem.applying is None or choice.backend.why_after(problem, _first(weight)) is None:
         return bind_as(choice.kernel, choice.backend, problem, x, weight, *others)
     plain = bind_as(choice.kernel, choice.backend, problem.without_epilogue(), x, weight, *others)
@@ -109,13 +111,13 @@ def _bound(choice: Choice, problem: Problem, x: Tensor, weight: Any, *others: An
 
 
 calls: dict[tuple[str, str], list[int]] = {}
-"""How many calls of an op, by a backend, have begun in this process."""
+"""Number of calls of an op by a backend that have begun in this process."""
 
 
 def _ranged(name: str, run: Run, group: Group, count: list[int]) -> Run:
-    """`run` in a range of that name for whoever profiles: torch.profiler, or NVTX.
+    """Returns `run` in a range of that name for profilers: torch.profiler, or NVTX.
 
-    Once more with torch's cache freed, where there was no memory before anything was launched or sent.
+    If memory runs out before anything is launched or sent, torch's cache is freed, and the call is repeated.
     """
 
     def ranged(*operands: Any) -> Any:

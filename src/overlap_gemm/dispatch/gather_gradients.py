@@ -1,6 +1,6 @@
 """`all_gather_gemm_gradients`: gradients of x and of all weights of an all_gather_gemm, in one op.
 
-For calls that want all of these and kept no gathered x. The weights' gradients wait for x. Copy engines
+It is for calls that need all of these and kept no gathered x. The weights' gradients wait for x. Copy engines
 gather it alongside the fused kernel that computes the gradient of x, if there is one and shards are not
 small. The gathered x is stored in the gather buffer of `all_gather_gemm`.
 """
@@ -25,7 +25,7 @@ from .registered import Registered, Run
 
 
 def joined(parts: Sequence[Tensor], dim: int) -> Tensor:
-    """Returns the parts one after the other along `dim`; a single one as it is."""
+    """Returns the parts concatenated along `dim`; a single one unchanged."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
 
 

@@ -40,7 +40,7 @@ class HeadShards:
     world: int
 
     def __post_init__(self) -> None:
-        """Raises ValueError for columns that are no such heads, and for heads that cannot be replicated."""
+        """Raises ValueError for columns that heads do not divide, and for heads that cannot be replicated."""
         if isinstance(self.heads, bool) or not isinstance(self.heads, int) or self.heads < 1:
             raise ValueError(f"{self.op}: heads must be a number, 1 or more, got {self.heads!r}")
         if self.columns % self.heads:
@@ -68,7 +68,7 @@ class HeadShards:
 
     @property
     def is_chunked(self) -> bool:
-        """Returns whether `torch.chunk` cuts the columns so already."""
+        """Returns whether `torch.chunk` already cuts the columns at heads."""
         return not self.padding and self.replicas == 1
 
     def expanded(self, matrix: Tensor, dim: int) -> Tensor:

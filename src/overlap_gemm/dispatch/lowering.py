@@ -1,4 +1,4 @@
-"""From what a user passes to what an op takes: checked arguments, two dimensions, known lengths."""
+"""From a user's arguments to an op's arguments: checked, two-dimensional, with extents over all ranks."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -21,14 +21,14 @@ from .operands import Scales, check_operands, check_scaled, shape_of
 
 
 class Lowered(NamedTuple):
-    """A call as its op takes it.
+    """A call in the form that its op takes.
 
     Attributes:
-        call: With extents over all ranks: the op's arguments, after its tensors.
-        flat: The two-dimensional shape of x.
-        dim: Which dimension of x comes first in it; None: x is two-dimensional and stays as it is.
-        finish: Makes the user's result of one of the op's; None: it is that.
-        facts: (name, value) of what ranks compare where they ask each other for a sharded extent.
+        call: Call with extents over all ranks: the op's arguments, after its tensors.
+        flat: Two-dimensional shape of x.
+        dim: Dimension of x that comes first in it; None: x is two-dimensional and unchanged.
+        finish: Function from the op's result to the user's; None: they are the same.
+        facts: (name, value) that ranks compare when they exchange a sharded extent.
     """
 
     call: OpCall
@@ -38,15 +38,15 @@ class Lowered(NamedTuple):
     facts: agree.Facts
 
     def flatten(self, x: Tensor) -> Tensor:
-        """X as the op takes it."""
+        """Returns x as the op takes it."""
         return x if self.dim is None else x.movedim(self.dim, 0).reshape(self.flat)
 
     def operands(self, x: Tensor, weight: Any, bias: Any, scales: Scales) -> tuple[Any, ...]:
-        """All tensors as the op takes them."""
+        """Returns all tensors as the op takes them."""
         return self.flatten(x), weight, bias, *(self.vectors(*scales) if scales else ())
 
     def result(self, result: Any) -> Any:
-        """The user's results of the op's."""
+        """Returns the user's results, made of the op's."""
         if self.finish is None:
             return result
         if not isinstance(result, list):
@@ -55,7 +55,7 @@ class Lowered(NamedTuple):
         return [self.finish(moved) if self.call.keep else moved, *map(self.finish, outs)]
 
     def vectors(self, scale_x: Tensor, scale_w: Any) -> tuple[Any, ...]:
-        """The scales as the op takes them: float32, vectors or matrices; or those of MX types."""
+        """Returns the scales as the op takes them: float32 vectors or matrices, or those of MX types."""
         if self.call.blocks == MX:
             return scale_x, scale_w
         if scale_x.dtype is not torch.float32:
@@ -76,16 +76,16 @@ class Lowered(NamedTuple):
 def lower(
     spec: OpSpec, group: str, x: Tensor, weight: Any, bias: Any, call: OpCall, scales: Scales = ()
 ) -> Lowered:
-    """A call of an op: arguments checked, x in two dimensions, extents over all ranks.
+    """Returns a lowered call: arguments checked, x in two dimensions, extents over all ranks.
 
     Args:
-        spec: Of the op.
+        spec: Definition of the op.
         group: Name of the process group.
-        x: The user's.
-        weight: The user's; a list where the op takes lists.
-        bias: The user's; a list where the op takes lists, else one or None.
-        call: The user's.
-        scales: Of x and weight; empty where operands have none.
+        x: The user's x.
+        weight: The user's weight; a list if the op takes lists.
+        bias: The user's bias or None; a list if the op takes lists.
+        call: The user's options and extents.
+        scales: Scales of x and weight; empty if operands have none.
     """
     weights = weight if spec.takes_lists else [weight]
     biases = bias if spec.takes_lists else [] if bias is None else [bias]
@@ -122,7 +122,7 @@ def lower(
         return out.view(*batch, out.shape[-1])
 
     is_flat = x.ndim == 2
-    if not torch.compiler.is_compiling():  # a graph's ops ask when they run
+    if not torch.compiler.is_compiling():  # a graph's ops resolve promises when they run
         call = call.promising()
     extents = {"rows": shards.total, "columns": all_columns, "k": depth, "chunk": chunk}
     block = None if call.block is None else str(call.block)
@@ -222,21 +222,21 @@ def total_extent(
     facts: agree.Facts,
     unit: int = 1,
 ) -> int:
-    """The sharded extent over all ranks: the caller's, or equal shards, or what the ranks say.
+    """Returns the sharded extent over all ranks: passed, computed from equal shards, or exchanged.
 
     Args:
-        op: For messages.
-        what: The name of the extent, for messages.
-        given: By the caller.
-        length: This rank's share.
-        x: The op's operand.
-        group: Every rank of which calls.
-        facts: As for `agree.same`.
-        unit: As for `agree.equal_length`.
+        op: Name of the op, for messages.
+        what: Name of the extent, for messages.
+        given: Extent that the caller passed.
+        length: This rank's share of it.
+        x: Operand of the op.
+        group: Name of the group, every rank of which calls.
+        facts: Facts that the ranks compare, as in `agree.same`.
+        unit: Rows for each element of the extent, as in `agree.equal_length`.
 
     Raises:
-        ValueError: This rank's share is not that of `given`, or the ranks' are not equal, or not as
-            `torch.chunk` cuts.
+        ValueError: This rank's share does not fit the passed extent. Or the ranks' shares are not equal, or
+            not as `torch.chunk` cuts.
     """
     if given in (None, "exchange") and not (torch.compiler.is_compiling() or is_capturing(x.device)):
         ranks = resolve(group)
@@ -260,7 +260,7 @@ def total_extent(
 
 
 def _known(op: str, what: str, given: Length, local: int, group: str) -> int | None:
-    """The extent over all ranks that only the choice of a backend looks at; None if nobody knows."""
+    """Returns an extent over all ranks that only the choice of a backend reads; None if it is unknown."""
     if isinstance(given, str):
         return local * group_size(group)
     if given is not None and given < local:

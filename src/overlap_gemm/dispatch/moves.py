@@ -1,11 +1,14 @@
 """Ops without a product: shards gathered, cut and summed over the ranks, as custom ops like those of `ops`.
 
-    all_gather_rows   <->  reduce_scatter_rows    what every rank does with the result is its own
-    deal_columns      <->  deal_rows              a result has no element twice
-    join_shards       <->  keep_shard             every rank does the same with the result
-    sum_over_ranks    <->  for_each_rank          every rank does the same with a sum; its own with an addend
+| op              | its gradient        | condition                                                      |
+|-----------------|---------------------|----------------------------------------------------------------|
+| all_gather_rows | reduce_scatter_rows | every rank uses the result in its own way                      |
+| deal_columns    | deal_rows           | no element is in two results                                   |
+| join_shards     | keep_shard          | every rank does the same with the result                       |
+| sum_over_ranks  | for_each_rank       | every rank does the same with the sum, its own with its addend |
 
-A result that all ranks have is replicated: its gradient must be the same on every rank.
+Each op is the gradient of its gradient. A result that all ranks have is replicated: its gradient must be the
+same on every rank.
 """
 
 import math
@@ -29,17 +32,17 @@ from .registered import Registered, Run
 
 
 def own_rows(chunk: int, rows: int, group: str) -> int:
-    """Rows of this rank, of `rows` in shards of `chunk`."""
+    """Returns the number of rows of this rank, of `rows` in shards of `chunk`."""
     return Shards(rows, group_size(group), chunk).size(group_rank(group))
 
 
 def new(like: Tensor, tensor: Tensor) -> Tensor:
-    """`tensor`, which a custom op may return only if it is not one of its inputs."""
+    """Returns `tensor`, or a copy if it is `like`: a custom op must not return one of its inputs."""
     return tensor.clone() if tensor is like else tensor
 
 
 def compared(op: str, x: Tensor, group: str, **shared: int) -> Group:
-    """The group in calls of an op, of which the ranks have these in common."""
+    """Returns the group for calls of an op whose ranks compare these facts."""
     return agree.of_calls(resolve(group), x.device, (("op", op), ("dtype", x.dtype), *shared.items()))
 
 
@@ -63,7 +66,7 @@ all_gather_rows = Registered(
 
 
 # --- reduce_scatter_rows: x [M, N], one addend per rank -> this rank's rows of the sum; shards of `chunk` ---
-# Summed as the backend sums that would carry out a gemm_reduce_scatter of that size.
+# Summed by the backend that a gemm_reduce_scatter of that size would use.
 
 
 def _bind_reduce_scatter_rows(
@@ -110,7 +113,7 @@ def _bind_deal_rows(x: Tensor, columns: int, chunk: int, group: str) -> Run:
 
 
 def own_columns(columns: int, group: str) -> int:
-    """Columns of this rank, as torch.chunk cuts them."""
+    """Returns the number of columns of this rank, as torch.chunk cuts them."""
     return Shards.owned_by(group_size(group), group_rank(group))(columns)
 
 
@@ -130,7 +133,7 @@ deal_rows: Registered = Registered(
 
 
 # --- keep_shard: x, the same on every rank -> its shard along `dim`, as torch.chunk cuts ---
-# --- join_shards: a shard along `dim`, `total` long over all ranks -> the whole, the same on every rank ---
+# --- join_shards: a shard along `dim`, `total` long over all ranks -> the full x, the same on every rank ---
 
 
 def _bind_keep_shard(x: Tensor, dim: int, group: str) -> Run:
@@ -204,7 +207,7 @@ sum_over_ranks = Registered(
 
 
 def each(x: Tensor, group: str) -> Tensor:
-    """`for_each_rank` in a backward pass: x itself, unless somebody asks for a second derivative."""
+    """Returns `for_each_rank` of x in a backward pass; x itself unless second derivatives are recorded."""
     return for_each_rank(x, group) if torch.is_grad_enabled() else x
 
 

@@ -1,6 +1,6 @@
-"""What operands must be: types, shapes and devices, with and without scales.
+"""Checks of operands: dtypes, shapes and devices, with and without scales.
 
-What differs between an op's arguments and the ranks is `lowering`'s.
+Extents that depend on the op's arguments and on the ranks are checked in `lowering`.
 """
 
 from typing import Any, TypeAlias
@@ -23,26 +23,26 @@ from ..config.scale_blocks import MX, Blocks, in_words
 from ..spec import OpSpec
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-"""float64 is for gradient checks; the portable backends alone carry it."""
+"""float64 is for gradient checks; the portable backends alone support it."""
 
 Scales: TypeAlias = tuple[Any, ...]
-"""Those of x and of the weight, or of each weight in a list; empty where operands have none."""
+"""Scales of x and of the weight, or of each weight in a list; empty if operands have none."""
 
 
 def check_operands(
     spec: OpSpec, x: Tensor, weights: list[Tensor], biases: list[Tensor], scales: Scales
 ) -> None:
-    """Types, devices, layouts and shapes of operands.
+    """Checks dtypes, devices, layouts and shapes of operands.
 
     Args:
-        spec: The op.
+        spec: Definition of the op.
         x: `[M, ..., K]`.
         weights: `[N, K]` each.
         biases: `[N]` each, as many as weights, or none.
-        scales: Of x and of the weights; empty where operands have none.
+        scales: Scales of x and of the weights; empty if operands have none.
 
     Raises:
-        TypeError: A type, layout or device is not served, or not shared by all.
+        TypeError: A dtype, layout or device is not supported, or not the same for all operands.
         ValueError: A shape does not fit.
     """
     op = spec.name
@@ -96,7 +96,12 @@ def check_scaled(
     scale_x: Tensor,
     scale_w: Any,
 ) -> None:
-    """What operands with scales must be in addition to all that `_check_operands` asks of any."""
+    """Checks operands with scales, in addition to `check_operands`: dtypes, strides, shapes of scales.
+
+    Raises:
+        TypeError: A dtype is not supported.
+        ValueError: A shape, stride or number of scales does not fit.
+    """
     scales = _each(scale_w)
     if len(scales) != len(weights):
         raise ValueError(f"{op}: {len(weights)} weights need as many scale_w, got {len(scales)}")
@@ -153,7 +158,7 @@ def check_scaled(
 
 
 def _check_mx(op: str, x: Tensor, weights: list[Tensor], scale_x: Tensor, scales: list[Tensor]) -> None:
-    """Numbers of scales of MX types."""
+    """Checks K and the numbers of scales of MX types."""
     if x.shape[-1] % mx.WIDTH:
         raise ValueError(
             f"{op}: K of operands with scales of {mx.SCALE} must be a multiple of {mx.WIDTH}, got "
@@ -174,7 +179,7 @@ def _check_mx(op: str, x: Tensor, weights: list[Tensor], scale_x: Tensor, scales
 def _check_blocks(
     op: str, x: Tensor, weights: list[Tensor], scale_x: Tensor, scales: list[Tensor], blocks: Blocks
 ) -> None:
-    """Shapes of scales of blocks."""
+    """Checks the shapes of scales of blocks."""
     along_k = blocks_along(x.shape[-1], blocks)
     for name, given, matrix, wanted in (
         ("scale_x", scale_x, x, [*x.shape[:-1], along_k]),
@@ -191,7 +196,7 @@ def _check_blocks(
 
 
 def shape_of(tensor: Tensor) -> str:
-    """For messages."""
+    """Returns the shape of a tensor as text, for messages."""
     return str(list(tensor.shape))
 
 

@@ -1,8 +1,8 @@
 """The ops as torch.library custom ops: schema, implementation, fake (meta) kernel and autograd of each.
 
-Everything here is 2-D and validated; `functional` is the door for users. All ops have one schema: x, weight
+Everything here is 2-D and validated; users call `api.functional`. All ops have one schema: x, weight
 and bias (lists of the latter two where an op takes lists), their scales or None, and the fields of
-`backends.op_call.OpCall`. Groups travel by name, so that the ops are plain graph nodes to torch.compile.
+`backends.op_call.OpCall`. Groups are passed by name, so that the ops are plain graph nodes to torch.compile.
 Gradients follow the duality of the ops:
 
     all_gather_gemm     <->  gemm_reduce_scatter
@@ -10,9 +10,9 @@ Gradients follow the duality of the ops:
     gemm_all_gather      ->  slice of the output's gradient, then gemm_all_reduce
     registered ops      <->  their duals (`GemmOp.by_dual`)
 
-(`column_parallel_gemm` is a product of replicated rows, whose input's gradient is a gemm_all_reduce.)
-A replicated output's gradient must be the same on every rank, as it is when every rank computes the same
-loss; a replicated input gets its whole gradient on every rank. So it is with gradients of gradients.
+`column_parallel_gemm` is a product of replicated rows, whose input's gradient is a gemm_all_reduce. A
+replicated output's gradient must be the same on every rank, as it is if every rank computes the same loss. A
+replicated input gets its full gradient on every rank. The same holds for gradients of gradients.
 """
 
 from collections.abc import Sequence
@@ -56,7 +56,7 @@ NO_GRADIENT = "operands with scales have no gradients: call under torch.no_grad(
 _KEEP = OpCall._fields.index("keep")
 
 NO_SCALES = None, None
-"""In place of the scales of x and weight."""
+"""Arguments in place of the scales of x and weight."""
 
 
 def _without_no_scales(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -70,9 +70,9 @@ class GemmOp(Registered):
     kept, and a result for each weight.
 
     Args:
-        spec: Of the op.
-        backward: As for `Registered`, of x, weight and bias; saved are x (or what is kept of it) and weights.
-            None: by the op's dual.
+        spec: Definition of the op.
+        backward: Gradients of x, weight and bias, as in `Registered`; saved are x (or the part of it that is
+            kept) and weights. None: by the op's dual.
     """
 
     def __init__(self, spec: OpSpec, backward: Any = None) -> None:
@@ -129,7 +129,7 @@ class GemmOp(Registered):
         return super()._run_with_gradient(_without_no_scales(tensors), arguments)
 
     def keep(self, ctx: Any, tensors: Sequence[Any], arguments: tuple[Any, ...], output: Any) -> None:
-        """Keeps x, or what is kept of it, and the weights."""
+        """Saves x, or the part of it that is kept, and the weights."""
         x, weight, *_ = tensors
         ctx.rest, ctx.is_scaled = arguments, len(tensors) > 3 and tensors[3] is not None
         if not self.takes_lists:
@@ -140,7 +140,7 @@ class GemmOp(Registered):
         ctx.set_materialize_grads(False)
 
     def gradients(self, ctx: Any, needs: Any, *grads: Any) -> tuple[Any, ...]:
-        """Those of x, weight and bias."""
+        """Returns the gradients of x, weight and bias."""
         if ctx.is_scaled:
             raise TypeError(NO_GRADIENT)
         return super().gradients(ctx, needs[:3], *grads)
@@ -205,14 +205,14 @@ class GemmOp(Registered):
 
 
 GEMM_OPS: dict[str, GemmOp] = {}
-"""Ops with a product, by name."""
+"""Ops with a product by name."""
 
 
 def dual_of(spec: OpSpec) -> GemmOp:
-    """Returns the op of a gradient.
+    """Returns the op that computes the gradient of an op's x.
 
     Raises:
-        RuntimeError: None of its name is registered.
+        RuntimeError: No op of its name is registered.
     """
     if spec.dual not in GEMM_OPS:
         x, weight, out = spec.dual_axes
@@ -224,7 +224,7 @@ def dual_of(spec: OpSpec) -> GemmOp:
 
 
 def result_extents(spec: OpSpec, call: OpCall, weight: Tensor) -> tuple[Any, Any]:
-    """Returns (rows, columns) of what a rank gets of a lowered call, by one weight."""
+    """Returns (rows, columns) of a rank's result of a lowered call, for one weight."""
     rows: Any = call.rows
     if spec.out == "m":
         rows = own_rows(call.chunk, rows, call.group)
@@ -235,7 +235,7 @@ def result_extents(spec: OpSpec, call: OpCall, weight: Tensor) -> tuple[Any, Any
 
 
 def _moved(x: Tensor, spec: OpSpec, call: OpCall, weight: Tensor) -> Tensor:
-    """Returns an operand as it is multiplied: moved by the op's collective, by ops that have gradients."""
+    """Returns the operand of the product: x moved by the op's collective, by ops that have gradients."""
     move = spec.operand_move
     if move is None:
         return x
@@ -248,12 +248,12 @@ def _moved(x: Tensor, spec: OpSpec, call: OpCall, weight: Tensor) -> Tensor:
 
 
 def _moved_back(grad: Tensor, spec: OpSpec, call: OpCall) -> Tensor:
-    """Returns the gradient of x by that of x as it was multiplied."""
+    """Returns the gradient of x, from the gradient of the operand that was multiplied."""
     assert spec.operand_is_sent, spec
     return deal_columns(grad, call.rows, call.chunk, call.group)  # type: ignore[no-any-return]
 
 
-# --- ordered_gemm: x [M, K], weight [N, K] -> [M, N], a rank's own, in an order that K alone decides ---
+# --- ordered_gemm: x [M, K], weight [N, K] -> [M, N], local, in an order that K alone determines ---
 
 
 ordered_gemm: Registered = Registered(
@@ -269,13 +269,13 @@ ordered_gemm: Registered = Registered(
 
 
 def along_rows(x: Tensor, y: Tensor, how: Any) -> Tensor:
-    """`x.t() @ y`: of a weight's gradient, a sum over all rows."""
+    """Returns `x.t() @ y`, a sum over all rows: a weight's gradient."""
     is_ordered = promises_of(how.partials, how.invariant).leaves
     return ordered_gemm(x.t(), y.t(), how.group) if is_ordered else x.t() @ y
 
 
 def sum_of_rows(x: Tensor, how: Any) -> Tensor:
-    """Of a bias' gradient."""
+    """Returns the sum of the rows: a bias' gradient."""
     if not promises_of(how.partials, how.invariant).leaves:
         return x.sum(0)
     sums: Tensor = ordered_gemm(x.new_ones(1, x.shape[0]), x.t(), how.group)
@@ -283,7 +283,7 @@ def sum_of_rows(x: Tensor, how: Any) -> Tensor:
 
 
 def _dual(call: OpCall, **changes: Any) -> OpCall:
-    """The call of `grad @ weight`, whose N is the op's K."""
+    """Returns the call of `grad @ weight`, whose N is the op's K."""
     return call.backward(columns=call.k, k=call.columns, keep=False, **changes)
 
 
@@ -346,7 +346,7 @@ def _backward_all_gather_gemm(
 all_gather_gemm = GemmOp(ALL_GATHER_GEMM, _backward_all_gather_gemm)
 
 
-# --- gemm_reduce_scatter: x [M, K_local], weight [N, K_local] -> own rows [m_r, N] ---
+# --- gemm_reduce_scatter: x [M, K_local], weight [N, K_local] -> local rows [m_r, N] ---
 
 
 def _backward_gemm_reduce_scatter(ctx: Any, call: OpCall, needs: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -414,7 +414,7 @@ def _backward_gemm_all_gather(ctx: Any, call: OpCall, needs: Any, grad: Tensor) 
 
 
 class ColumnParallelGemm(GemmOp):
-    """A rank's own product, which no backend is chosen for."""
+    """A rank's local product, for which no backend is chosen."""
 
     def _bind(self, x: Tensor, weight: Any, bias: Any, *rest: Any) -> Run:
         call = OpCall(*rest[-len(OpCall._fields) :])

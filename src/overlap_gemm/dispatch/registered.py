@@ -1,9 +1,9 @@
-"""What it takes to be an op of ``torch.ops.overlap_gemm``, and to be called past torch's dispatcher.
+"""`Registered`: an op of ``torch.ops.overlap_gemm`` that can also be called without torch's dispatcher.
 
-An op is its `bind`: what there is to do for tensors of one layout, given all arguments. torch's dispatcher
-binds and runs. A plain call, where nobody but autograd looks (`calls.is_plain`), binds once and runs often,
-through `Bound.with_gradient` where a gradient is wanted: `Registered.__call__`, and `functional`, which also
-keeps what it checked.
+An op is its `bind`: a function from all arguments to a function of tensors of these layouts. torch's
+dispatcher binds and runs. A plain call, which only autograd observes (`calls.is_plain`), binds once and runs
+often, by `Bound.with_gradient` if a gradient is needed. Plain calls are made by `Registered.__call__` and by
+`bound.call_op`, which also keeps the checked arguments.
 """
 
 from collections import namedtuple
@@ -16,25 +16,25 @@ from ..runtime.group import Group, resolve
 from .calls import enter, is_plain, keep, layouts, needs_grad, state
 
 Run = Callable[..., Any]
-"""An op's tensors -> its result."""
+"""Function from an op's tensors to its result."""
 
 _library = torch.library.Library("overlap_gemm", "DEF")
 
 
 class Registered:
-    """An op of ``torch.ops.overlap_gemm``, whose first arguments are its tensors (or lists of some).
+    """An op of ``torch.ops.overlap_gemm``, whose first arguments are its tensors (or lists of tensors).
 
-    Not `torch.library.custom_op`, whose wrappers take a quarter of the host time of a call.
+    It does not use `torch.library.custom_op`, whose wrappers take a quarter of the host time of a call.
 
     Args:
-        schema: As torch writes it.
-        bind: All arguments -> what computes the result from tensors of these layouts.
-        fake: What the op returns, in shape and dtype.
-        backward: `(ctx, given, needs, gradients)` -> the gradients of the first tensors, as many as have
-            some. `given` are the arguments after the tensors, by their names; `needs` says which gradients
-            are wanted; `ctx.shape` is the first tensor's.
-        saves: How many of the first tensors backward needs: `ctx.saved_tensors`.
-        named: Names the arguments after the tensors; None: the schema.
+        schema: Schema in torch's syntax.
+        bind: Function from all arguments to a function from tensors of these layouts to the result.
+        fake: Function from all arguments to an empty result of the right shape and dtype.
+        backward: `(ctx, arguments, needs, gradients)` -> the gradients of the first tensors, as many as have
+            one. `arguments` are those after the tensors, by name; `needs` has a flag for each gradient;
+            `ctx.shape` is the first tensor's shape.
+        saves: Number of first tensors that backward needs: `ctx.saved_tensors`.
+        named: NamedTuple class of the arguments after the tensors; None: made from the schema.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Registered:
 
         def run(*arguments: Any) -> Any:
             operands, rest = arguments[:tensors], arguments[tensors:]
-            if torch.compiler.is_dynamo_compiling():  # which cannot trace what tells threads apart
+            if torch.compiler.is_dynamo_compiling():  # Dynamo cannot trace the check of the thread
                 return self._run(operands, rest)
             return enter(self._ranks(rest), self.name, operands[0], self._run, operands, rest)
 
@@ -75,19 +75,19 @@ class Registered:
         torch.library.register_autograd(name, gradients, setup_context=setup, lib=_library)
 
     def keep(self, ctx: Any, tensors: Sequence[Any], arguments: tuple[Any, ...], output: Any) -> None:
-        """Keeps in `ctx` what `gradients` needs."""
+        """Saves in `ctx` what `gradients` reads."""
         ctx.rest, ctx.shape = arguments, tensors[0].shape
         if self.saves:
             ctx.save_for_backward(*tensors[: self.saves])
 
     def gradients(self, ctx: Any, needs: Any, *grads: Any) -> tuple[Any, ...]:
-        """Those of the tensors; see `backward`."""
+        """Returns the gradients of the tensors; see `backward`."""
         return self.backward(ctx, self._named(*ctx.rest), needs, *grads)
 
     def __call__(self, *given: Any) -> Any:
-        """Calls the op with tensors and arguments, without torch's dispatcher where only autograd looks.
+        """Calls the op with tensors and arguments, without torch's dispatcher if only autograd observes it.
 
-        Gradients call ops by this: in eager mode the dispatcher takes more host time than the call.
+        Gradients call ops this way: in eager mode the dispatcher takes more host time than the call.
         """
         tensors, arguments = given[: self.tensors], given[self.tensors :]
         if not is_plain(tensors[0], *tensors):
@@ -105,7 +105,7 @@ class Registered:
         return self.bound(tensors, arguments).with_gradient(*tensors)
 
     def bound(self, tensors: tuple[Any, ...], arguments: tuple[Any, ...]) -> "Bound":
-        """What `bind` made of arguments like these before, or makes of them now."""
+        """Returns the op bound to arguments like these: from the group's cache, else by `bind`."""
         ranks = self._ranks(arguments)
         key = (self.name, layouts(*tensors), arguments, state(tensors[0]))
         if (bound := ranks.calls.get(key)) is None:
@@ -116,14 +116,14 @@ class Registered:
 
 
 class Bound(NamedTuple):
-    """An op, bound to all that calls of one kind share.
+    """An op, bound to everything that calls of one signature share.
 
     Attributes:
-        op: It.
-        bare: What `Registered.bind` made.
-        arguments: Those after the tensors.
-        lists: Whether tensors come, and go, in lists.
-        counts: For each tensor argument how many tensors it lists, None where it is one.
+        op: Op that is bound.
+        bare: Function that `Registered.bind` returned.
+        arguments: Arguments after the tensors.
+        lists: Whether tensors are passed, and returned, in lists.
+        counts: Number of tensors of each list argument; None for a single tensor.
     """
 
     op: Registered
@@ -133,10 +133,10 @@ class Bound(NamedTuple):
     counts: tuple[int | None, ...]
 
     def run(self, *tensors: Any) -> Any:
-        """The result, a tensor or a list of some, none of which is a view for autograd.
+        """Returns the result, a tensor or a list of tensors, none of which is a view for autograd.
 
-        Backends may return a part of a larger buffer; which do, depends on the rank where shards are uneven.
-        Autograd would refuse to let it be written to in place, and so on that rank alone.
+        Backends may return a part of a larger buffer; with uneven shards that depends on the rank. Autograd
+        would refuse to write to such a part in place, on that rank alone.
         """
         result = self.bare(*tensors)
         if not isinstance(result, list):
@@ -147,7 +147,7 @@ class Bound(NamedTuple):
         return result
 
     def with_gradient(self, *tensors: Any) -> Any:
-        """`run(*tensors)` as a node of autograd's graph, at a third of torch.library's host time."""
+        """Returns `run(*tensors)` as a node of autograd's graph, at a third of torch.library's host time."""
         if not self.lists:
             return _Eager.apply(self, *tensors)
         flat: list[Any] = []
@@ -156,7 +156,7 @@ class Bound(NamedTuple):
         return list(_Eager.apply(self, *flat))
 
     def grouped(self, flat: Sequence[Any]) -> Sequence[Any]:
-        """One value per tensor argument, a list of them for a list of tensors."""
+        """Returns one value per tensor argument, a list of values for a list of tensors."""
         if not self.lists:
             return flat
         left = iter(flat)

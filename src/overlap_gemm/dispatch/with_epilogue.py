@@ -1,8 +1,8 @@
-"""Calls whose sums go through an epilogue: the ops `torch.ops.overlap_gemm.<op>_with_epilogue`.
+"""Calls with an epilogue: the ops `torch.ops.overlap_gemm.<op>_with_epilogue`.
 
-Where a gradient is wanted that the epilogue's author has not given, a call is the plain op, and the function
-on tensors after it, which autograd (and a compiler) sees: the sums are kept for it. Else it is one op, and
-the backend applies the function: in its kernel, or after it.
+If a gradient is needed and the epilogue has no gradient function, a call is the plain op, followed by the
+epilogue on tensors. Autograd (and a compiler) records that, and the sums are kept for it. Otherwise the call
+is one op, and the backend applies the epilogue: in its kernel, or after it.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,7 +35,7 @@ class EpilogueOp(Registered):
     the result; the epilogue's outputs.
 
     Args:
-        plain: The op without.
+        plain: The op without an epilogue.
     """
 
     def __init__(self, plain: GemmOp) -> None:
@@ -77,7 +77,7 @@ class EpilogueOp(Registered):
         return [x.new_empty(*self.plain.kept_extents(call, x, weight[0])), *made]
 
     def keep(self, ctx: Any, tensors: Sequence[Any], arguments: tuple[Any, ...], output: Any) -> None:
-        """Keeps x, or what is kept of it, the weight, the inputs and what was returned."""
+        """Saves x, or the part of it that is kept, the weights, the inputs and the returned values."""
         x, weight, _, inputs = tensors
         call, made = OpCall(*arguments), output[1:] if self.takes_lists else output
         weights = weight if self.takes_lists else [weight]
@@ -86,7 +86,7 @@ class EpilogueOp(Registered):
         ctx.set_materialize_grads(False)
 
     def gradients(self, ctx: Any, needs: Any, *grads: Any) -> tuple[Any, ...]:
-        """Those of x, weight, bias and inputs: the author's of the sum, then the plain op's."""
+        """Returns gradients of x, weight, bias and inputs: the author's for the sum, then the plain op's."""
         (returned,), call = grads, OpCall(*ctx.rest)
         assert call.epilogue is not None
         epilogue = epilogue_of(call.epilogue)
@@ -110,11 +110,11 @@ class EpilogueOp(Registered):
 def author_gradient(
     epilogue: Epilogue, gradients: Sequence[Tensor], outputs: Sequence[Tensor], inputs: Sequence[Tensor]
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """Returns the gradient of the sum, and those of the inputs, as the epilogue's author computes them.
+    """Returns the gradient of the sum, and those of the inputs, computed by the epilogue's author.
 
     Raises:
-        TypeError: There are not as many as inputs, and one.
-        ValueError: One has another shape than what it is the gradient of.
+        TypeError: Their number is not one more than the number of inputs.
+        ValueError: A gradient's shape differs from the shape of its tensor.
     """
     assert epilogue.gradient is not None
     found = epilogue.gradient(tuple(gradients), tuple(outputs), tuple(inputs))
@@ -133,7 +133,7 @@ def author_gradient(
 
 
 WITH_EPILOGUE: dict[str, EpilogueOp] = {}
-"""By the plain op's name."""
+"""Ops with an epilogue, by the plain op's name."""
 
 for _name in OPS:
     EpilogueOp(GEMM_OPS[_name])
@@ -146,12 +146,12 @@ def extents(op: GemmOp, call: OpCall, weight: Any) -> tuple[Any, Any]:
 
 
 class _Shapes(NamedTuple):
-    """Shapes of a lowered call: of what the op takes and returns, and of the user's tensors.
+    """Shapes of a lowered call: of the op's arguments and results, and of the user's tensors.
 
     Attributes:
-        lowered: The call.
-        epilogue: The epilogue that it applies.
-        extents: (rows, columns) of the sums that a rank gets.
+        lowered: Lowered call.
+        epilogue: Epilogue of the call.
+        extents: (rows, columns) of a rank's sums.
     """
 
     lowered: Lowered
@@ -173,7 +173,7 @@ class _Shapes(NamedTuple):
         return flat
 
     def shaped(self, results: list[Tensor]) -> list[Tensor]:
-        """Returns the op's results as the user gets them."""
+        """Returns the op's results in the user's shapes."""
         lowered, kinds = self.lowered, [kind for _, kind in self.epilogue.outputs]
         if lowered.finish is None:
             return results
@@ -188,7 +188,7 @@ class _Shapes(NamedTuple):
 
 
 class _PreparedApplied(NamedTuple):
-    """All that calls of one kind have in common."""
+    """Everything that calls of one signature have in common."""
 
     bound: Bound
     shapes: _Shapes
@@ -213,14 +213,14 @@ def call_with_epilogue(
     """Calls an op, and applies an epilogue to its sums.
 
     Args:
-        op: The op.
-        x: The user's.
-        weight: The user's, or a list.
-        bias: The user's, or a list.
-        group: The user's.
-        call: The user's.
+        op: Op to call.
+        x: The user's x.
+        weight: The user's weight, or a list.
+        bias: The user's bias, or a list.
+        group: The user's group.
+        call: The user's options and extents.
         applied: The user's epilogue with its inputs.
-        *scales: The user's, which there must be none of.
+        *scales: The user's scales, which must be None.
 
     Returns:
         The operand that was communicated, if the op communicates one; the result; the outputs.
@@ -268,7 +268,7 @@ def _with_gathered_rows(
     epilogue: Epilogue,
     inputs: list[Tensor],
 ) -> tuple[OpCall, list[Tensor]]:
-    """Returns the call with its rows over all ranks, and the inputs, those of a rank's rows gathered."""
+    """Returns the call with its rows over all ranks, and the inputs, with local rows gathered."""
     if not op.spec.gathers_operand:
         raise TypeError(
             f"{op.name}: epilogue {epilogue.name} has an input of kind 'gathered_rows', of rows that "
@@ -303,7 +303,7 @@ def _run(
     call: OpCall,
     in_kernel: bool,
 ) -> list[Tensor] | None:
-    """Returns what the op returns; None if the epilogue must be applied `in_kernel` and no kernel does."""
+    """Returns the op's results; None if the epilogue must be applied `in_kernel` and no kernel does."""
     of_op = WITH_EPILOGUE[op.name]
     key = (of_op.name, in_kernel, layouts(x, weight, bias, inputs), call, state(x))
     prepared: _PreparedApplied | str | None = ranks.calls.get(key)
@@ -330,7 +330,7 @@ def _function_after(
     inputs: list[Tensor],
     otherwise: Callable[..., Any] | None,
 ) -> list[Tensor]:
-    """Calls the plain op, and the function on its results."""
+    """Calls the plain op, and applies the function to its results."""
     found = call_op(op, x, weight, (bias or []) if op.takes_lists else bias, group, call)
     moved, products = (found[:1], found[1:]) if op.takes_lists else ([], [found])
     if otherwise is not None:
@@ -343,7 +343,7 @@ def _function_after(
 
 
 def _extent_of_one(rows: Any, others: Sequence[Any]) -> Any:
-    """Returns the extent of one of the dimensions that make up `rows`, of which `others` are the rest."""
+    """Returns the extent of one of the dimensions that make up `rows`; `others` are the remaining ones."""
     for other in others:
         rows = rows // other if other else 0
     return rows

@@ -1,1 +1,1 @@
-"""The fused GEMM kernel but for its mainloop: roles, ring, epilogue, composition. Imports no torch."""
+"""The fused GEMM kernel except its mainloop: roles, ring, epilogue, composition. Imports no torch."""

@@ -1,29 +1,28 @@
-"""Programmatic dependent launch: a kernel is launched while the one before it in its stream still runs.
+"""Programmatic dependent launch: a kernel is launched while the preceding one in its stream still runs.
 
-    the kernel before   lets it be launched when each of its CTAs has said so
-                        (``griddepcontrol.launch_dependents``) or has ended
-    every thread        sets up what depends on nobody: barriers, shared memory; then waits until the kernel
-                        before has ended and all that it did is visible (``griddepcontrol.wait``)
-    load warp           ``dependent_weights``: in front of its wait it loads B's first k tiles, as many as
-                        there are stages; A's go to the same stages, after it
-    comm warp           after its wait lets the next kernel be launched
+- Preceding kernel: permits the launch when each of its CTAs has executed
+  ``griddepcontrol.launch_dependents`` or has ended.
+- Every thread: sets up what depends on no other kernel (barriers, shared memory). Then it waits until the
+  preceding kernel has ended and its writes are visible (``griddepcontrol.wait``).
+- Load warp, ``dependent_weights``: before its wait it loads B's first k tiles, as many as there are stages;
+  A's are loaded into the same stages after the wait.
+- Comm warp: after its wait it permits the launch of the next kernel.
 
-What a call reads or writes of a workspace, its epoch first of all, comes after every thread's wait, so the
-order between calls is the one of :mod:`overlap_gemm.exchange.call`: nothing there changes. Nor does what the
-caller's own kernels rely on: A is read, and the output written, after the kernel before has ended, whichever
-it is.
+All accesses of a call to a workspace, the epoch first, come after every thread's wait. So the order between
+calls of :mod:`overlap_gemm.exchange.call` is unchanged. The same holds for the caller's kernels: A is read,
+and the output written, after the preceding kernel has ended, whatever that kernel is.
 
-**B early** is read before the kernel before has ended: that one must not write it. Nor may an earlier one
-that still runs then: there is none if the kernel before is one of these, which let the next one go after
-their own wait; of others' kernels that let go before they wait nothing is known. So it is for weights that
-stay as they are while such calls are queued, as in serving. An optimizer's step writes them, and where the
-call itself copies the weight, the kernel before does: the host launches ``dependent`` then
-(`tuning.settings.late_weights`).
+**Early B** is read before the preceding kernel has ended: that kernel must not write it. Nor may an earlier
+kernel that still runs then. There is none if the preceding kernel is one of these, which permit the next
+launch after their own wait; for foreign kernels that permit it before they wait nothing is guaranteed. So
+early loads are for weights that do not change while such calls are queued, as in serving. An optimizer's step
+writes weights. If the call itself copies the weight, the preceding kernel is the copy: the host then launches
+``dependent`` (`tuning.settings.late_weights`).
 
-**Progress.** A dependent's CTAs take no place that the kernel before needs: all of its CTAs run when it lets
-go. What else it waits for on its own rank might find none: so none of these has a relay kernel
-(:mod:`overlap_gemm.exchange.relay`). SMs that are reserved for others may hold CTAs that wait for the kernel
-before, and so end after it.
+**Progress.** A dependent's CTAs take no place that the preceding kernel needs: all CTAs of that kernel run
+when it permits the launch. Another kernel of the same rank that this one waits for might not get a place:
+so no dependent kernel has a relay kernel (:mod:`overlap_gemm.exchange.relay`). SMs that are reserved for
+others may hold CTAs that wait for the preceding kernel, and so end after it.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ from overlap_gemm.kernel.work import Work
 
 @cute.jit
 def load_weights_early(mainloop: Mainloop, op: KernelOp, res: Any, ops: Any, work: Work) -> None:
-    """All lanes of the load warp: loads the first k tiles of B of this cluster's first tile."""
-    # In front of the branch: with this in it the DSL's compiler (4.8.1) fails on a one-shot kernel by words.
+    """Loads the first k tiles of B of this cluster's first tile; all lanes of the load warp."""
+    # Before the branch: with this in it the DSL's compiler (4.8.1) fails on a one-shot kernel with LL.
     place = work.place(op.order, 0)
     col = place.shard * work.shards.col_step + place.n * mainloop.config.cluster_tile[1]
     if work.num_tiles > 0:
@@ -51,12 +50,12 @@ def load_weights_early(mainloop: Mainloop, op: KernelOp, res: Any, ops: Any, wor
 
 
 def wait_for_kernel_before(config: cutlass.Constexpr) -> None:
-    """Every thread, before it reads or writes anything: waits until that one has ended."""
+    """Waits until the preceding kernel has ended; every thread, before it reads or writes anything."""
     if config.is_dependent:
         cute.arch.griddepcontrol_wait()
 
 
 def let_next_kernel_go(config: cutlass.Constexpr) -> None:
-    """A thread of each CTA, after its wait."""
+    """Permits the launch of the next kernel; a thread of each CTA, after its wait."""
     if config.is_dependent:
         cute.arch.griddepcontrol_launch_dependents()

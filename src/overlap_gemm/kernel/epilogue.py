@@ -1,4 +1,4 @@
-"""The ring's stages, and how the epilogue's visitors (`config.visitors`) are applied to sums."""
+"""The ring's stages, and the application of the epilogue's visitors (`config.visitors`) to sums."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from overlap_gemm.epilogues import Sum, maximum
 
 
 class RingStages(NamedTuple):
-    """The ring's shared memory, seen two ways; the last mode is the stage.
+    """The ring's shared memory in two views; the last mode is the stage.
 
     A stage holds one subtile, rows contiguous and swizzled, as a TMA store expects it. The same bytes, as one
-    block, are the wire format: see `StageChunks` for where an element lies in it.
+    block, are the wire format: see `StageChunks` for the place of an element.
 
     Attributes:
         tiled: ``(epi_m, epi_n, stages)``.
@@ -37,7 +37,7 @@ class RingStages(NamedTuple):
 
 
 def stage_layout(config: GemmConfig, dtype: str) -> Any:
-    """Swizzled layout of one subtile in a stage, as a TMA descriptor is built with."""
+    """Returns the swizzled layout of one subtile in a stage, for a TMA descriptor."""
     make = getattr(utils, config.on.ring_swizzle).make_smem_layout_epi
     return cute.select(make(DTYPES[dtype], LayoutEnum.ROW_MAJOR, config.epi_tile, 1), mode=[0, 1])
 
@@ -59,45 +59,45 @@ def allocate_stages(config: GemmConfig, dtype: str, smem: Any) -> RingStages:
 
 
 def has_empty_subtiles(config: GemmConfig) -> bool:
-    """Whether a tile that has columns may have subtiles without: else nobody need ask."""
+    """Returns whether a tile that has columns may have subtiles without: else no check is needed."""
     return config.cluster_tile[1] > config.epi_tile[1]
 
 
 @dataclass(frozen=True)
 class StageChunks:
-    """The wire format: where the 16-byte chunks of a subtile lie in the tile.
+    """The wire format: places of the 16-byte chunks of a subtile in the tile.
 
-    Chunk ``p`` of a block lies in row ``p // per_row``; which of the row's chunks it is, the stage's swizzle
-    says: it permutes the chunks of a row by the row's number (128-byte rows: by its 3 low bits; 64-byte rows,
-    two of which share 128 bytes: by the 2 bits above the lowest).
+    Chunk ``p`` of a block is in row ``p // per_row``. The stage's swizzle permutes the chunks of a row by the
+    row's number. Rows of 128 bytes are permuted by its 3 low bits. Rows of 64 bytes, two of which share 128
+    bytes, are permuted by the 2 bits above the lowest.
 
     Attributes:
-        config: the kernel's configuration, of which the subtile and the slot type decide.
+        config: The kernel's configuration, whose subtile and slot type determine the format.
     """
 
     config: GemmConfig
 
     @property
     def elements(self) -> int:
-        """Elements of a chunk."""
+        """Returns the number of elements of a chunk."""
         return CHUNK_BYTES * 8 // DTYPES[self.config.slot_dtype].width
 
     @property
     def per_row(self) -> int:
-        """Chunks of a row of the subtile: 4 or 8."""
+        """Returns the number of chunks in a row of the subtile: 4 or 8."""
         return self.config.epi_tile[1] // self.elements
 
     @property
     def per_subtile(self) -> int:
-        """Chunks of a subtile."""
+        """Returns the number of chunks of a subtile."""
         return self.config.epi_tile[0] * self.per_row
 
     def first_column(self, chunk: Scalar) -> Any:
-        """First column in the CTA tile of the subtile in which a chunk lies."""
+        """Returns the first column in the CTA tile of the subtile that contains a chunk."""
         return chunk // self.per_subtile % self.config.epi_columns * self.config.epi_tile[1]
 
     def locate(self, chunk: Scalar) -> tuple[Any, Any]:
-        """(row, first column) in the CTA tile of its ``chunk``-th chunk, counted over its subtiles."""
+        """Returns (row, first column) in the CTA tile of its ``chunk``-th chunk, counted over subtiles."""
         epi_m, epi_n = self.config.epi_tile
         subtile, inside = chunk // self.per_subtile, chunk % self.per_subtile
         row, place = inside // self.per_row, inside % self.per_row
@@ -110,11 +110,11 @@ class StageChunks:
 
 @dataclass(frozen=True)
 class Visits:
-    """Applies visitors to fp32 sums, in the two forms in which they come; loads and stores their operands.
+    """Applies visitors to fp32 sums, in chunks or fragments; loads and stores their operands.
 
     Attributes:
-        config: the kernel's configuration.
-        of: which sums these are: partial ones, complete ones, or both at once (no other rank adds to them).
+        config: The kernel's configuration.
+        of: Kind of the sums: partial, complete, or both at once (no other rank adds to them).
     """
 
     config: GemmConfig
@@ -123,14 +123,14 @@ class Visits:
     def on_chunk(
         self, values: Fragment, row: Scalar, column: Scalar, extras: Extras, parts: Sequence[Any] = ()
     ) -> None:
-        """Visits ``values`` of neighbouring columns of ``row``, the first of which is ``column``, in range.
+        """Visits ``values`` of adjacent columns of ``row`` from ``column`` on, which are in range.
 
         Args:
-            values: fp32, in registers.
-            row: their row, see `visitors.Operand`.
-            column: a multiple of their number.
-            extras: the tensors of `GemmConfig.epilogue_operands`.
-            parts: from `row_parts`: each gets the chunk's part of its row's sum or maximum.
+            values: Values, fp32, in registers.
+            row: Row of the values, see `visitors.Operand`.
+            column: First column, a multiple of the number of values.
+            extras: Tensors of `GemmConfig.epilogue_operands`.
+            parts: Registers from `row_parts`: each gets the chunk's part of its row's sum or maximum.
         """
         size, parts = cute.size(values), list(parts)
         for visitor, tensors in self._visitors(extras):
@@ -154,11 +154,11 @@ class Visits:
 
     @property
     def reduces(self) -> bool:
-        """Whether the epilogue has an output with a value for each row."""
+        """Returns whether the epilogue has an output with a value for each row."""
         return any(visitor.reductions for visitor in self.config.epilogue if visitor.of in self.of)
 
     def row_parts(self) -> list[Any]:
-        """Registers for a chunk's parts of the reductions of its row; a chunk out of range adds nothing."""
+        """Returns registers for a chunk's parts of its row's reductions, with neutral initial values."""
         kinds = [
             kind for visitor in self.config.epilogue if visitor.of in self.of for kind in visitor.reductions
         ]
@@ -170,15 +170,15 @@ class Visits:
     def store_row_parts(
         self, parts: list[Any], row: Scalar, column: Scalar, width: int, extras: Extras, exists: Predicate
     ) -> None:
-        """All lanes, of which ``width`` neighbours have a row: stores each reduction of a subtile's columns.
+        """Stores each reduction of a subtile's columns; all lanes, ``width`` adjacent ones for each row.
 
         Args:
-            parts: this lane's, visited.
-            row: its row, see `visitors.Operand`.
-            column: the first column of its chunk.
-            width: a power of two.
-            extras: the tensors of `GemmConfig.epilogue_operands`.
-            exists: whether the row does.
+            parts: Visited registers of this lane.
+            row: Row of this lane, see `visitors.Operand`.
+            column: First column of this lane's chunk.
+            width: Number of lanes for a row, a power of two.
+            extras: Tensors of `GemmConfig.epilogue_operands`.
+            exists: Whether the row exists.
         """
         subtile, parts = column // self.config.epi_tile[1], list(parts)
         for visitor, tensors in self._visitors(extras):
@@ -192,15 +192,15 @@ class Visits:
                 store_by_first(output, total.raw, row, subtile, width, exists)
 
     def finish_rows(self, row: Scalar, rows: Scalar, columns: Scalar, extras: Extras) -> None:
-        """All lanes, after a unit: the warp with the last unit of some rows reduces the parts of these.
+        """Reduces the parts of rows whose last unit this warp has finished; all lanes, after a unit.
 
-        In the order of the columns: the results do not depend on which warp is the last.
+        Parts are reduced in the order of the columns: results do not depend on which warp is the last.
 
         Args:
-            row: the unit's first row.
-            rows: rows of the output.
-            columns: its columns.
-            extras: the tensors of `GemmConfig.epilogue_operands`.
+            row: First row of the unit.
+            rows: Rows of the output.
+            columns: Columns of the output.
+            extras: Tensors of `GemmConfig.epilogue_operands`.
         """
         for visitor, tensors in self._visitors(extras):
             if visitor.reductions:
@@ -211,16 +211,16 @@ class Visits:
                 _finish_rows(triples, counts, self.config.unit_rows, row, rows, subtiles)
 
     def on_fragment(self, fragment: Fragment, own: Any, row: Scalar, column: Scalar, extras: Extras) -> None:
-        """Visits a thread's values of a subtile, loading once per run of neighbouring columns.
+        """Visits a thread's values of a subtile, loading once per run of adjacent columns.
 
         Rows and columns past the end read the last ones: their values are clipped when they are stored.
 
         Args:
-            fragment: the values, fp32.
-            own: gives this thread's part of a tensor that is shaped like a subtile.
-            row: the subtile's first row, see `visitors.Operand`.
-            column: its first column.
-            extras: the tensors of `GemmConfig.epilogue_operands`: 16-byte aligned; the size of one along
+            fragment: Values, fp32.
+            own: Function that returns this thread's part of a tensor shaped like a subtile.
+            row: First row of the subtile, see `visitors.Operand`.
+            column: First column of the subtile.
+            extras: Tensors of `GemmConfig.epilogue_operands`, 16-byte aligned; the size of one along
                 columns is a multiple of 8.
         """
         for visitor, tensors in self._visitors(extras):
@@ -240,13 +240,13 @@ class Visits:
         """Visits two subtiles of the product as pairs; ``first`` gets the output's values.
 
         Args:
-            first: the values of one, fp32, visited by `on_fragment`.
-            second: those of the next one in the row.
-            own: as for `on_fragment`.
-            row: the output's first row.
-            column: the output's first column.
-            extras: as for `on_fragment`.
-            is_swapped: whether `first` is the pair's second; None: it never is.
+            first: Values of one subtile, fp32, visited by `on_fragment`.
+            second: Values of the next subtile in the row.
+            own: Function that returns this thread's part, as in `on_fragment`.
+            row: First row of the output.
+            column: First column of the output.
+            extras: Tensors of `GemmConfig.epilogue_operands`, as in `on_fragment`.
+            is_swapped: Whether `first` is the pair's second; None: it never is.
         """
         if is_swapped is not None:
             for i in range(cute.size(first)):
@@ -279,7 +279,7 @@ class Visits:
             fragments[0][i] = raw(visitor.apply(sums, [Register(one[i]) for one in read]))
 
     def _visitors(self, extras: Extras) -> list[tuple[Any, Any]]:
-        """The visitors of these sums, each with its tensors."""
+        """Returns the visitors of these sums, each with its tensors."""
         found, first = [], NUM_MATRICES if self.config.blocks else 0
         for visitor in self.config.epilogue:
             end = first + len(visitor.operands)
@@ -289,7 +289,7 @@ class Visits:
         return found
 
     def _places(self, own: Any, size: int) -> Places:
-        """Where the elements of a thread's fragment lie in the subtile."""
+        """Returns the places of the elements of a thread's fragment in the subtile."""
         tile = self.config.epi_tile
         first = own(cute.make_identity_tensor(tile))[0]
         zero = cute.make_ptr(cutlass.Float32, 0, cute.AddressSpace.gmem, assumed_align=16)
@@ -302,12 +302,12 @@ class Visits:
 
 
 class Places(NamedTuple):
-    """Where the elements of a thread's fragment lie in a subtile.
+    """Places of the elements of a thread's fragment in a subtile.
 
     Attributes:
-        first: (row, column) of the first one.
-        rows: rows from there to each, known when the kernel is traced.
-        columns: columns likewise.
+        first: (row, column) of the first element.
+        rows: Rows from the first element to each one, known when the kernel is traced.
+        columns: Columns from the first element to each one, known when the kernel is traced.
     """
 
     first: Any
@@ -321,7 +321,7 @@ _NEUTRAL = {"row_sum": 0.0, "row_max": -inf}
 
 
 def _of_kind(visitor: Visitor, tensors: Any, kind: str) -> list[Any]:
-    """The tensors of a visitor's written operands of a kind."""
+    """Returns the tensors of a visitor's written operands of a kind."""
     written = tensors[len(visitor.reads) :]
     return [tensor for operand, tensor in zip(visitor.writes, written, strict=True) if operand.kind == kind]
 
@@ -335,7 +335,7 @@ def _store_chunk(matrix: Any, row: Scalar, column: Scalar, values: Sequence[Any]
 
 
 def _chunk(operand: Operand, tensor: Any, row: Scalar, column: Scalar, size: int) -> Any:
-    """An input's values, fp32, for neighbouring columns of a row."""
+    """Returns an input's values, fp32, for adjacent columns of a row."""
     if operand.kind in ("rows", "scalar"):
         return [tensor[row if operand.kind == "rows" else 0].to(cutlass.Float32)] * size
     vector = tensor if operand.kind == "columns" else _row(tensor, row)
@@ -343,15 +343,15 @@ def _chunk(operand: Operand, tensor: Any, row: Scalar, column: Scalar, size: int
 
 
 def _elements(operand: Operand, tensor: Any, places: Places, row: Scalar, column: Scalar) -> list[Any]:
-    """An input's value, fp32, for each element of a thread's fragment."""
+    """Returns an input's value, fp32, for each element of a thread's fragment."""
     first_row, first_column = row + places.first[0], column + places.first[1]
     if operand.kind == "scalar":
         return [tensor[0].to(cutlass.Float32)] * len(places.rows)
     values: dict[tuple[int, int], Any] = {}
-    if operand.kind == "rows":  # a size along rows need not be a multiple of anything, so one by one
+    if operand.kind == "rows":  # a size along rows may be any number, so elements are loaded one by one
         for one in sorted(set(places.rows)):
             place = cutlass.min(first_row + one, cute.size(tensor) - 1)
-            values[one, 0] = tensor[place].to(cutlass.Float32)  # which may be apart
+            values[one, 0] = tensor[place].to(cutlass.Float32)  # elements need not be adjacent
         return [values[one, 0] for one in places.rows]
     in_columns = operand.kind == "columns"
     rows = [0] if in_columns else sorted(set(places.rows))
@@ -374,7 +374,7 @@ def _elements(operand: Operand, tensor: Any, places: Places, row: Scalar, column
 
 
 def _row(matrix: Any, row: Scalar) -> Any:
-    """A row of a matrix whose rows begin at multiples of 16 bytes."""
+    """Returns a row of a matrix whose rows begin at multiples of 16 bytes."""
     whole = 128 // matrix.element_type.width
     offset = cute.assume(Int64(row) * matrix.stride[0], divby=whole)
     return cute.make_tensor(matrix.iterator + offset, cute.make_layout(cute.size(matrix, mode=[1])))
@@ -389,7 +389,7 @@ def store_by_first(
     width: cutlass.Constexpr,
     exists: Predicate,
 ) -> None:
-    """The first of every ``width`` lanes stores a row's value, if the row exists."""
+    """Stores a row's value, if the row exists; the first of every ``width`` lanes."""
     if exists and cute.arch.lane_idx() % width == 0:
         output[(subtile, row)] = value
 
@@ -405,9 +405,9 @@ def _finish_rows(
 ) -> None:
     """Counts a unit of ``unit_rows`` rows; with the last of its ``subtiles`` a lane finishes each row.
 
-    What the other warps stored before they counted is there for the last: each counts after its barrier, by
-    an operation that releases and acquires, and the last one's lanes read after another barrier. It sets the
-    count back for the next call, which begins after this one.
+    The last warp sees what the other warps stored before they counted. Each warp counts after its barrier, by
+    an operation that releases and acquires. The last one's lanes read after another barrier. The last warp
+    resets the count for the next call, which begins after this one.
     """
     is_last = Int32(0)
     cute.arch.sync_warp()
@@ -430,7 +430,7 @@ def _finish_rows(
 def _reduce_parts(
     kind: cutlass.Constexpr, values: cute.Tensor, parts: cute.Tensor, row: Int32, subtiles: Int32
 ) -> None:
-    """One lane: reduces the parts of a row in order."""
+    """Reduces the parts of a row in order; one lane."""
     total = Float32(parts[(0, row)])
     for subtile in cutlass.range(1, subtiles, unroll=4):
         total = raw(_REDUCTIONS[kind](Register(total), Register(parts[(subtile, row)])))
@@ -438,7 +438,7 @@ def _reduce_parts(
 
 
 def _load_run(vector: Any, first: Scalar, run: int) -> Any:
-    """``run`` neighbouring elements; ``first`` is a multiple of ``run``."""
+    """Returns ``run`` adjacent elements; ``first`` is a multiple of ``run``."""
     loaded = cute.make_rmem_tensor(run, vector.element_type)
     source = vector.iterator + cute.assume(first, divby=run)
     cute.autovec_copy(cute.make_tensor(source, cute.make_layout(run)), loaded)

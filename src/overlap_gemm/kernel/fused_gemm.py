@@ -32,12 +32,12 @@ from overlap_gemm.pipelines import EpilogueRing
 
 @dataclass(frozen=True)
 class FusedGemm:
-    """A persistent, warp-specialised GEMM whose subtiles leave through a ring emptied by a comm lane.
+    """A persistent, warp-specialised GEMM whose subtiles are sent through a ring that a comm lane empties.
 
     Attributes:
         mainloop: :class:`MainloopSm90` or :class:`MainloopSm100`.
         op: :class:`PlainGemm`, :class:`ReduceScatter` or another.
-        cooperative: whether the launch is refused unless all its CTAs are resident at once.
+        cooperative: Whether the launch is refused unless all its CTAs are resident at once.
     """
 
     mainloop: Mainloop
@@ -46,12 +46,12 @@ class FusedGemm:
 
     @property
     def config(self) -> GemmConfig:
-        """The kernel's configuration."""
+        """Returns the kernel's configuration."""
         return self.mainloop.config
 
     @property
     def name(self) -> str:
-        """Of the entry: the op and the configuration."""
+        """Returns the name of the entry: the op and the configuration."""
         return f"overlap_gemm_{type(self.op).__name__}_{self.config.name}"
 
     @cute.jit
@@ -92,7 +92,7 @@ class FusedGemm:
         extras: Extras,
         exchange: Any,
     ) -> None:
-        """Sets up shared memory and pipelines, then gives each warp its role."""
+        """Sets up shared memory and pipelines, then runs each warp's role."""
         cfg, mainloop, op = self.config, self.mainloop, self.op
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == mainloop.load_warp:
@@ -146,7 +146,7 @@ class FusedGemm:
             if cutlass.const_expr(self._epilogue_ends):
                 cast(Any, op.gate).end(call)
                 op.end(call, tally, self._ending_warps)
-        # Once in the code, so with the registers of those that have the fewest: `sass` looks.
+        # Once in the code, so with the registers of the role that has the fewest: `sass` checks it.
         if cutlass.const_expr(receive is not None and receive.with_epilogue):  # noqa: SIM102
             if _is_one_of(warp, self._receiving_warps):
                 receive(call, work, tally, out, extras)
@@ -154,10 +154,10 @@ class FusedGemm:
         end_together(cfg)
 
     def _set_up(self, ops: OperandViews, smem: Any) -> tuple[Any, EpilogueRing, Stages, Any]:
-        """The mainloop's resources, the ring, its stages, and the tally of warps that have ended, or None.
+        """Returns mainloop resources, ring, stages, and the tally of ended warps (None if not counted).
 
-        The caller synchronises the cluster afterwards. All that is no stage lies in the first
-        `BARRIER_BYTES`: what came after the stages would find no room.
+        The caller synchronises the cluster afterwards. Everything that is not a stage is in the first
+        `BARRIER_BYTES`: after the stages there is no space.
         """
         cfg, mainloop = self.config, self.mainloop
         ringed = 2 * cfg.ring_stages
@@ -177,28 +177,28 @@ class FusedGemm:
 
     @property
     def _is_counted(self) -> bool:
-        """Whether the call's end is what a CTA's last warp says."""
+        """Returns whether a CTA's last warp signals the end of the call."""
         return self.op.receive is not None or self.op.gate is not None
 
     @property
     def _epilogue_ends(self) -> bool:
-        """Whether the epilogue reads what peers write: what comes with the rows that a gate is for."""
+        """Returns whether the epilogue reads data that peers write together with gated rows."""
         return self.op.gate is not None and self.config.visits_rows
 
     @property
     def _epilogue_warps(self) -> range:
-        """The mainloop's epilogue warps."""
+        """Returns the mainloop's epilogue warps."""
         first = self.mainloop.first_epilogue_warp
         return range(first, first + self.mainloop.num_epilogue_warps)
 
     @property
     def _other_warps(self) -> set[int]:
-        """All but those: load, comm, the mainloop's private ones, receive."""
+        """Returns all warps except the epilogue's: load, comm, the mainloop's private ones, receive."""
         return set(range(self.config.threads // 32)).difference(self._epilogue_warps)
 
     @property
     def _receiving_warps(self) -> list[int]:
-        """Warps that finish what arrives: those of their own, and the epilogue's after their last tile."""
+        """Returns the warps of the receive role: its own, and the epilogue's after their last tile."""
         first, receive = self.config.first_receive_warp, self.op.receive
         if receive is None:
             return []
@@ -207,11 +207,14 @@ class FusedGemm:
 
     @property
     def _ending_warps(self) -> int:
-        """Warps of a CTA that touch the workspace: comm, load after a gate, receive and who joins it."""
+        """Returns the number of warps of a CTA that access the workspace.
+
+        These are comm, load with a gate, and the warps of the receive role.
+        """
         warps = 1 + (self.op.gate is not None) + len(self._receiving_warps)
         return warps + self._epilogue_ends * self.mainloop.num_epilogue_warps
 
 
 def _is_one_of(warp: Int32, warps: Iterable[int]) -> Any:
-    """Whether a warp is one of these, fewer than 32 of a CTA."""
+    """Returns whether a warp is one of these, fewer than 32 of a CTA."""
     return ((Int32(sum(1 << number for number in warps)) >> warp) & 1) != 0

@@ -1,4 +1,4 @@
-"""The load warp's TMA loads of one tile, as every mainloop makes them."""
+"""The load warp's TMA loads of one tile, shared by all mainloops."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class OperandLoads(NamedTuple):
         atom: TMA load atom.
         source: ``(tile, k tiles)`` of the operand.
         stages: ``(tile, stages)`` in shared memory.
-        mask: CTAs of the cluster that receive what this one loads; None for itself alone.
+        mask: CTAs of the cluster that receive the loads of this one; None for itself alone.
     """
 
     atom: Any
@@ -31,15 +31,15 @@ class OperandLoads(NamedTuple):
     def shared(
         atom: Any, sharer: Any, sharers: int, stages: Stages, tiles: Scalar, mask: Any
     ) -> OperandLoads:
-        """Loads that ``sharers`` CTAs, of which this is number ``sharer``, do for each other by multicast.
+        """Returns loads that ``sharers`` CTAs, of which this is number ``sharer``, share by multicast.
 
         Args:
             atom: TMA load atom.
-            sharer: this CTA's number.
+            sharer: Number of this CTA.
             sharers: CTAs along the cluster dimension in which the operand's tile is the same.
-            stages: shared memory, the stage as last mode.
-            tiles: the operand's tile, the k tile as last mode.
-            mask: as in the attributes.
+            stages: Shared memory, the stage as last mode.
+            tiles: Tile of the operand, the k tile as last mode.
+            mask: CTAs that receive the loads, as in the attributes.
         """
         stages, source = cpasync.tma_partition(
             atom, sharer, cute.make_layout(sharers), _but_last(stages), _but_last(tiles)
@@ -53,7 +53,7 @@ class OperandLoads(NamedTuple):
 
 
 class JointLoads(NamedTuple):
-    """The loads of an operand and of its scales, as one.
+    """The joint loads of an operand and of its scales.
 
     Attributes:
         parts: `OperandLoads` of each, or `blocks.SharedBoxes`.
@@ -62,7 +62,7 @@ class JointLoads(NamedTuple):
     parts: tuple[Any, ...]
 
     def load(self, ab: Any, state: pipeline.PipelineState, k: Scalar) -> None:
-        """Starts them all."""
+        """Starts all loads of k tile ``k``."""
         for part in self.parts:
             part.load(ab, state, k)
 
@@ -70,9 +70,9 @@ class JointLoads(NamedTuple):
 def tiles_at(
     ops: OperandViews, row: Int32, col: Int32, tile: tuple[int, int], tile_k: int
 ) -> tuple[Any, Any]:
-    """The k tiles ``(m or n, k, k tiles)`` of the rows of A that begin at ``row``, of B at ``col``.
+    """Returns k tiles ``(m or n, k, k tiles)`` of A from ``row`` on and of B from ``col`` on.
 
-    Where K has leaves, its third dimension: those of one leaf after the other.
+    If K has leaves, the third dimension has the k tiles of one leaf after the other.
     """
     return _k_tiles(ops.a, row, tile[0], tile_k), _k_tiles(ops.b, col, tile[1], tile_k)
 
@@ -95,12 +95,12 @@ def load_k_tiles(
     number: Int32,
     early: Any = None,
 ) -> pipeline.PipelineState:
-    """Per k tile from ``first`` on: waits for an empty stage, loads A and B into it; zeros after K's end.
+    """Loads A and B into each stage as it becomes empty, from k tile ``first`` on; zeros after K's end.
 
-    Of the first ``early`` k tiles B is under way (`load_first_weights`), to the same stages.
+    B's loads of the first ``early`` k tiles are in flight (`load_first_weights`), to the same stages.
 
     Returns:
-        The state after the last.
+        The pipeline state after the last k tile.
     """
     begin = first
     if cutlass.const_expr(early is not None):
@@ -120,7 +120,7 @@ def load_k_tiles(
 def load_first_weights(
     ab: Any, state: pipeline.PipelineState, b: OperandLoads, first: Int32, number: Int32
 ) -> None:
-    """Loads ``number`` k tiles of B from ``first`` on, into stages that await A's, too."""
+    """Loads ``number`` k tiles of B from ``first`` on, into stages that still need A's."""
     for k in cutlass.range(first, first + number, unroll=1):
         ab.producer_acquire(state)
         b.load(ab, state, k)
@@ -128,5 +128,5 @@ def load_first_weights(
 
 
 def _but_last(tensor: Any) -> Any:
-    """All modes but the last as one."""
+    """Returns the tensor with all modes but the last grouped."""
     return cute.group_modes(tensor, 0, cute.rank(tensor) - 1)

@@ -1,4 +1,4 @@
-"""The A and B operands as every mainloop hands them to its kernel."""
+"""The A and B operands as mainloops pass them to their kernels."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class OperandViews(NamedTuple):
     Attributes:
         mma: ``cute.TiledMma``.
         tma_a: TMA load atom of A.
-        a: A's coordinate tensor (M, K).
+        a: Coordinate tensor (M, K) of A.
         tma_b: TMA load atom of B.
-        b: B's coordinate tensor (N, K).
-        scales: those of blocks (`mx.MxScales`, `blocks.BlockScales`), or None.
-        is_swapped: of two matrices B, whether a pair's second column comes first (`interleaved`); else None.
+        b: Coordinate tensor (N, K) of B.
+        scales: Scales of blocks (`mx.MxScales`, `blocks.BlockScales`), or None.
+        is_swapped: For two matrices B, whether a pair's second column comes first (`interleaved`); else None.
     """
 
     mma: Any
@@ -34,7 +34,7 @@ class OperandViews(NamedTuple):
     is_swapped: Any = None
 
     def of_shard(self, shard: Scalar, work: Any) -> OperandViews:
-        """Those of a tile of an owner's shard."""
+        """Returns the views for a tile of an owner's shard."""
         if self.scales is None:
             return self
         return self._replace(scales=self.scales.of_shard(shard, work))
@@ -42,10 +42,10 @@ class OperandViews(NamedTuple):
 
 @cute.jit
 def interleaved(first: cute.Tensor, second: cute.Tensor) -> tuple[cute.Tensor, Int32]:
-    """Returns two matrices B as one view (2 N, K), bands of 32 rows in turn; N is a multiple of 32.
+    """Returns two matrices B as one view (2 N, K) of alternating bands of 32 rows; N is a multiple of 32.
 
-    The view begins at the one that lies first in memory, since strides of TMA are not negative; the band of
-    the other one is as far away as that one is. The second value is whether this is ``second``.
+    The view begins at the matrix with the lower address, since strides of TMA are not negative; the other
+    band's distance is the distance of the matrices. The second value is whether that matrix is ``second``.
     """
     begins, other = first.iterator.toint(), second.iterator.toint()
     is_swapped = Int32(other < begins)
@@ -62,7 +62,7 @@ def interleaved(first: cute.Tensor, second: cute.Tensor) -> tuple[cute.Tensor, I
 
 
 def as_accumulated(config: GemmConfig, subtile: Scalar) -> Any:
-    """A tensor shaped as a subtile of the output, with the modes of the accumulator."""
+    """Returns a tensor shaped as a subtile of the output, with the modes of the accumulator."""
     if not config.is_swap_ab:
         return subtile
     return cute.make_tensor(subtile.iterator, cute.select(subtile.layout, mode=[1, 0]))

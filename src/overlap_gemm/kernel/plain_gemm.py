@@ -22,24 +22,24 @@ class PlainGemm(OutputOp):
     """``out = a @ b.T (+ bias)`` on one rank.
 
     Attributes:
-        config: the kernel's configuration.
+        config: The kernel's configuration.
     """
 
     gate = receive = None
 
     def share(self, exchange: Any, rows: Scalar, cols: Scalar, out: Any) -> Share:
-        """One rank computes everything."""
+        """Returns the full product: one rank computes everything."""
         return Share.whole(rows, cols, cols)
 
     def begin(self, exchange: Any, near: Any) -> None:
-        """There is no call to share."""
+        """Returns None: there is no exchange."""
 
     def end(self, call: Any, tally: Any, warps: int) -> None:
-        """Nobody ends a call."""
+        """Does nothing: there is no exchange to end."""
 
     @cute.jit
     def comm_role(self, ring: Any, stages: Stages, work: Work, call: Any, output: Output) -> None:
-        """One lane: stores every tile to the output."""
+        """Stores every tile to the output; one lane."""
         if cute.arch.lane_idx() == 0:
             sender = OutputSender(self, work, output, stages)
             ring.drain(ring.consumer_state(), self.config.stored_subtiles, sender)
@@ -50,10 +50,10 @@ class OutputSender:
     """One clipped TMA tensor store per subtile into the caller's output (a ``TileSender``).
 
     Attributes:
-        op: configuration and order: this one, or another whose tiles are the output's.
-        work: this cluster's work.
-        output: the output's TMA atom and coordinate tensor (rows, cols), as `Output`.
-        stages: the ring's stages.
+        op: Op with configuration and order: `PlainGemm`, or another whose tiles are the output's.
+        work: Work of this cluster.
+        output: TMA atom and coordinate tensor (rows, cols) of the output, as `Output`.
+        stages: Stages of the ring.
     """
 
     op: Any
@@ -62,24 +62,24 @@ class OutputSender:
     stages: Stages
 
     def has(self, tile: Scalar) -> Any:
-        """Whether this cluster has so many."""
+        """Returns whether this cluster has a tile of this number."""
         return tile < self.work.num_tiles
 
     def locate(self, tile: Scalar) -> CtaTile:
-        """The CTA tile's place."""
+        """Returns the CTA tile's place."""
         return CtaTile.at(self.op.config, self.work.place(self.op.order, tile))
 
     @cute.jit
     def send(self, place: CtaTile, subtile: Int32, stage: Int32) -> None:
-        """One TMA tensor store; rows and columns past the output's end are clipped by the hardware."""
+        """Starts one TMA tensor store; the hardware clips rows and columns past the output's end."""
         store_subtile(self.op.config, self.output.tma, self.output.tensor, self.stages, place, subtile, stage)
 
     def publish(self, tile: Scalar, place: CtaTile) -> None:
-        """Nobody waits for the output but the kernel's end."""
+        """Does nothing: no thread waits for the output before the kernel ends."""
 
 
 def own_columns(config: GemmConfig, dtype: str, out: cute.Tensor, exchange: Any) -> Output:
-    """Host side: the same of the columns of ``out`` that this rank owns, a shard of ``exchange``'s rows.
+    """Returns the `Output` of this rank's columns of ``out``, a shard of ``exchange``; on the host.
 
     A rank without columns gets the last ones' descriptor, and stores nothing.
     """
@@ -101,16 +101,16 @@ def store_subtile(
     subtile: Int32,
     stage: Int32,
 ) -> None:
-    """One thread: starts the TMA store of a ring stage to where its subtile lies in ``tensor``, clipped.
+    """Starts the TMA store of a ring stage to the place of its subtile in ``tensor``, clipped; one thread.
 
     Args:
-        config: the kernel's configuration.
-        tma: the store's atom.
-        tensor: its coordinate tensor (rows, columns).
-        stages: the ring's stages.
-        place: of the tile in ``tensor``.
-        subtile: which of the tile's.
-        stage: where it is.
+        config: The kernel's configuration.
+        tma: Atom of the store.
+        tensor: Coordinate tensor (rows, columns) of the atom.
+        stages: Stages of the ring.
+        place: Place of the tile in ``tensor``.
+        subtile: Number of the subtile in the tile.
+        stage: Number of its stage.
     """
     epi_m, epi_n = config.epi_tile
     tiles = cute.zipped_divide(tensor, config.epi_tile)

@@ -1,4 +1,4 @@
-"""What the ops have in common whose product is the output: nothing of it is summed or sent to slots."""
+"""Common part of the ops whose product is the output: nothing of it is summed or sent to slots."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from overlap_gemm.kernel.surface import Output
 
 @dataclass(frozen=True)
 class OutputOp:
-    """An op (`surface.KernelOp`) whose tiles are parts of the output, stored where they belong.
+    """An op (`surface.KernelOp`) whose tiles are parts of the output, stored to their places in it.
 
     Attributes:
-        config: the kernel's configuration.
+        config: The kernel's configuration.
     """
 
     config: GemmConfig
@@ -27,29 +27,29 @@ class OutputOp:
     @property
     @final
     def stage_dtype(self) -> str:
-        """A subtile in the ring is a part of the output."""
+        """Returns the output's dtype: a subtile in the ring is a part of the output."""
         return self.config.out_dtype
 
     @property
     @final
     def visits(self) -> Visits:
-        """An accumulator is a complete sum."""
+        """Returns visits of both kinds: an accumulator is a complete sum."""
         return Visits(self.config, ("partial", "complete"))
 
     @property
     def order(self) -> Any:
-        """All that this rank computes, as one shard."""
+        """Returns the order of all tiles of this rank, as one shard."""
         return LinearOrder(self.config.raster_group)
 
     def more_sources(self, mainloop: Any, exchange: Any) -> Any:
-        """A is all there is to load."""
+        """Returns None: A is the only source."""
 
     def output(self, out: cute.Tensor, exchange: Any) -> Any:
-        """By TMA, from the ring's stages."""
+        """Returns the TMA store from the ring's stages."""
         return output_store(self.config, self.stage_dtype, out)
 
 
 def output_store(config: GemmConfig, dtype: str, out: cute.Tensor) -> Output:
-    """Host side: how ring stages of ``dtype`` are stored to ``out`` by TMA."""
+    """Returns the TMA store of ring stages of ``dtype`` to ``out``; on the host."""
     layout, op = stage_layout(config, dtype), cpasync.CopyBulkTensorTileS2GOp()
     return Output(*cpasync.make_tiled_tma_atom(op, out, layout, config.epi_tile))

@@ -1,12 +1,13 @@
-"""Rows to 8 bits, with scales: two Triton kernels, which read each element from memory once if they can.
+"""Quantization of rows to 8 bits, with scales: two Triton kernels.
 
-`of_tiles` holds whole rows, or whole blocks of rows, in registers between finding a scale and applying it.
-`of_long_rows` is for rows that are too long, or not contiguous: it reads them twice, and where they are
-contiguous the second time from the L2 cache, which is much larger than the rows under way.
+`of_tiles` holds full rows, or full blocks of rows, in registers from the computation of a scale to its use:
+each element is read from memory once. `of_long_rows` is for rows that are too long, or not contiguous. It
+reads them twice, contiguous ones the second time from the L2 cache, which is much larger than the rows in
+flight.
 
-Results are those of torch's expressions (`api.quantization`) bit for bit, but for what a NaN looks like:
-products and the reciprocal are rounded as IEEE 754 says, the conversion to the nearest even. Of magnitudes
-the bits are compared, as integers, among which a NaN is the largest.
+Results are those of torch's expressions (`api.quantization`) bit for bit, except for the bits of a NaN:
+products and the reciprocal are rounded as IEEE 754 defines, the conversion to the nearest even. Magnitudes
+are compared by their bits, as integers, of which a NaN has the largest.
 
 `backends.scales.row_quantization` imports this when it launches them: torch's builds for CPUs have no
 Triton.
@@ -26,23 +27,23 @@ def of_tiles(
     UNIT: tl.constexpr, LEAST: tl.constexpr, POWER: tl.constexpr,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program quantises a tile of ROWS rows and BLOCKS blocks of BLOCK elements, each with a scale.
+    """Quantizes a tile of ROWS rows and BLOCKS blocks of BLOCK elements, each with a scale; one program.
 
     Args:
         x: `[rows, width]`, of strides x_row and x_column.
         values: `[rows, width]`, 8 bits, contiguous.
         scales: Float32, `[rows, ceil(width / BLOCK)]`, of strides 1 and scales_block.
-        rows: Of x.
-        width: Of x; of blocks that are whole rows not more than BLOCK.
-        x_row: Elements.
-        x_column: Elements.
-        scales_block: Elements.
-        UNIT: One over the largest value of 8 bits.
-        LEAST: Scale.
+        rows: Rows of x.
+        width: Columns of x; if blocks are full rows, at most BLOCK.
+        x_row: Stride of x's rows in elements.
+        x_column: Stride of x's columns in elements.
+        scales_block: Stride of the scales' columns in elements.
+        UNIT: One over the largest 8-bit value.
+        LEAST: Smallest scale.
         POWER: Whether scales are powers of two.
-        ROWS: Of a tile, a power of two.
-        BLOCKS: Of a tile, a power of two.
-        BLOCK: Elements, a power of two.
+        ROWS: Rows of a tile, a power of two.
+        BLOCKS: Blocks of a tile, a power of two.
+        BLOCK: Elements of a block, a power of two.
     """
     across = tl.cdiv(width, BLOCKS * BLOCK)
     program = tl.program_id(0)
@@ -63,21 +64,21 @@ def of_long_rows(
     x, values, scales, rows, width, x_row, x_column,
     UNIT: tl.constexpr, LEAST: tl.constexpr, POWER: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """A program quantises ROWS rows, each with a scale, COLUMNS elements at a time.
+    """Quantizes ROWS rows, each with a scale, COLUMNS elements at a time; one program.
 
     Args:
         x: `[rows, width]`, of strides x_row and x_column.
         values: `[rows, width]`, 8 bits, contiguous.
         scales: Float32, `[rows]`.
-        rows: Of x.
-        width: Of x.
-        x_row: Elements.
-        x_column: Elements.
-        UNIT: One over the largest value of 8 bits.
-        LEAST: Scale.
+        rows: Rows of x.
+        width: Columns of x.
+        x_row: Stride of x's rows in elements.
+        x_column: Stride of x's columns in elements.
+        UNIT: One over the largest 8-bit value.
+        LEAST: Smallest scale.
         POWER: Whether scales are powers of two.
-        ROWS: Of a program, a power of two.
-        COLUMNS: At a time, a power of two.
+        ROWS: Rows of a program, a power of two.
+        COLUMNS: Columns at a time, a power of two.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     most = tl.zeros((ROWS, COLUMNS), tl.int32)
@@ -95,7 +96,7 @@ def of_long_rows(
 
 @triton.jit
 def _load(x, row, column, rows, width, x_row, x_column):
-    """Elements `[row, column]` in float32, zeros outside."""
+    """Returns elements `[row, column]` in float32, zeros outside."""
     inside = (row < rows)[:, None] & (column < width)[None, :]
     places = row[:, None] * x_row + column[None, :].to(tl.int64) * x_column
     return tl.load(x + places, inside, 0.0).to(tl.float32)
@@ -103,7 +104,7 @@ def _load(x, row, column, rows, width, x_row, x_column):
 
 @triton.jit
 def _store(values, quotient, row, column, rows, width):
-    """Rounds to 8 bits."""
+    """Rounds quotients to 8 bits and stores them."""
     inside = (row < rows)[:, None] & (column < width)[None, :]
     places = row[:, None] * width + column[None, :]
     tl.store(values + places, quotient.to(values.dtype.element_ty), inside)
@@ -111,13 +112,13 @@ def _store(values, quotient, row, column, rows, width):
 
 @triton.jit
 def _magnitude(wide):
-    """The bits of an absolute value, which as integers are in its order."""
+    """Returns the bits of absolute values; as integers they have the same order."""
     return wide.to(tl.int32, bitcast=True) & MAGNITUDE
 
 
 @triton.jit
 def _scale(most, UNIT: tl.constexpr, LEAST: tl.constexpr, POWER: tl.constexpr):
-    """Of values whose largest magnitude has these bits."""
+    """Returns the scale of values whose largest magnitude has these bits."""
     scale = most.to(tl.float32, bitcast=True) * UNIT
     scale = tl.where(scale < LEAST, LEAST, scale)  # false of NaN
     if POWER:

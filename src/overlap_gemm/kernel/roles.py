@@ -1,4 +1,4 @@
-"""The roles every fused GEMM shares. Each owns its loop and its pipeline states.
+"""The roles that all fused GEMMs share. Each owns its loop and its pipeline states.
 
 A pipeline state advanced in a callee and not returned is silently lost, so functions that advance one return
 it.
@@ -23,7 +23,7 @@ from overlap_gemm.kernel.work import CtaTile, Work
 
 @cute.jit
 def load_role(mainloop: Mainloop, op: KernelOp, res: Any, ops: Any, more: Any, work: Work, call: Any) -> None:
-    """Waits on ``ab`` empty and, in an op with a gate, on that; produces this cluster's A and B tiles."""
+    """Waits on ``ab`` empty and, in an op with a gate, on the gate; produces this cluster's A and B tiles."""
     tile_m, tile_n = mainloop.config.cluster_tile
     gate: Any = op.gate
     state, opened, early = mainloop.load_state(), Int32(-1), None
@@ -60,8 +60,8 @@ def epilogue_role(
 ) -> None:
     """Waits on the accumulator and on the ring's empty stages, for no peer; produces the ring's stages.
 
-    With two groups (ping-pong), each takes every other tile; the mainloop makes their turns at the ring
-    alternate, and each group's ring state jumps over the other's subtiles.
+    With two groups (ping-pong), each takes every other tile. The mainloop makes their turns at the ring
+    alternate, and each group's ring state skips the other's subtiles.
     """
     cfg, gate = mainloop.config, cast(Any, op.gate)
     thread, _, _ = cute.arch.thread_idx()
@@ -80,7 +80,7 @@ def epilogue_role(
             opened = gate.open(call, tile.owner, opened)
             read = gate.with_rows(tile, row - tile.row, extras, call)
         place = thread
-        if cutlass.const_expr(cfg.sum_parts > 1):  # else what follows from it takes the sums' registers
+        if cutlass.const_expr(cfg.sum_parts > 1):  # else values derived from it take the sums' registers
             place = computed_here(thread)
         writer = SubtileWriter(mainloop, op, res, ops, ring, stages, read, place, row, column)
         state, ring_state = mainloop.drain(res, acc, state, writer, ring_state)
@@ -93,16 +93,16 @@ class SubtileWriter:
     """Moves one subtile from registers to the ring: the op's epilogue, acquire a stage, write, commit.
 
     Attributes:
-        mainloop: knows how its fragments lie.
-        op: decides what becomes of them.
-        res: the mainloop's resources.
-        ops: operands.
-        ring: the ring.
-        stages: the ring's stages.
-        extras: what the epilogue's visitors read, or None.
-        thread: index in the epilogue group.
-        row: the CTA tile's first row in the rank's product.
-        column: its first column there.
+        mainloop: Mainloop, which defines the layout of fragments.
+        op: Op, which defines the visitors.
+        res: Resources of the mainloop.
+        ops: Operands.
+        ring: Ring that is filled.
+        stages: Stages of the ring.
+        extras: Operands of the epilogue's visitors, or None.
+        thread: Index in the epilogue group.
+        row: First row of the CTA tile in the rank's product.
+        column: First column of the CTA tile in the rank's product.
     """
 
     mainloop: Mainloop
@@ -117,7 +117,7 @@ class SubtileWriter:
     column: Scalar
 
     def visit(self, fragment: cute.Tensor, subtile: Scalar) -> None:
-        """Does to this thread's fp32 values of ``subtile`` what the op's visitors do to them."""
+        """Applies the op's visitors to this thread's fp32 values of ``subtile``."""
         cfg = self.mainloop.config
         row = self.row + subtile // cfg.epi_columns * cfg.epi_tile[0]
         column = self.column + subtile % cfg.epi_columns * cfg.epi_tile[1]

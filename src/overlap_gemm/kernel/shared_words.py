@@ -1,4 +1,4 @@
-"""Words of a CTA's shared memory apart from stages and barriers: addresses of ranks, counters of warps."""
+"""Words of a CTA's shared memory other than stages and barriers: addresses of ranks, counters of warps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from overlap_gemm.device.traced import Scalar
 
 
 def near_table(smem: Any) -> cute.Tensor:
-    """Room in shared memory for the ranks' addresses."""
+    """Allocates shared memory for the ranks' addresses: an ``Int64`` tensor."""
     return smem.allocate_tensor(Int64, cute.make_layout(MAX_WORLD + 1), byte_alignment=8)
 
 
@@ -20,8 +20,8 @@ class Tally(NamedTuple):
     """Counters of a CTA in shared memory, zeroed before its first barrier.
 
     Attributes:
-        taken: units taken by the CTA's warps.
-        ended: warps whose last role has ended.
+        taken: Number of units taken by the CTA's warps.
+        ended: Number of warps whose last role has ended.
     """
 
     taken: Any
@@ -29,19 +29,19 @@ class Tally(NamedTuple):
 
     @staticmethod
     def at(place: Any) -> Tally:
-        """In a word of 8 bytes."""
+        """Returns the tally in a word of 8 bytes at ``place``."""
         words = cute.recast_ptr(place, dtype=Int32)
         return Tally(words, words + 1)
 
     def clear(self) -> None:
-        """Zeroes them; one thread, before the CTA's barrier."""
+        """Zeroes the counters; one thread, before the CTA's barrier."""
         cute.arch.store(self.taken, Int32(0))
         cute.arch.store(self.ended, Int32(0))
 
 
 @cute.jit
 def count(word: Scalar, sem: cutlass.Constexpr = "relaxed") -> Int32:
-    """A warp's next number: adds one, by its first lane; all lanes get the value before."""
+    """Adds one to a counter, by the warp's first lane; returns the previous value to all lanes."""
     value = Int32(0)
     if cute.arch.lane_idx() == 0:
         value = Int32(cute.arch.atomic_add(word, Int32(1), sem=sem, scope="cta"))

@@ -2,11 +2,11 @@
 
 For tiles fewer than the SMs: the parts of a tile load the weight on as many SMs.
 
-    CTA 1, 2, ..    wait for empty -> store their accumulators in CTA 0's shared memory -> full at CTA 0
-    CTA 0           waits for full -> adds them to its own in the parts' order -> empty at all of them
-                    -> epilogue, ring, comm lane, as if there were no parts
+- CTA 1, 2, ..: wait for empty, store their accumulators in CTA 0's shared memory, arrive on full at CTA 0.
+- CTA 0: waits for full, adds them to its accumulator in the order of the parts, arrives on empty at all of
+  them. Then follow epilogue, ring and comm lane, as without parts.
 
-The comm lanes of the other CTAs have nothing to send; their receive roles take units as everybody's.
+The comm lanes of the other CTAs have nothing to send; their receive roles take units like all others.
 
 | barrier       | arrivals                                           | waited for by             |
 |---------------|----------------------------------------------------|---------------------------|
@@ -14,7 +14,7 @@ The comm lanes of the other CTAs have nothing to send; their receive roles take 
 | empty, others | each warp of CTA 0's group, after its loads       | that part's next group    |
 
 Ping-pong: group ``g`` has every second tile, so its phases of both barriers always have the same parity. No
-CTA ends before the cluster's last word (`FusedGemm.kernel`), so barriers and buffer are there.
+CTA ends before the cluster's last access (`FusedGemm.kernel`), so barriers and buffer remain valid.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from overlap_gemm.device.traced import Scalar
 from overlap_gemm.kernel.work import Work
 
 VALUES = 4
-"""Of a run: 16 bytes."""
+"""Number of values in a run: 16 bytes."""
 
 
 class Parts(NamedTuple):
-    """What the parts share.
+    """Resources that the parts share.
 
     Attributes:
-        full: mbarrier.
-        empty: mbarrier.
-        buffer: of the accumulators of all parts but the first, in shared memory: runs of four values,
+        full: mbarrier on which the other parts arrive.
+        empty: mbarrier on which the first part arrives.
+        buffer: Accumulators of all parts but the first, in shared memory: runs of four values,
             ``[part][run][thread]``, so that neither stores nor loads conflict.
     """
 
@@ -53,14 +53,14 @@ NUM_BARRIERS = 2
 
 
 def sent_of(config: GemmConfig, work: Work) -> Work:
-    """What of a CTA's work its comm lane sends: of a tile's parts the first has the sum."""
+    """Returns the part of a CTA's work that its comm lane sends: the first of a tile's parts has the sum."""
     if config.k_split == 1:
         return work
     return work._replace(num_tiles=cutlass.select_(part_of_k() == 0, work.num_tiles, Int32(0)))
 
 
 def end_together(config: GemmConfig) -> None:
-    """All warps, at their end: no part ends while another may reach its shared memory."""
+    """Ends all parts together, so that none ends while another may access its memory; all warps."""
     if config.k_split > 1:
         cute.arch.sync_warp()
         cute.arch.cluster_arrive()
@@ -81,31 +81,34 @@ def setup(config: cutlass.Constexpr, barriers: Any, smem: Any) -> Parts:
 
 
 def num_k_tiles(config: GemmConfig, a: Any) -> Any:
-    """Of one part, or one leaf: as many as of every other, whole steps, so the last one may load zeros."""
+    """Returns the number of k tiles of one part, or one leaf: equal for all, in full steps of ``k_step``.
+
+    The last k tiles may load zeros.
+    """
     number = cute.ceil_div(cute.size(a, mode=[1]), config.tile_k * config.k_split * config.k_step)
     return number * config.k_step
 
 
 def num_early(config: GemmConfig, a: Any) -> Any:
-    """K tiles that there are stages for: what can be loaded of B before anything is of A."""
+    """Returns the number of B's k tiles that can be loaded before A's: at most one for each stage."""
     return cutlass.min(num_k_tiles(config, a), config.ab_stages)
 
 
 def part_of_k() -> Any:
-    """Which part of K this CTA multiplies: its place along the grid's third dimension."""
+    """Returns the number of the part of K that this CTA multiplies: its index along the grid's z."""
     return cute.arch.block_idx()[2]
 
 
 @cute.jit
 def send(config: cutlass.Constexpr, parts: Parts, acc: cute.Tensor, group: Int32, thread: Int32) -> None:
-    """Every thread of a group of a CTA but the first: stores its accumulator in the first one's buffer.
+    """Stores a thread's accumulator in the first CTA's buffer; every thread of a group of another CTA.
 
     Args:
-        config: the kernel's configuration.
-        parts: shared.
-        acc: the thread's values.
-        group: of the two, the one that has the tile.
-        thread: index in the group.
+        config: The kernel's configuration.
+        parts: Shared resources.
+        acc: Values of the thread.
+        group: Group that has the tile, of the two.
+        thread: Index in the group.
     """
     _wait(parts.empty, 1 - group)
     for run in cutlass.range_constexpr(cute.size(acc) // VALUES):
@@ -119,7 +122,7 @@ def send(config: cutlass.Constexpr, parts: Parts, acc: cute.Tensor, group: Int32
 
 @cute.jit
 def add(config: cutlass.Constexpr, parts: Parts, acc: cute.Tensor, group: Int32, thread: Int32) -> None:
-    """Every thread of a group of the first CTA: adds what the others sent; arguments as `send`'s."""
+    """Adds the other parts' values; every thread of a group of the first CTA. Arguments as in `send`."""
     _wait(parts.full, group)
     for part in cutlass.range_constexpr(config.k_split - 1):
         for run in cutlass.range_constexpr(cute.size(acc) // VALUES):
@@ -136,7 +139,7 @@ def add(config: cutlass.Constexpr, parts: Parts, acc: cute.Tensor, group: Int32,
 
 @cute.jit
 def _wait(barrier: Any, phase: Int32) -> None:
-    """Acquires at cluster scope, as who arrives released; `cute.arch.mbarrier_wait` does for its CTA."""
+    """Waits with acquire at cluster scope, as the release; `mbarrier_wait` acquires for the CTA only."""
     is_open = Boolean(False)
     while not is_open:
         is_open = Boolean(
@@ -150,7 +153,7 @@ def _wait(barrier: Any, phase: Int32) -> None:
 
 
 def _run(config: GemmConfig, parts: Parts, part: Any, run: int, thread: Scalar) -> Any:
-    """Where a thread's run of values of a part lies, in whichever CTA's buffer."""
+    """Returns the pointer to a thread's run of values of a part, for any CTA's buffer."""
     threads = config.epilogue_threads
     runs = config.tile[0] * config.tile[1] // (threads * VALUES)
     offset = ((part * runs + run) * threads + thread) * (VALUES * 4)

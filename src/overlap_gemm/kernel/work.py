@@ -1,4 +1,4 @@
-"""One cluster's share of the work list, and where a CTA's part of a tile lies."""
+"""One cluster's share of the work list, and the place of a CTA's part of a tile."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from overlap_gemm.spec.sharding import ceil_div, num_owners
 
 
 class TileShards(NamedTuple):
-    """How what a rank computes is cut into shards, one per owner: along the rows, or along the columns.
+    """Division of a rank's product into shards, one per owner: along the rows, or along the columns.
 
     Attributes:
-        rows: rows of a full shard.
-        cols: columns of a full shard, possibly 0.
-        row_step: rows from one shard to the next, 0 where they are cut along the columns.
-        col_step: columns from one shard to the next, 0 where they are cut along the rows.
+        rows: Rows of a full shard.
+        cols: Columns of a full shard, possibly 0.
+        row_step: Rows from one shard to the next; 0 if they are cut along the columns.
+        col_step: Columns from one shard to the next; 0 if they are cut along the rows.
     """
 
     rows: Scalar
@@ -30,15 +30,15 @@ class TileShards(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What of the product a rank computes, and what each rank's tiles are counted in.
+    """A rank's share of the product, and the extents that determine its tiles and slots.
 
     Attributes:
-        rows: rows of the product.
-        cols: its columns.
-        rank: this rank, among the owners.
-        owners: ranks that own a shard.
-        shards: how it is cut.
-        block_cols: columns that each source has slots for: of a full shard.
+        rows: Rows of the product.
+        cols: Columns of the product.
+        rank: Number of this rank among the owners.
+        owners: Number of ranks that own a shard.
+        shards: Division into shards.
+        block_cols: Columns for which each source has slots: those of a full shard.
     """
 
     rows: Scalar
@@ -50,38 +50,38 @@ class Share(NamedTuple):
 
     @staticmethod
     def by_rows(rows: Scalar, rank: Scalar, shard: Any, cols: Scalar) -> Share:
-        """All of it, in shards of ``shard`` rows."""
+        """Returns the full product, in shards of ``shard`` rows."""
         return Share(rows, cols, rank, num_owners(rows, shard), TileShards(shard, cols, shard, 0), cols)
 
     @staticmethod
     def by_columns(rows: Scalar, rank: Scalar, shard: Any, cols: Scalar) -> Share:
-        """All of it, in shards of ``shard`` columns."""
+        """Returns the full product, in shards of ``shard`` columns."""
         return Share(rows, cols, rank, num_owners(cols, shard), TileShards(rows, shard, 0, shard), shard)
 
     @staticmethod
     def whole(rows: Scalar, cols: Scalar, block_cols: Scalar) -> Share:
-        """``cols`` columns as one shard, of ``block_cols`` at most."""
+        """Returns ``cols`` columns as one shard, with slots for ``block_cols`` columns."""
         return Share(rows, cols, 0, 1, TileShards(rows, cols, 0, 0), block_cols)
 
     @staticmethod
     def of_own_columns(rows: Scalar, rank: Scalar, shard: Any, out: cute.Tensor) -> Share:
-        """As one shard those columns of ``out`` that a rank owns, none or up to ``shard``."""
+        """Returns this rank's columns of ``out`` as one shard, none or up to ``shard``."""
         left = cute.size(out, mode=[1]) - rank * shard
         return Share.whole(rows, cutlass.max(cutlass.min(left, shard), 0), shard)
 
 
 class Work(NamedTuple):
-    """What one cluster computes: positions ``first, first + stride, ...`` of the order's work list.
+    """Work of one cluster: positions ``first, first + stride, ...`` of the order's work list.
 
     Attributes:
-        first: first position.
-        stride: clusters in the grid.
-        num_tiles: this cluster's tiles.
-        whole: the list, of all clusters.
-        shards: how it is cut.
-        slots: slots that each source has in a buffer: CTA tiles of a full share of one shard.
-        rows: rows of the product.
-        cols: its columns.
+        first: First position.
+        stride: Number of clusters in the grid.
+        num_tiles: Number of this cluster's tiles.
+        whole: Work list of all clusters.
+        shards: Division into shards.
+        slots: Slots of each source in a buffer: CTA tiles of a full share of one shard.
+        rows: Rows of the product.
+        cols: Columns of the product.
     """
 
     first: Scalar
@@ -94,11 +94,11 @@ class Work(NamedTuple):
     cols: Scalar
 
     def place(self, order: Any, j: Scalar) -> TilePlace:
-        """TilePlace of this cluster's ``j``-th tile."""
+        """Returns the place of this cluster's ``j``-th tile."""
         return order.place(self.first + j * self.stride, self.whole)
 
     def left(self, at: CtaTile) -> tuple[Any, Any]:
-        """(rows, columns) of its owner's shard from a tile's first ones on; 0 or less where it has none."""
+        """Returns (rows, columns) from a tile's first ones to its shard's end; 0 or less past the end."""
         shards = self.shards
         rows = cutlass.min(shards.rows, self.rows - at.owner * shards.row_step)
         columns = cutlass.min(shards.cols, self.cols - at.owner * shards.col_step)
@@ -106,25 +106,25 @@ class Work(NamedTuple):
 
 
 def cta_number() -> Any:
-    """This CTA's number in the grid."""
+    """Returns this CTA's number in the grid."""
     x, y, z = cute.arch.block_idx()
     width, height, _ = cute.arch.grid_dim()
     return (z * height + y) * width + x
 
 
 def num_ctas() -> Any:
-    """CTAs of the grid."""
+    """Returns the number of CTAs of the grid."""
     width, height, depth = cute.arch.grid_dim()
     return width * height * depth
 
 
 def plan_work(config: GemmConfig, order: Any, share: Share) -> Work:
-    """This cluster's part, from run-time values and the launch's grid.
+    """Returns this cluster's work, from run-time values and the launch's grid.
 
     Args:
-        config: the kernel's configuration.
-        order: the op's order.
-        share: of the product, this rank's.
+        config: The kernel's configuration.
+        order: Order of the op.
+        share: This rank's share of the product.
     """
     block, _, _ = cute.arch.block_idx()
     blocks, _, _ = cute.arch.grid_dim()
@@ -132,7 +132,7 @@ def plan_work(config: GemmConfig, order: Any, share: Share) -> Work:
     whole = WorkList(_grid(config, share.shards.rows, share.shards.cols), share.rank, share.owners)
     slots = whole.grid.rows * ceil_div(share.block_cols, config.cluster_tile[1]) * config.cluster_size
     total = Int32(order.num_tiles(whole))
-    # Not negative, also where there are more clusters than tiles: ``first < stride``.
+    # Not negative even with more clusters than tiles: ``first < stride``.
     num_tiles = (total - first + stride - 1) // stride
     return Work(first, stride, num_tiles, whole, share.shards, slots, share.rows, share.cols)
 
@@ -142,7 +142,7 @@ def _grid(config: GemmConfig, rows: Scalar, cols: Scalar) -> TileGrid:
 
 
 def shard_tiles(config: GemmConfig, work: WorkList) -> Any:
-    """CTA tiles of one shard."""
+    """Returns the number of CTA tiles of one shard."""
     return work.grid.rows * work.grid.cols * config.cluster_size
 
 
@@ -150,10 +150,10 @@ class CtaTile(NamedTuple):
     """One CTA's part of a cluster tile.
 
     Attributes:
-        index: index in the shard, counted in CTA tiles: names its slot and flag.
-        row: first row in the shard.
-        column: first column.
-        owner: rank that owns the shard.
+        index: Index in the shard, counted in CTA tiles; it determines slot and flag.
+        row: First row in the shard.
+        column: First column in the shard.
+        owner: Rank that owns the shard.
     """
 
     index: Scalar
@@ -163,13 +163,13 @@ class CtaTile(NamedTuple):
 
     @staticmethod
     def at(config: GemmConfig, place: TilePlace) -> CtaTile:
-        """The calling CTA's part of the cluster tile at ``place``."""
+        """Returns the calling CTA's part of the cluster tile at ``place``."""
         x, y, _ = cute.arch.block_idx()
         return CtaTile.of(config, place, x % config.cluster[0], y)
 
     @staticmethod
     def of(config: GemmConfig, place: TilePlace, x: Any, y: Any) -> CtaTile:
-        """The part of the CTA at ``(x, y)`` of its cluster."""
+        """Returns the part of the CTA at ``(x, y)`` of its cluster."""
         return CtaTile(
             place.index * config.cluster_size + y * config.cluster[0] + x,
             (place.m * config.cluster[0] + x) * config.cta_tile[0],
@@ -179,7 +179,7 @@ class CtaTile(NamedTuple):
 
     @staticmethod
     def numbered(config: GemmConfig, order: Any, work: WorkList, index: Scalar) -> CtaTile:
-        """The CTA tile with this index in this rank's shard, whichever CTA computes it."""
+        """Returns the CTA tile with this index in this rank's shard, for any computing CTA."""
         inside = index % config.cluster_size
         tile = index // config.cluster_size
         m, n = order.tile(tile, work)
