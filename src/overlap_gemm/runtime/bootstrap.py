@@ -4,18 +4,22 @@ import overlap_gemm world = overlap_gemm.init()      # the same script under any
 overlap_gemm.finalize()
 """
 
+import logging
 import os
 import re
+import resource
 import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
 
 from .group import clear_groups, forbid_forked, is_forked
 from .memory.workspace import close_workspaces
@@ -25,6 +29,11 @@ Launcher = Literal["torchrun", "mpirun", "slurm", "none", "torch.distributed"]
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Environment variables that torchrun and compatible launchers set for rank and rendezvous."""
+
+MIN_ADDRESS_SPACE = 1 << 30
+"""Bytes of free address space, for stacks and heaps of native threads, below which `init` warns."""
+
+logger = logging.getLogger(__name__)
 
 GLOO_RELEASE_SECONDS = 0.05
 """Time in which torch's communication threads release their tensors in `finalize`."""
@@ -119,6 +128,7 @@ def init(*, device: str | None = None, timeout: float | None = None) -> World:
         return _world
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("init(device='cuda'): this machine has no CUDA device, or torch has no CUDA")
+    _warn_of_limit()
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if dist.is_initialized():
         local_rank = _number(os.environ, "LOCAL_RANK", dist.get_rank())
@@ -139,6 +149,23 @@ def init(*, device: str | None = None, timeout: float | None = None) -> World:
     clear_groups(alone=placement.launcher == "none")
     _world = World(placement.rank, placement.size, placement.local_rank, target, placement.launcher)
     return _world
+
+
+def _warn_of_limit() -> None:
+    """Logs a limit of the address space that is nearly reached.
+
+    A native thread that cannot start then ends the process by "terminate called", without a reason.
+    """
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    if limit - used < MIN_ADDRESS_SPACE:
+        logger.warning(
+            "process %d may use %d KiB of address space (ulimit -v) and uses %d KiB: if it ends by SIGABRT "
+            "or with an error of memory, raise the limit",
+            os.getpid(), limit >> 10, used >> 10,
+        )  # fmt: skip
 
 
 def finalize() -> None:
@@ -166,7 +193,7 @@ def _find_placement(env: Mapping[str, str]) -> _Placement:
         rank, size = (_number(env, name) for name in ("RANK", "WORLD_SIZE"))
         if rank >= size:
             raise RuntimeError(f"RANK={rank} must be less than WORLD_SIZE={size}")
-        return _Placement("torchrun", rank, size, _number(env, "LOCAL_RANK", rank))
+        return _Placement("torchrun", rank, size, _number(env, "LOCAL_RANK", rank), _restart_store(env))
     if "OMPI_COMM_WORLD_SIZE" in env or "PMI_SIZE" in env:
         return _placement_from_mpi()
     if "SLURM_PROCID" in env and "SLURM_STEP_NUM_TASKS" in env:
@@ -181,6 +208,19 @@ def _find_placement(env: Mapping[str, str]) -> _Placement:
             f"single process"
         )
     return _Placement("none", 0, 1, 0)
+
+
+def _restart_store(env: Mapping[str, str]) -> dist.Store | None:
+    """Returns a store for the rendezvous of processes that torchrun has restarted; None: torch's own.
+
+    torchrun on one machine keeps its store, in which the addresses of the ended processes would be read
+    (torch 2.13). Agents of several machines count restarts separately, so torch's store is used there.
+    """
+    restarts = env.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if restarts == "0" or env.get("LOCAL_WORLD_SIZE") != env["WORLD_SIZE"]:
+        return None
+    store, _, _ = next(rendezvous("env://"))
+    return dist.PrefixStore(f"restart-{restarts}", store)
 
 
 def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:

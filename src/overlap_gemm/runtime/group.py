@@ -277,6 +277,11 @@ def _check_alone() -> None:
                 f"group=None for the world"
             )
         return
+    if lost := next((group for group in _known.values() if group.size > 1), None):
+        raise RuntimeError(
+            f"the process group {lost.name!r} of {lost.size} ranks has been destroyed before finalize(): "
+            f"call overlap_gemm.finalize(), then init() or init_process_group"
+        )
     for variable in LAUNCHERS:
         count = os.environ.get(variable, "")
         if not _is_alone and count.isdecimal() and int(count) > 1:
