@@ -1,5 +1,6 @@
 """What is refused of operands with scales, and what is said of them."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -208,6 +209,16 @@ def test_auto_takes_torchs_way_and_says_why():
     assert predicted(with_scales(reach=measured)).best == "fused"
     assert "8-bit operands have not been timed on" in (Fused().why_slower(with_scales(reach=expected)) or "")
     assert "runs as 'torch'" in str(explain("gemm_reduce_scatter", X, WEIGHT, **SCALES))
+
+
+def test_with_a_promise_no_constants_decide_about_fused_kernels():
+    """Compares what processes with other constants choose: other backends have other bits."""
+    with_scales = partial(problem, device_type="cuda", m=8192, n=8192, k=8192, invariant="batch")
+    for arch in ("sm_90a", "sm_100a"):
+        reach = Reach(arch, 132, None)
+        for known in (reach, replace(reach, untimed="not timed here")):
+            assert Fused().why_slower(with_scales(reach=known)) is None
+    assert Fused().why_slower(with_scales(reach=Reach("sm_90a", 132, "no peer access"))) == "no peer access"
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,7 @@ def test_float32_partial_sums_are_rounded_once(arch, op):
 def test_a_kernel_that_cuts_k_is_refused():
     with (
         world_of("sm_90a", 2, {"mma": "swap_ab", "tile": (16, 64), "k_split": 2}) as world,
-        pytest.raises(overlap_gemm.InvarianceError, match="changes the order of sums over K; use k_split=1"),
+        pytest.raises(overlap_gemm.InvarianceError, match="changes the order of sums over K.*use k_split=1"),
     ):
         x, weight = torch.ones(2, 64).bfloat16(), torch.ones(64, 64).bfloat16()
         overlap_gemm.gemm_all_reduce(x, weight, group=world.names[0], backend="fused", invariant="batch")

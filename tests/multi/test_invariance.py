@@ -132,6 +132,41 @@ def test_without_the_promise_a_row_alone_has_other_bits(ranks):
     assert differing_rows(ranks, case, "sequential", None, [5])["out"] > 0.1
 
 
+def differing_rows_of_bytes(rank, size, op, block, backend, kept):
+    """Returns how many elements of a rank's rows differ from those of a call of some, and their spread."""
+    m, n, k = 44, 136, 320
+    generator = torch.Generator().manual_seed(rank)
+    x, weight = (
+        torch.randn(rows, k, generator=generator)
+        * 4.0 ** torch.randint(-2, 3, (rows, k), generator=generator)
+        for rows in (m, n)
+    )
+    bytes_x, bytes_weight = (one.to(torch.float8_e4m3fn) for one in (x, weight))
+    along = {None: 1, "mx": k // 32}.get(block, 3)
+    scale_x = 2.0 ** torch.randint(-3, 4, (m, along), generator=generator)
+    scale_w = 2.0 ** torch.randint(-3, 4, ({128: 2}.get(block, n), along), generator=generator)
+    outs = []
+    for rows in (list(range(m)), kept):
+        scales = scale_x[rows], scale_w
+        if block == "mx":
+            scales = tuple(overlap_gemm.swizzle_scales(scale) for scale in scales)
+        out = getattr(overlap_gemm, op)(
+            bytes_x.view(torch.uint8)[rows].view(bytes_x.dtype), bytes_weight, scale_x=scales[0],
+            scale_w=scales[1], block=block, backend=backend, invariant="batch", out_dtype=torch.float32,
+        )  # fmt: skip
+        outs.append(out[rank * len(rows) :][: len(rows)] if op == "all_gather_gemm" else out)
+    return int((outs[0][kept] != outs[1]).sum()), outs[0].std().item()
+
+
+@pytest.mark.parametrize("block", [None, 128, "mx"])
+@pytest.mark.parametrize("backend", ["auto", "decomposed"])
+def test_rows_of_bytes_do_not_depend_on_the_batch(block, backend, ranks):
+    for op, kept in (("gemm_all_reduce", [5]), ("all_gather_gemm", [2, 9, 10]), ("gemm_all_gather", [7])):
+        for count, spread in ranks(2).run(differing_rows_of_bytes, op, block, backend, kept):
+            assert count == 0
+            assert spread > 1
+
+
 # --- partials ---
 
 

@@ -97,7 +97,7 @@ class Settings(NamedTuple):
         return self.shard_transport if op.gathers_operand else self.tile_transport
 
 
-PROMISED = (("k_split", 1), ("slot_dtype", "f32"))
+PROMISED = (("k_split", 1), ("fast_accum", False), ("slot_dtype", "f32"))
 """Fields that `promised` sets, without ``leaves``. They do not restrict the choice of kernels."""
 
 _DEFAULT = Settings()
@@ -233,8 +233,9 @@ def promising(*, partials: Partials | None = None, invariant: Invariant | None =
 def promised(promises: Promises, op: OpSpec, world: int) -> Iterator[None]:
     """Restricts the kernels of an op, within the block, to those that keep a call's promises.
 
-    Kernels that split K sum it in a different order. An op that sums over ranks uses kernels with a rank's
-    leaves of K. An op that gathers has all of K on each rank, in one order.
+    Kernels that split K sum it in a different order, and kernels with `fast_accum` do not promote the sums of
+    8-bit products. An op that sums over ranks uses kernels with a rank's leaves of K. An op that gathers has
+    all of K on each rank, in one order.
 
     Args:
         promises: Promises of the call.
@@ -245,7 +246,7 @@ def promised(promises: Promises, op: OpSpec, world: int) -> Iterator[None]:
         InvarianceError: The caller's fields require kernels that break a promise.
     """
     before = settings()
-    fields: dict[str, Any] = {"k_split": 1} if promises.leaves else {}
+    fields: dict[str, Any] = {"k_split": 1, "fast_accum": False} if promises.leaves else {}
     if promises.has_wide_partials and op.sums:
         fields["slot_dtype"] = "f32"
     if promises.has_tree and op.sums:
@@ -269,7 +270,7 @@ def _check_promised(chosen: dict[str, Any], fields: dict[str, Any], promises: Pr
         rule = f"{name}={fields[name]}" if name in fields else "kernels with float32 partial sums"
         raise InvarianceError(
             f"configured({name}={value}) breaks invariant={promises.invariant!r}: it changes the order of "
-            f"sums over K; use {rule}"
+            f"sums over K, or where they are rounded; use {rule}"
         )
 
 

@@ -48,6 +48,9 @@ HOPPER: dict[str, Width] = {
 }
 """Of sm_90's wgmma with D in fp32, by the type of A."""
 
+BLACKWELL: dict[str, Width] = dict.fromkeys(("e4m3", "e5m2", "f16", "bf16"), Width(25, 23))
+"""Assumed of sm_100's tcgen05.mma with D in fp32, by the type of A, also scaled; not measured."""
+
 
 def aligned_sum(a: F32, b: F32, c: F32, width: Width) -> F32:
     """What one instruction makes of ``c + a @ b.T``.
@@ -74,7 +77,7 @@ def aligned_sum(a: F32, b: F32, c: F32, width: Width) -> F32:
     return np.where(np.isfinite(plain), result, plain.astype(np.float32))
 
 
-def add_steps(c: F32 | None, a: F32, b: F32, k: int, kind: str) -> F32:
+def add_steps(c: F32 | None, a: F32, b: F32, k: int, width: Width) -> F32:
     """Returns ``c + a @ b.T`` of one instruction after the other: `aligned_sum` of each ``k`` elements.
 
     Args:
@@ -82,12 +85,12 @@ def add_steps(c: F32 | None, a: F32, b: F32, k: int, kind: str) -> F32:
         a: ``[rows, steps * k]``, exact in fp32.
         b: ``[columns, steps * k]``.
         k: of one instruction.
-        kind: element type of A.
+        width: see the module.
     """
     total = np.zeros((len(a), len(b)), np.float32) if c is None else c
     for first in range(0, a.shape[1], k):
         step = slice(first, first + k)
-        total = aligned_sum(a[:, step], b[:, step], total, HOPPER[kind])
+        total = aligned_sum(a[:, step], b[:, step], total, width)
     return total
 
 

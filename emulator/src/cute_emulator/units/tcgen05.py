@@ -193,8 +193,8 @@ class Mma:
         Args:
             smem: shared memory of the CTAs of the group (one or two), in rank order.
             tmem: their tensor memories; changed in place.
-            by_instruction: whether 16-bit types are added as `tensor_cores` says of Hopper's, one instruction
-                after the other, rather than in NumPy's order.
+            by_instruction: whether sums are added by the rule of `tensor_cores`, one instruction after the
+                other, rather than in NumPy's order.
 
         Raises:
             IndexError: an operand reaches beyond shared memory.
@@ -224,10 +224,11 @@ class Mma:
                 for block, cells in enumerate(_split_lanes(tmem[cta], lane, rows, ctas)):
                     d = cells[..., column : column + columns]
                     part = product[:, block * columns : (block + 1) * columns].reshape(d.shape)
-                    if by_instruction and self._adds_as_hopper:
+                    if by_instruction and self._has_rule:
                         values, half = d.view(np.float32), right[block * columns : (block + 1) * columns]
                         old = values.reshape(rows, columns) if self.accumulate else None
-                        total = tensor_cores.add_steps(old, a, half, shape.k, shape.a_type)
+                        width = tensor_cores.BLACKWELL[shape.a_type]
+                        total = tensor_cores.add_steps(old, a, half, shape.k, width)
                         values[...] = total.reshape(d.shape)
                     elif self.disabled_lanes is None:
                         self._accumulate(d, part)
@@ -324,10 +325,10 @@ class Mma:
         return scaling.apply(a, left), scaling.apply(b, np.concatenate(right))
 
     @property
-    def _adds_as_hopper(self) -> bool:
-        """Returns whether `tensor_cores` has a rule for its types, and nothing is scaled or left out."""
-        plain = self.shape.scaling is None and self.disabled_lanes is None and not self.scale_d
-        return plain and self.shape.d_type == "f32" and formats.ELEMENT_BYTES[self.shape.a_type] == 2
+    def _has_rule(self) -> bool:
+        """Returns whether `tensor_cores` has a rule for its types, and nothing of D is scaled or left out."""
+        plain = self.disabled_lanes is None and not self.scale_d
+        return plain and self.shape.d_type == "f32" and self.shape.a_type in tensor_cores.BLACKWELL
 
     def _accumulate(self, d: Tmem, product: NDArray[np.floating]) -> None:
         if self.shape.d_type == "s32":

@@ -178,13 +178,18 @@ class Fused:
         return None
 
     def why_slower(self, problem: Problem) -> str | None:
-        """Returns None if the ranks have peer access and measured constants; else the reason."""
+        """Returns None if the ranks have peer access and measured constants; else the reason.
+
+        With a promise about bits constants do not count: another process may have others.
+        """
         if problem.virtual:
             return None
         if problem.device_type != "cuda":
             return "the emulator is there to be right, not to be fast; ask for it with backend='fused'"
         if problem.reach is None:
             return "the ranks' GPUs have not been probed"
+        if problem.promises.leaves:
+            return problem.reach.why_not
         if reason := problem.reach.why_not or problem.reach.untimed:
             return reason
         machine = constants(problem.reach.arch)
