@@ -1,20 +1,20 @@
 """GEMM all-reduce as ops of the fused kernel, in one shot or in two.
 
-Rank ``r`` computes ``a @ b.T`` for all rows, with its own share of K; the sum over the ranks is the output of
+Rank ``r`` computes ``a @ b.T`` for all rows, with its share of K. The sum over the ranks is the output of
 every rank, bit for bit the same.
 
-**One-shot** (few rows: what counts is the number of trips):
+**One-shot** (few rows: the number of trips is decisive):
 
     comm lane       bulk stores of each partial tile into every rank's slot[source][tile]; then the flags
     receive role    per tile: waits for every source's flag, sums the slots in fp32 in rank order, adds the
                     bias, rounds once, stores. All ranks add the same numbers in the same order
 
-**Two-shot** (more rows: what counts is bytes): a GEMM reduce-scatter along the columns whose sums go on.
-Nobody asked for the shards, so they are what suits the tiles: columns, in multiples of the narrowest tile's.
-By rows, few rows make shards that are smaller than a tile, and every rank would multiply P tiles for one.
+**Two-shot** (more rows: the number of bytes is decisive): a GEMM reduce-scatter along the columns whose sums
+are sent on. No caller sees the shards, so they suit the tiles: columns, in multiples of the narrowest tile's.
+With few rows, shards of rows would be smaller than a tile, and every rank would multiply P tiles for one.
 
     comm lane       each partial tile to the slot[source][tile] of the owner of its columns; then its flag
-    receive role    1. per unit of an own tile: the sum, as in reduce-scatter, stored in the own output and,
+    receive role    1. per unit of a local tile: the sum, as in reduce-scatter, stored in the output and,
                        in the same chunks of 16 bytes, in result slot[owner][tile] of every peer; then a flag
                        per unit at every peer
                     2. per unit of another owner's tile: waits for its flag, copies it into the output
@@ -25,19 +25,19 @@ symmetric memory itself, but then it would be the workspace's, not the caller's,
 
 Progress. The load, MMA, epilogue and comm roles wait for no peer: every partial of every resident CTA is
 sent and published (:mod:`overlap_gemm.exchange.reduce_scatter`). A sum waits for partials and nothing else. A
-copy waits for sums of other ranks; it is taken only when all sums of its CTA are taken
-(:mod:`overlap_gemm.exchange.receive`), by warps each of which finishes its sum before it takes anything else.
-So every sum of every CTA of every rank is made without waiting for any copy, and every copy finds its flag.
+copy waits for sums of other ranks. It is taken only when all sums of its CTA are taken
+(:mod:`overlap_gemm.exchange.receive`). Each warp that took a sum finishes it before it takes anything else.
+So every sum of every CTA of every rank is made without waiting for any copy, and every copy sees its flag.
 
 Reuse of slots and flags: the rule of :mod:`overlap_gemm.exchange.call`. In both, partial slots are written by
 bulk stores and read by ordinary loads, as in reduce-scatter. Result slots are written by ordinary stores of
-the owners' receive roles, in the buffer of the call's parity, and read by ordinary loads: an owner writes
-them in call ``e + 2`` after its call ``e + 1``, so after everybody's call ``e``. Another call may have bulk
-stores where this one has results, and the other way round: `order_async_writes` is there for the former, and
-bulk stores are complete, for every thread that has seen their flag, before a rank ends its call.
+the owners' receive roles, in the buffer of the call's parity, and read by ordinary loads. An owner writes
+them in call ``e + 2`` after its call ``e + 1``, so after every rank's call ``e``. Another call may have bulk
+stores where this one has results, and vice versa. `order_async_writes` is there for the former case. Bulk
+stores are complete, for every thread that has seen their flag, before a rank ends its call.
 
-With words that are their own flag (:mod:`overlap_gemm.device.ll_words`) there are neither flags nor bulk
-stores: who sums or copies waits for the data. Progress and reuse are the same.
+With LL packets (:mod:`overlap_gemm.device.ll_words`) there are neither flags nor bulk stores: a warp that
+sums or copies waits for the data. Progress and reuse are the same.
 """
 
 from __future__ import annotations
@@ -62,32 +62,32 @@ from overlap_gemm.spec import GEMM_ALL_REDUCE
 
 @dataclass(frozen=True)
 class OneShot(PartialExchange):
-    """``out = sum over ranks of (a @ b.T) (+ bias)``: everybody sends everything, everybody sums.
+    """``out = sum over ranks of (a @ b.T) (+ bias)``: every rank sends all its tiles, every rank sums.
 
     Attributes:
-        config: the kernel's configuration.
-        transport: how a partial reaches a rank.
+        config: The kernel's configuration.
+        transport: Transport of a partial to a rank.
     """
 
     code = GEMM_ALL_REDUCE.code
 
     @property
     def order(self) -> LinearOrder:
-        """All rows, as if each rank owned them."""
+        """Returns the order of all rows, as if each rank owned them."""
         return LinearOrder(self.config.raster_group)
 
     @property
     def receive(self) -> Receiver:
-        """Sums all tiles."""
+        """Returns the receive role, which sums all tiles."""
         sums = Sums(self.config, self.order, self.code, self.transport)
         return Receiver(self.config, (sums,))
 
     def share(self, exchange: Exchange, rows: Scalar, cols: Scalar, out: Any) -> Share:
-        """All rows, one shard."""
+        """Returns all rows, as one shard."""
         return Share.whole(rows, cols, cols)
 
     def sender(self, stages: Stages, work: Work, call: Call, output: Output) -> BroadcastSender:
-        """Sends every tile to everybody."""
+        """Returns the sender of every tile to every rank."""
         return BroadcastSender(self, work, call, stages, call.epoch)
 
 
@@ -96,19 +96,19 @@ class TwoShot(ReduceScatter):
     """``out = sum over ranks of (a @ b.T) (+ bias)``: the owners of columns sum, and send the sums.
 
     Attributes:
-        config: the kernel's configuration.
-        transport: how a partial reaches its owner, and a sum the other ranks.
+        config: The kernel's configuration.
+        transport: Transport of a partial to its owner, and of a sum to the other ranks.
     """
 
     code = GEMM_ALL_REDUCE.code
 
     @property
     def receive(self) -> Receiver:
-        """Sums the own tiles, then stores the others."""
+        """Returns the receive role, which sums the local tiles, then stores the others."""
         results = Results(self.config, self.transport)
         sums = Sums(self.config, self.order, self.code, self.transport, results)
         return Receiver(self.config, (sums, ResultCopies(results, self.order, self.code)))
 
     def share(self, exchange: Exchange, rows: Scalar, cols: Scalar, out: Any) -> Share:
-        """All of it, by the owners' columns."""
+        """Returns the full product, divided by the owners' columns."""
         return Share.by_columns(rows, exchange.rank, exchange.shard_rows, cols)

@@ -42,7 +42,7 @@ class AllToAll(TileExchange):
     """``out[rows of source] = (a of source) @ (columns of this rank).T``, from every source.
 
     Attributes:
-        config: Configuration of the kernel; results are sent as they are, so slots have the output's type.
+        config: Configuration of the kernel; results are sent unchanged, so slots have the output's type.
         transport: Transport by which a tile reaches a rank.
     """
 

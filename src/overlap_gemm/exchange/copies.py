@@ -1,7 +1,7 @@
-"""The parts of a receive role that store complete values which others have computed.
+"""The parts of a receive role that store complete values which other ranks have computed.
 
-waits on    `TileCopies`: a source's flag of the tile; `ResultCopies`: an owner's flag of the unit; where data
-            is its own flag, for the data
+waits on    `TileCopies`: a source's flag of the tile; `ResultCopies`: an owner's flag of the unit; with LL
+            packets, the data
 produces    the values in the output, clipped
 """
 
@@ -37,13 +37,13 @@ class CopiedUnit(NamedTuple):
     """A unit to be copied.
 
     Attributes:
-        exists: whether it was sent.
-        slot: address of its tile's slot.
-        unit: which of the tile's.
-        at: where the tile lies in the window.
-        window: of the output.
-        source: whose it is.
-        tile: index of the tile in the source's shard.
+        exists: Whether the unit was sent.
+        slot: Address of its tile's slot.
+        unit: Number of the unit in the tile.
+        at: Place of the tile in the window.
+        window: Window of the output.
+        source: Rank that sent the tile.
+        tile: Index of the tile in the source's shard.
     """
 
     exists: Predicate
@@ -56,12 +56,12 @@ class CopiedUnit(NamedTuple):
 
     @property
     def copied(self) -> tuple[Any, ...]:
-        """What `copy_unit` wants to know of it."""
+        """Returns the arguments of `copy_unit` for this unit."""
         return self.slot, self.unit, self.at, self.window, self.source
 
 
 SHOTS = 2
-"""Bounds in a row that a sum is waited for: its owner may itself wait, for partials, as long as anybody."""
+"""Number of wait limits for a sum: its owner may itself wait for partials, up to one limit."""
 
 
 @dataclass(frozen=True)
@@ -72,10 +72,10 @@ class TileCopies:
     the next rank.
 
     Attributes:
-        config: the kernel's configuration.
-        order: the op's order.
-        op: for failure records.
-        transport: how tiles arrive.
+        config: The kernel's configuration.
+        order: Order of the op.
+        op: Code of the op, for failure records.
+        transport: Transport by which tiles arrive.
     """
 
     config: GemmConfig
@@ -84,18 +84,18 @@ class TileCopies:
     transport: Transport
 
     def tiles(self, given: ReceiveContext) -> Any:
-        """As many of each source that has columns as the first one has."""
+        """Returns the number of tiles: of each source that has columns as many as of the first one."""
         return self._others(given) * Int32(self._slots(given))
 
     @cute.jit
     def await_tile(self, given: ReceiveContext, index: Int32) -> None:
-        """The source's tile, if it has that many."""
+        """Waits for the source's tile, if the source has that many."""
         source, tile = self._locate(given, index)
         if tile < shard_tiles(self.config, self._list(given, source)):
             self.transport.await_result(given.call, self.op, tile, tile, source)
 
     def locate(self, given: ReceiveContext, index: Scalar, unit: Scalar) -> CopiedUnit:
-        """Where it is, and where it goes."""
+        """Returns slot and destination of a unit."""
         cfg, call, out = self.config, given.call, given.out
         source, tile = self._locate(given, index)
         whole = self._list(given, source)
@@ -114,42 +114,42 @@ class TileCopies:
             copy_unit(self.config, self.transport, arrival, *place.copied)
 
     def _grid(self, given: ReceiveContext, columns: Scalar) -> TileGrid:
-        """Cluster tiles of so many columns.
+        """Returns the cluster tiles of so many columns.
 
-        From the output's rows, not the cluster's work: epilogue warps would keep that in registers, which
-        they lack, through the mainloop.
+        Computed from the output's rows, not from the cluster's work: epilogue warps would keep the work in
+        registers, which they lack, through the mainloop.
         """
         tile_m, tile_n = self.config.cluster_tile
         return TileGrid(ceil_div(cute.size(given.out, mode=[0]), tile_m), ceil_div(columns, tile_n))
 
     def _slots(self, given: ReceiveContext) -> Any:
-        """Slots of each source: `Work.slots`."""
+        """Returns the number of slots of each source: `Work.slots`."""
         grid = self._grid(given, given.call.exchange.shard_rows)
         return grid.rows * grid.cols * self.config.cluster_size
 
     def _sources(self, given: ReceiveContext) -> Any:
-        """Ranks that have columns."""
+        """Returns the number of ranks that have columns."""
         return ceil_div(cute.size(given.out, mode=[1]), given.call.exchange.shard_rows)
 
     def _others(self, given: ReceiveContext) -> Any:
-        """Of these, all but this rank; no two of ``rank + 1, ...`` are the same modulo the sources then."""
+        """Returns the number of these without this rank; ``rank + 1, ...`` then differ modulo the sources."""
         sources = self._sources(given)
         return sources - (given.call.exchange.rank < sources) * 1
 
     def _locate(self, given: ReceiveContext, index: Scalar) -> tuple[Any, Any]:
-        """(source, its tile) of the part's tile ``index``."""
+        """Returns (source, its tile) of the part's tile ``index``."""
         others = self._others(given)
         source = (given.call.exchange.rank + 1 + index % others) % self._sources(given)
         return source, index // others
 
     def _columns(self, given: ReceiveContext, source: Scalar) -> tuple[Any, Any]:
-        """(first, number) of the source's columns of the output."""
+        """Returns (first, number) of the source's columns of the output."""
         chunk = given.call.exchange.shard_rows
         first = source * chunk
         return first, cutlass.min(chunk, cute.size(given.out, mode=[1]) - first)
 
     def _list(self, given: ReceiveContext, source: Scalar) -> WorkList:
-        """The source's work list."""
+        """Returns the source's work list."""
         _, columns = self._columns(given, source)
         return WorkList(self._grid(given, columns), 0, 1)
 
@@ -161,9 +161,9 @@ class ResultCopies:
     Units are awaited one by one, of all owners in turn, in the order in which they sum.
 
     Attributes:
-        results: where sums lie.
-        order: the op's order.
-        op: for failure records.
+        results: Layout of the sums.
+        order: Order of the op.
+        op: Code of the op, for failure records.
     """
 
     results: Results
@@ -171,14 +171,14 @@ class ResultCopies:
     op: int
 
     def tiles(self, given: ReceiveContext) -> Any:
-        """The tiles of every other rank that owns some."""
+        """Returns the number of tiles of all other owners."""
         return self._others(given) * Int32(given.work.slots)
 
     def await_tile(self, given: ReceiveContext, index: Scalar) -> None:
-        """Each unit has its own flag."""
+        """Does nothing: each unit has its own flag."""
 
     def locate(self, given: ReceiveContext, index: Scalar, unit: Scalar) -> CopiedUnit:
-        """Where it is, and where it goes."""
+        """Returns slot and destination of a unit."""
         call, work, cfg = given.call, given.work, self.results.config
         others = self._others(given)
         tile, rank = index // others, work.whole.rank
@@ -190,7 +190,7 @@ class ResultCopies:
 
     @cute.jit
     def finish(self, given: ReceiveContext, place: CopiedUnit) -> None:
-        """Waits for one unit, copies it."""
+        """Waits for one unit and copies it."""
         transport, wait = self.results.transport, partial(self._await_unit, given, place)
         if place.exists:
             wait()
@@ -204,17 +204,17 @@ class ResultCopies:
         transport.await_result(given.call, self.op, flag, place.tile, place.source, waits=SHOTS)
 
     def _others(self, given: ReceiveContext) -> Any:
-        """Owners but this rank; no two of ``rank + 1, ...`` are the same modulo the owners then."""
+        """Returns the number of owners without this rank; ``rank + 1, ...`` then differ modulo the owners."""
         whole = given.work.whole
         return whole.owners - (whole.rank < whole.owners) * 1
 
 
 class ResultLane(NamedTuple):
-    """Where one lane's sums of a unit go.
+    """Destination of one lane's sums of a unit.
 
     Attributes:
-        call: the call's run-time values.
-        offset: ``Int64``: in every workspace, of the lane's first chunk.
+        call: Run-time values of the call.
+        offset: ``Int64``: byte offset, in every workspace, of the lane's first chunk.
     """
 
     call: Any
@@ -223,20 +223,20 @@ class ResultLane(NamedTuple):
 
 @dataclass(frozen=True)
 class Results:
-    """How an owner's sums reach the other ranks: stores into their result slots, a flag per unit and peer.
+    """Transport of an owner's sums to the other ranks: stores into result slots, a flag per unit and peer.
 
-    To ranks beyond reach they are put from the own result slot, unit by unit.
+    Ranks that are not P2P-accessible get them by puts from the local result slot, unit by unit.
 
-    A flag per unit, not per tile: units of a tile are summed by any warps of a CTA, so a flag for all of them
-    would need a counter per tile in memory, which somebody resets, and whoever comes last would answer for
-    the other warps' stores. So a receiver waits for 4 KiB at a time, and may begin as early.
+    There is a flag per unit, not per tile, because any warps of a CTA sum the units of a tile. One flag for
+    all of them would need a counter per tile in memory, which must be reset. The last warp would have to
+    release the other warps' stores. So a receiver waits for 4 KiB at a time, and may begin as early.
 
-    Result slots lie after the partial slots in the call's buffer, ``[owner][tile]``, chunks of the output's
-    type where `StageChunks` has the partials'. Flags lie after the partial tiles' flags.
+    Result slots are after the partial slots in the call's buffer, ``[owner][tile]``: chunks of the output's
+    type in the places in which `StageChunks` has the partials'. Flags are after the partial tiles' flags.
 
     Attributes:
-        config: the kernel's configuration.
-        transport: stores at peers.
+        config: The kernel's configuration.
+        transport: Transport that stores at peers.
     """
 
     config: GemmConfig
@@ -244,30 +244,30 @@ class Results:
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes of a chunk."""
+        """Returns the bytes of a chunk."""
         return StageChunks(self.config).elements * (DTYPES[self.config.out_dtype].width // 8)
 
     def slot(self, call: Call, work: Work, owner: Scalar, tile: Scalar) -> Any:
-        """Byte offset of a summed tile's slot in every workspace."""
+        """Returns the byte offset of a summed tile's slot in every workspace."""
         partials = Int64(call.exchange.world) * work.slots * self.config.tile_bytes
         return call.buffer + partials + (Int64(owner) * work.slots + tile) * self.config.result_bytes
 
     def flag(self, work: Work, tile: Scalar, unit: Scalar) -> Any:
-        """The number that `Call.flag` takes for a unit."""
+        """Returns the number of a unit's flag, as `Call.flag` takes it."""
         return work.slots + tile * self.config.units + unit
 
     def lane(self, call: Call, work: Work, tile: Scalar, first: Scalar) -> ResultLane:
-        """Where the calling lane's sums go, the first of which is chunk ``first`` of an own tile."""
+        """Returns the calling lane's destination of its sums, from chunk ``first`` of a local tile on."""
         own = self.slot(call, work, call.exchange.rank, tile)
         return ResultLane(call, own + first * self.chunk_bytes)
 
     def send(self, lane: ResultLane, chunk: Scalar, values: cute.Tensor) -> None:
-        """One lane stores a chunk, ``chunk`` after its first, at every peer."""
+        """Stores a chunk, ``chunk`` after the lane's first, at every peer; one lane."""
         self.transport.store_to_all(lane.call.exchange, lane.offset + chunk * self.chunk_bytes, values)
 
     @cute.jit
     def pad(self, lane: ResultLane, chunk: Int32, values: cute.Tensor) -> None:
-        """One lane stores zeros for a chunk outside the output."""
+        """Stores zeros for a chunk outside the output; one lane."""
         values.fill(0.0)
         self.send(lane, chunk, values)
 
@@ -275,9 +275,9 @@ class Results:
     def publish(
         self, call: Call, work: Work, tile: Int32, unit: Int32, exists: cutlass.Constexpr = True
     ) -> None:
-        """All lanes, after their stores: each releases the unit's flag at a peer.
+        """Releases the unit's flag at every peer; all lanes, after their stores, a peer each.
 
-        Of a unit that does not exist nothing is put.
+        A unit that does not exist is not put.
         """
         call = Call.begin(call.exchange)  # again: while it sums, the role has no registers for it
         cute.arch.sync_warp()

@@ -1,21 +1,23 @@
-"""Where things lie in a rank's symmetric workspace: control words, flags and slots.
+"""Layout of a rank's symmetric workspace: control words, flags and slots.
 
-One statement of the layout for the kernel, the host and the tests. All offsets are bytes from the workspace's
-base address, which every rank knows for every peer; a workspace has the same size and layout on all ranks:
+This is the single source of truth for the kernel, the host and the tests. All offsets are bytes from the
+workspace's base address, which every rank has for every peer. A workspace has the same size and layout on all
+ranks:
 
-    0                 control words (local to the rank)
-    CONTROL_BYTES     arrival flags, ``uint64[max_flags]``, and after them as many again, of this rank's own
-                      staged tiles (transport ``staged``)
-    slots_offset      slot buffer of even epochs: ``[source][tile]``, with room for own ones, and after them
-                      (two-shot all-reduce) ``[owner][summed tile]``
-    + buffer_bytes    slot buffer of odd epochs
-    + 2, 3 x          staging buffers, even and odd, if some peer has no address: ``[owner][tile]``
+| offset          | content                                                                      |
+|-----------------|------------------------------------------------------------------------------|
+| 0               | control words (local to the rank)                                            |
+| CONTROL_BYTES   | arrival flags, ``uint64[max_flags]``; then as many of this rank's own staged |
+|                 | tiles (transport ``staged``)                                                 |
+| slots_offset    | slot buffer of even epochs: ``[source][tile]``, with space for local tiles;  |
+|                 | then (two-shot all-reduce) ``[owner][summed tile]``                          |
+| + buffer_bytes  | slot buffer of odd epochs                                                    |
+| + 2, 3 x        | staging buffers, even and odd, if some peer has no address: ``[owner][tile]`` |
 
 ``max_flags`` and ``buffer_bytes`` are fixed when the workspace is made, never taken from the shape of a call:
 a peer may already write call ``e + 1``'s partials while this rank still reads call ``e``'s, whatever their
-shapes. How a call divides the buffer of its epoch is its own affair: no other call uses it at the same time.
-A flag's writer is its index modulo the number of ranks, whatever the call: a later epoch in it is that
-rank's.
+shapes. A call may divide the buffer of its epoch in any way: no other call uses it at the same time. A flag's
+writer is its index modulo the number of ranks, for every call: a later epoch in it is of the same rank.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from overlap_gemm.spec import PATTERNS, PatternSpec
 from overlap_gemm.spec.sharding import ceil_div, num_owners, shard_rows
 
 CONTROL_BYTES = 4096
-"""Control words and what peers tell a rank of whole calls, rounded up; see the offsets below."""
+"""Control words and peers' signals about entire calls, rounded up; see the offsets below."""
 
 EPOCH_OFFSET = 0
 """``uint64``: the last finished call's epoch. Zero-initialised; every call adds one."""
@@ -42,8 +44,8 @@ RELAY_EPOCH_OFFSET = 8
 """``uint64``: the relay kernel's epoch, as ``EPOCH_OFFSET``."""
 
 COMING_OFFSET = 16
-"""``uint64``: the coming call's epoch, one above the last finished one's, so 1 at birth: what a copy engine
-copies as the flag after a shard, since it can add nothing itself."""
+"""``uint64``: the next call's epoch, one above the last finished one's, initially 1. A copy engine copies it
+as the flag after a shard, since it cannot add."""
 
 TICKET_OFFSET = 24
 """``uint32``: CTAs that finished the running call; the last one stores the epoch and resets it to zero."""
@@ -52,7 +54,7 @@ CLAIM_OFFSET = 28
 """``uint32``: 0 until a wait expires; the lane that sets it writes the failure record."""
 
 READERS_OFFSET = 32
-"""``uint32``: the running call's warps that read the gather buffer no more; the last one resets it."""
+"""``uint32``: warps of the running call that read the gather buffer no more; the last one resets it."""
 
 
 FLAG_BYTES = 8
@@ -63,21 +65,21 @@ ENTERED_OFFSET = 128
 epoch, and above it the call's signature (`exchange.call.Call.identity`)."""
 
 READ_OFFSET = ENTERED_OFFSET + 2 * MAX_WORLD * FLAG_BYTES
-"""``uint64[MAX_WORLD]``: flags: the call in which each peer has read all that it was sent to gather."""
+"""``uint64[MAX_WORLD]``: flags: the call in which each peer has read all shards sent to it."""
 
 SENDERS_OFFSET = READ_OFFSET + MAX_WORLD * FLAG_BYTES
-"""``uint32[MAX_WORLD]``: the running call's warps that have sent their part of the own shard to each peer;
+"""``uint32[MAX_WORLD]``: warps of the running call that have sent their part of the local shard to each peer;
 the last one resets it."""
 
 SENDER_BYTES = 4
-"""Of a counter of senders."""
+"""Bytes of a counter of senders."""
 
 FLAG_ALIGN = 1024
 """Slots begin at a multiple of this many bytes."""
 
 SLOT_BUFFERS = 2
 STAGING_BUFFERS = 2
-"""Equal buffers after the flags: slots always, staging where some peer is beyond reach."""
+"""Equal buffers after the flags: slots always, staging if some peer is not P2P-accessible."""
 
 
 OWNED = 64
@@ -89,11 +91,11 @@ class ExchangeShape:
     """Sizes of one call: a product of global ``rows`` x ``cols``, exchanged between ``world`` ranks.
 
     Attributes:
-        rows: M of a rank's product, of a full shard where ranks multiply rows of their own; at least 1.
+        rows: M of a rank's product; of a full shard if ranks multiply different rows; at least 1.
         cols: N of the product over all ranks.
-        world: ranks.
-        shard: rows of a full shard, or columns (`is_by_columns`); ``shard * world`` covers them.
-        pattern: who sends what to whom: a name of `overlap_gemm.spec.PATTERNS`.
+        world: Number of ranks.
+        shard: Rows of a full shard, or columns (`is_by_columns`); ``shard * world`` covers them.
+        pattern: Communication pattern: a name of `overlap_gemm.spec.PATTERNS`.
     """
 
     rows: int
@@ -111,10 +113,10 @@ class ExchangeShape:
         pattern: str = "reduce_scatter",
         blocks: Blocks | None = None,
     ) -> ExchangeShape:
-        """Rows (or columns) cut as ``torch.chunk`` does.
+        """Returns the shape with rows (or columns) cut as ``torch.chunk`` does.
 
-        Where sums return, columns in multiples of `OWNED`, and of those that share a scale of ``blocks``: a
-        tile's first column is a block's.
+        If sums return, columns are cut in multiples of `OWNED`, and of those that share a scale of
+        ``blocks``: a tile's first column is a block's.
         """
         spec = PATTERNS[pattern]
         shard = shard_rows(cols if spec.cut == "columns" else rows, world)
@@ -123,53 +125,59 @@ class ExchangeShape:
 
     @property
     def spec(self) -> PatternSpec:
-        """The pattern."""
+        """Returns the pattern."""
         return PATTERNS[self.pattern]
 
     @property
     def is_by_columns(self) -> bool:
-        """Whether shards are cut along the columns."""
+        """Returns whether shards are cut along the columns."""
         return self.spec.cut == "columns"
 
     @property
     def owners(self) -> int:
-        """Ranks that own a shard."""
+        """Returns the number of ranks that own a shard."""
         return num_owners(self.cols if self.is_by_columns else self.rows, self.shard)
 
     @property
     def block(self) -> tuple[int, int]:
-        """(rows, columns) of what each source has slots for in a buffer."""
+        """Returns (rows, columns) for which each source has slots in a buffer."""
         if self.is_by_columns:
             return self.rows, self.shard
         return (self.shard if self.spec.cut else self.rows), self.cols
 
     def grid(self, config: GemmConfig) -> TileGrid:
-        """Cluster tiles of a block."""
+        """Returns the cluster tiles of a block."""
         (rows, cols), (tile_m, tile_n) = self.block, config.cluster_tile
         return TileGrid(ceil_div(rows, tile_m), ceil_div(cols, tile_n))
 
     def cta_tiles(self, config: GemmConfig) -> int:
-        """CTA tiles of a block: the tile index of slots and flags counts these."""
+        """Returns the number of CTA tiles of a block: the tile index of slots and flags counts these."""
         grid = self.grid(config)
         return grid.rows * grid.cols * config.cluster_size
 
     def num_flags(self, config: GemmConfig) -> int:
-        """Arrival flags of a rank: one per (tile, source), and two-shot one per (unit of a sum, owner)."""
+        """Returns the number of arrival flags of a rank.
+
+        One per (tile, source), and for two-shot one per (unit of a sum, owner).
+        """
         units = config.units if self.spec.returns else 0
         return self.cta_tiles(config) * (1 + units) * self.world
 
     def buffer_bytes(self, config: GemmConfig) -> int:
-        """Bytes of one slot buffer: a slot per (source, tile), and two-shot one per (owner, summed tile)."""
+        """Returns the bytes of one slot buffer.
+
+        A slot per (source, tile), and for two-shot one per (owner, summed tile).
+        """
         result = config.result_bytes if self.spec.returns else 0
         return self.world * self.cta_tiles(config) * (config.tile_bytes + result)
 
     def num_computed(self, config: GemmConfig) -> int:
-        """Cluster tiles that a rank computes."""
+        """Returns the number of cluster tiles that a rank computes."""
         grid = self.grid(config)
         return (self.owners if self.spec.cut and not self.spec.to_all else 1) * grid.rows * grid.cols
 
     def num_clusters(self, config: GemmConfig) -> int:
-        """Cluster tiles of which a rank computes or stores some: more clusters would find no work."""
+        """Returns the most clusters that have work: cluster tiles that a rank computes or stores."""
         grid = self.grid(config)
         return (self.owners if self.spec.cut else 1) * grid.rows * grid.cols
 
@@ -194,32 +202,33 @@ def tile_layout(config: GemmConfig, shape: ExchangeShape) -> dict[str, Any]:
 
 
 def slots_offset(max_flags: int) -> int:
-    """Byte offset of the first slot buffer in a workspace with room for ``max_flags`` flags."""
+    """Returns the byte offset of the first slot buffer in a workspace for ``max_flags`` flags."""
     return ceil_div(CONTROL_BYTES + 2 * FLAG_BYTES * max_flags, FLAG_ALIGN) * FLAG_ALIGN
 
 
 def staged_flags_offset(slots: Scalar) -> Any:
-    """Byte offset of the flags of staged tiles, from that of the slots (a host integer or an ``Int64``)."""
+    """Returns the byte offset of staged tiles' flags, from that of the slots (host integer or ``Int64``)."""
     return (CONTROL_BYTES + slots) // 2
 
 
 class Puts(NamedTuple):
-    """What a relay kernel puts to ranks beyond reach: equal pieces, each of them to every such rank.
+    """Puts of a relay kernel to ranks without P2P access: equal pieces, each of them to every such rank.
 
-    All integers. Offsets are bytes in a workspace, the same in every rank's, in the call's buffer unless it
-    says otherwise.
+    All integers. Offsets are bytes in a workspace, the same in every rank's, in the call's buffer unless
+    stated otherwise.
 
     Attributes:
-        nbytes: of all pieces that go to one rank; the last may be shorter than the others.
-        piece: bytes of a piece, a multiple of 16.
-        ranks: ranks that get them: the first so many.
-        source: where the first piece for rank 0 is put from.
-        source_pitch: from there to that of rank 1, and so on; 0: all ranks get the same.
-        target: where the first piece goes to.
-        staged: from the workspace's base: the own flag that the first piece for rank 0 is complete, those of
-            the next pieces one per rank after; 0: all are complete when the relay starts.
-        staged_pitch: as ``source_pitch``.
-        flag: number of the first piece's arrival flag, as `exchange.call.Call.flag` counts.
+        nbytes: Bytes of all pieces for one rank; the last piece may be shorter than the others.
+        piece: Bytes of a piece, a multiple of 16.
+        ranks: Number of ranks that get pieces: ranks 0 to ``ranks - 1``.
+        source: Offset of the source of the first piece for rank 0.
+        source_pitch: Bytes from the source for a rank to the source for the next rank; 0: all ranks get the
+            same.
+        target: Offset of the destination of the first piece.
+        staged: Offset from the workspace's base of the local flag of the first piece for rank 0, raised when
+            it is complete. The next pieces' flags follow, one per rank; 0: all are complete at the launch.
+        staged_pitch: Bytes from the flag for a rank to the flag for the next rank, as ``source_pitch``.
+        flag: Number of the first piece's arrival flag, as `exchange.call.Call.flag` counts.
     """
 
     nbytes: int = 0
@@ -234,14 +243,14 @@ class Puts(NamedTuple):
 
 
 def tile_puts(config: GemmConfig, shape: ExchangeShape, rank: int, slots: int, buffer: int) -> list[Puts]:
-    """What ``rank`` puts in a call: tiles, then (two-shot) the sums of those that it owns.
+    """Returns the puts of ``rank`` in a call: tiles, then (two-shot) the sums of tiles that it owns.
 
     Args:
-        config: the kernel's configuration.
-        shape: of the call.
-        rank: the putting one.
+        config: The kernel's configuration.
+        shape: Sizes of the call.
+        rank: Rank that puts.
         slots: `slots_offset` of the workspace.
-        buffer: bytes of one slot buffer.
+        buffer: Bytes of one slot buffer.
     """
     tiles, tile, world = shape.cta_tiles(config), config.tile_bytes, shape.world
     own = rank * tiles * tile
@@ -263,7 +272,7 @@ def tile_puts(config: GemmConfig, shape: ExchangeShape, rank: int, slots: int, b
 
 
 END = -1
-"""For a gate (:mod:`overlap_gemm.gather.gate`), in place of whose shard it waits for: it ends the call."""
+"""Argument of a gate (:mod:`overlap_gemm.gather.gate`) in place of a source: ends the call."""
 
 SCALE_BYTES = 4
 """The scale of a row: float32."""
@@ -279,11 +288,11 @@ PIECE_ALIGN = 1024
 
 
 def shard_piece(nbytes: Scalar) -> Any:
-    """Bytes of a piece of a shard, of which a full one has ``nbytes``."""
+    """Returns the bytes of a piece of a shard, of which a full one has ``nbytes``."""
     return ceil_div(nbytes, SHARD_PIECES * PIECE_ALIGN) * PIECE_ALIGN
 
 
 def shard_puts(rank: int, world: int, full: int, own: int) -> list[Puts]:
-    """What ``rank`` puts of its shard, of ``own`` bytes where a full one has ``full``: from its place."""
+    """Returns the puts of ``rank``'s shard of ``own`` bytes, where a full shard has ``full`` bytes."""
     place = rank * full
     return [Puts(own, shard_piece(full), world, source=place, target=place)]

@@ -1,23 +1,23 @@
 """The receive role: finishes what has arrived, alongside the mainloop.
 
-What there is to finish is one *part* or several, one after the other (:mod:`overlap_gemm.exchange.sums`,
-:mod:`overlap_gemm.exchange.copies`). A part is a list of CTA tiles, dealt to the CTAs in the order in which
-they come, whoever computes them, and cut into units of at most 4 KiB of a slot. The warps of a CTA take its
-units one by one: the receive warps from the start, and the epilogue warps once they have written their last
-tile, since what is left then is the tail of the call.
+Its work is one *part* or several, one after the other (:mod:`overlap_gemm.exchange.sums`,
+:mod:`overlap_gemm.exchange.copies`). A part is a list of CTA tiles, cut into units of at most 4 KiB of a
+slot. Its tiles are dealt to the CTAs in the order in which they arrive, for any computing CTA. The warps of a
+CTA take its units one by one. The receive warps take units from the start. The epilogue warps take units
+after they have written their last tile: the remaining units are the tail of the call.
 
 Protocol of a unit, by one warp:
 
-    waits on    the flags of those who send what it needs (acquire, system scope, bounded), or, where data is
-                its own flag (:mod:`overlap_gemm.device.ll_words`), for the data; each lane for what it takes
-    produces    complete values in the caller's output, clipped
-    signals     nobody; but sums that go on to other ranks release a flag in each of them
-    freed by    the call's end: `exchange.call`
+- waits on: the flags of the ranks that send its data (acquire, system scope, bounded). With LL packets
+  (:mod:`overlap_gemm.device.ll_words`), each lane waits for its data.
+- produces: complete values in the caller's output, clipped.
+- signals: nothing; but sums that are sent on to other ranks release a flag in each of them.
+- freed by: the call's end, see `exchange.call`.
 
-A warp takes no unit of a part before all of the parts before it are taken. So a unit may wait for units of
-earlier parts, of any rank: whoever took those waits for no later part.
+A warp takes no unit of a part before all units of the parts before it are taken. So a unit may wait for units
+of earlier parts, of any rank: the warps that took those wait for no later part.
 
-Whoever takes a unit, what it produces is the same: results are bitwise repeatable.
+The result of a unit does not depend on the warp that takes it: results are bitwise repeatable.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from overlap_gemm.kernel.work import CtaTile, Work, cta_number, num_ctas
 
 
 class ReceiveContext(NamedTuple):
-    """What every unit of a call is finished with.
+    """Values that all units of a call share.
 
     Attributes:
-        call: the call's run-time values.
-        work: this cluster's work.
-        out: the output.
-        extras: what the epilogue's visitors read, or None.
+        call: Run-time values of the call.
+        work: Work of this cluster.
+        out: Output.
+        extras: Operands of the epilogue's visitors, or None.
     """
 
     call: Any
@@ -58,25 +58,25 @@ class Part(Protocol):
     """One kind of units; each method is called by all lanes of a warp."""
 
     def tiles(self, given: ReceiveContext) -> Any:
-        """CTA tiles of the part, of all CTAs together."""
+        """Returns the number of CTA tiles of the part, of all CTAs together."""
 
     def locate(self, given: ReceiveContext, index: Scalar, unit: Scalar) -> Any:
-        """All that `finish` needs to know of a unit of the part's tile ``index`` before the tile is there."""
+        """Returns the argument of `finish` for a unit of the part's tile ``index``, before it arrives."""
 
     def await_tile(self, given: ReceiveContext, index: Scalar) -> None:
         """Waits for what all units of the part's tile ``index`` need."""
 
     def finish(self, given: ReceiveContext, place: Any) -> None:
-        """Finishes the unit that was located, as soon after the wait as can be."""
+        """Finishes the unit that was located, as soon after the wait as possible."""
 
 
 @dataclass(frozen=True)
 class Receiver:
-    """The receive role of an op: see the module.
+    """The receive role of an op, see the module.
 
     Attributes:
-        config: the kernel's configuration.
-        parts: what there is to finish.
+        config: The kernel's configuration.
+        parts: Parts to finish, in order.
     """
 
     config: GemmConfig
@@ -86,7 +86,7 @@ class Receiver:
 
     @cute.jit
     def __call__(self, call: Call, work: Work, tally: Tally, out: cute.Tensor, extras: Extras) -> None:
-        """One warp's loop over the units that it takes."""
+        """Runs one warp's loop over the units that it takes."""
         if cutlass.const_expr(len(self.parts) > 1):
             call = Call.begin(call.exchange)  # epilogue warps lack the registers to keep it meanwhile
         given = ReceiveContext(call, work, out, extras)
@@ -103,7 +103,7 @@ class Receiver:
         unit: Int32,
         first: Int32,
     ) -> tuple[Int32, Int32]:
-        """The units of one part, numbered from ``first``; returns the one taken last and the end of these."""
+        """Finishes units of a part, numbered from ``first``; returns the last one taken and the end."""
         cfg = self.config
         cta, ctas = cta_number(), num_ctas()
         end = first + (part.tiles(given) - cta + ctas - 1) // ctas * cfg.units
@@ -120,15 +120,15 @@ class Receiver:
 
 
 class Window(NamedTuple):
-    """What the tiles of one source fill in the output.
+    """Part of the output that the tiles of one source fill.
 
     Attributes:
-        address: ``Int64``: of its first element.
-        rows: its rows.
-        columns: its columns, a multiple of a chunk's.
-        pitch: elements from row to row.
-        row: which of the output's rows its first one is.
-        column: which of the output's columns its first one is.
+        address: ``Int64``: address of its first element.
+        rows: Number of rows.
+        columns: Number of columns, a multiple of a chunk's.
+        pitch: Elements from row to row.
+        row: Row of the output that is its first one.
+        column: Column of the output that is its first one.
     """
 
     address: Address
@@ -140,31 +140,34 @@ class Window(NamedTuple):
 
     @staticmethod
     def of(out: cute.Tensor, row: Scalar, column: Scalar, rows: Scalar, columns: Scalar) -> Window:
-        """``rows`` x ``columns`` of ``out`` from ``(row, column)``."""
+        """Returns ``rows`` x ``columns`` of ``out`` from ``(row, column)``."""
         offset = (Int64(row) * out.stride[0] + column) * (out.element_type.width // 8)
         return Window(out.iterator.toint() + offset, rows, columns, out.stride[0], row, column)
 
     @staticmethod
     def whole(out: cute.Tensor) -> Window:
-        """All of ``out``."""
+        """Returns all of ``out``."""
         return Window.of(out, 0, 0, cute.size(out, mode=[0]), cute.size(out, mode=[1]))
 
     @staticmethod
     def shard(out: cute.Tensor, work: Work, rank: Scalar) -> Window:
-        """What of ``out`` ``rank`` owns; it owns some."""
+        """Returns the shard of ``out`` that ``rank`` owns, which is not empty."""
         shards = work.shards
         row, column = rank * shards.row_step, rank * shards.col_step
         rows = cutlass.min(shards.rows, cute.size(out, mode=[0]) - row)
         return Window.of(out, row, column, rows, cutlass.min(shards.cols, cute.size(out, mode=[1]) - column))
 
     def store(self, row: Scalar, column: Scalar, values: cute.Tensor) -> None:
-        """Stores neighbouring values of a row, inside."""
+        """Stores adjacent values of a row inside the window."""
         width = values.element_type.width // 8
         store_run(self.address + (Int64(row) * self.pitch + column) * width, values)
 
 
 def unit_exists(config: GemmConfig, unit: Scalar, tile: CtaTile, window: Window) -> Any:
-    """Whether the unit has a row, its subtile a column in the window: no other is sent (`Destination`)."""
+    """Returns whether the unit has a row and its subtile a column in the window.
+
+    Other units are not sent (`Destination`).
+    """
     chunks, first = StageChunks(config), unit * (config.lane_chunks * LANES)
     row, _ = chunks.locate(first)
     exists = tile.row + row < window.rows
@@ -184,17 +187,17 @@ def copy_unit(
     window: Window,
     source: Int32,
 ) -> None:
-    """All lanes: stores a unit of complete values into the output.
+    """Stores a unit of complete values into the output; all lanes.
 
     Args:
-        config: the kernel's configuration.
-        transport: how they have come.
-        arrival: see there.
-        address: of the tile's slot: chunks of the output's type where `StageChunks` has them.
-        unit: which of the tile's.
-        tile: where it lies in ``window``.
-        window: of the output.
-        source: whose values.
+        config: The kernel's configuration.
+        transport: Transport by which the values have arrived.
+        arrival: Arrival of the tile, as in `Transport.arrival`.
+        address: Address of the tile's slot: chunks of the output's type in the places of `StageChunks`.
+        unit: Number of the unit in the tile.
+        tile: Place of the tile in ``window``.
+        window: Window of the output.
+        source: Rank that sent the values.
     """
     chunks, dtype = StageChunks(config), DTYPES[config.out_dtype]
     chunk_bytes = chunks.elements * dtype.width // 8
@@ -213,5 +216,5 @@ def copy_unit(
 
 
 def _chunks(address: Address, first: Scalar, chunk_bytes: int, number: int) -> list[Any]:
-    """Where a lane's chunks of a unit lie."""
+    """Returns the addresses of a lane's chunks of a unit."""
     return [address + (first + c * LANES) * chunk_bytes for c in range(number)]

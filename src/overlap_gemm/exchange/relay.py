@@ -1,25 +1,25 @@
-"""The relay kernel: puts what a GEMM has staged to peers that loads and stores do not reach, alongside it.
+"""The relay kernel: puts what a GEMM has staged to peers without P2P access, alongside it.
 
-The GEMM kernel (transport ``staged``) leaves what goes to such a peer in its own workspace and releases a
+The GEMM kernel (transport ``staged``) stores what is sent to such a peer in its own workspace and releases a
 local flag; one warp of this kernel waits for the flag and puts bytes and signal. So no NVSHMEM call is linked
 into the GEMM, which on sm_90 keeps ``setmaxnreg`` and its wgmma unserialised.
 
-What there is to put is told at the launch, as lists of equal pieces (`geometry.Puts`): one compiled relay
-serves every op, shape and configuration. The words by which the GEMM says that it has entered the call, and
-that it has read what it was sent, are passed on by a warp of its own.
+The puts are arguments of the launch, as lists of equal pieces (`geometry.Puts`): one compiled relay serves
+every op, shape and configuration. A separate warp forwards the GEMM's signals that it has entered the call,
+and that it has read its gathered shards.
 
 Launch one per call on the workspace, on another stream than the GEMM, neither after the other. Progress:
 
-- Everything but sums and the word that a GEMM has read is staged without waiting for a peer, and put by a
+- Everything but sums and the "has read" signal of a GEMM is staged without waiting for a peer, and put by a
   warp that waits for nothing else. So all of it arrives.
 - A sum waits for partials, which are in the first list; a warp takes nothing from the second before its share
   of the first is put. So every sum is made, staged, put, and arrives.
-- The word that it has read waits for a GEMM that has all its shards; it has a warp of its own.
-- Both kernels become resident, in either order, if the GEMM has one cluster less than fit: this kernel is one
-  CTA, which takes the place of one cluster at most, on whatever SM it lies. (They cannot share an SM: the
-  GEMM takes all its registers.) If this kernel starts later, what is staged lies until then.
+- The "has read" signal waits for a GEMM that has all its shards; it has a separate warp.
+- Both kernels become resident, in either order, if the GEMM has one cluster less than fit. This kernel is one
+  CTA, which takes the place of one cluster at most, on any SM. (They cannot share an SM: the GEMM takes all
+  its registers.) If this kernel starts later, staged data remains until then.
 
-The stream goes on after both, so the next GEMM finds this kernel ended.
+The stream continues after both, so the next GEMM runs after this kernel has ended.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ from overlap_gemm.spec import ALL_GATHER_GEMM
 from overlap_gemm.spec.sharding import ceil_div
 
 WARPS = 8
-"""Puts under way at once: a warp waits for its put to be handed over."""
+"""Number of puts in flight: a warp waits until its put is issued."""
 
 
 @dataclass(frozen=True)
 class Relay:
-    """One CTA, whose warps share the pieces.
+    """Relay kernel of one CTA, whose warps share the pieces.
 
     Attributes:
-        transport: puts what is staged (``relay``) and signals a peer (``signal``), by NVSHMEM.
+        transport: Transport that puts staged data (``relay``) and signals a peer (``signal``), by NVSHMEM.
     """
 
     transport: Any
@@ -62,10 +62,10 @@ class Relay:
 
     @cute.kernel
     def kernel(self, op: Int32, puts: tuple[Puts, Puts], exchange: Exchange) -> None:
-        """Puts both lists, and passes on the GEMM's word."""
+        """Puts both lists, and forwards the GEMM's signals."""
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         call = Call.begin(exchange, RELAY_EPOCH_OFFSET)
-        # What this kernel waits for may wait for every peer.
+        # The signals that this kernel waits for may wait for every peer.
         timeout_ns = call.bound.timeout_ns * (exchange.world + 1)
         call = call._replace(bound=call.bound._replace(timeout_ns=timeout_ns))
         if warp < WARPS:
@@ -75,12 +75,12 @@ class Relay:
             self._pass_on(call, op)
         cute.arch.sync_threads()  # all warps have read the epoch
         if warp == 0 and cute.arch.lane_idx() == 0:
-            # Puts may still be under way: `transports.nvshmem` says when their source is used again.
+            # Puts may still be in flight: `transports.nvshmem` defines when their source is used again.
             cute.arch.store(global_pointer(Uint64, call.last, 8), call.epoch)
 
     @cute.jit
     def _pass_on(self, call: Call, op: Int32) -> None:
-        """Once the GEMM has said that it has entered, or read, tells the ranks beyond reach."""
+        """Forwards the GEMM's signals of entry and of reading to the ranks without P2P access."""
         rank = call.exchange.rank
         site = FailureSite(rank, op, int(Role.RELAY_STAGED), 0, rank, rank)
         if self._has_far_peers(call) != 0:
@@ -100,7 +100,7 @@ class Relay:
 
     @cute.jit
     def _tell(self, call: Call, offset: Int64, word: Uint64) -> None:
-        """Every rank beyond reach."""
+        """Signals to every rank without P2P access."""
         exchange = call.exchange
         for peer in cutlass.range(exchange.world, unroll=1):
             if exchange.peers[peer] < 0:
@@ -108,7 +108,7 @@ class Relay:
 
     @cute.jit
     def _put_all(self, call: Call, op: Int32, puts: Puts, warp: Int32) -> None:
-        """This warp's pieces of a list: each to its ranks in turn, beginning with the next one."""
+        """Puts this warp's pieces of a list: each to its ranks in turn, beginning with the next rank."""
         exchange, ranks = call.exchange, Int32(puts.ranks)
         total = Int32(ceil_div(puts.nbytes, puts.piece)) * ranks
         for t in cutlass.range(warp, total, WARPS, unroll=1):

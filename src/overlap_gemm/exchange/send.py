@@ -1,4 +1,4 @@
-"""Sending tiles: what the comm warp of every op that exchanges tiles does, and where tiles go."""
+"""Sending of tiles: the comm role of every op that exchanges tiles, and the destinations of tiles."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from overlap_gemm.transports.interface import Transport
 
 @cute.jit
 def send_role(ring: Any, sender: Any, call: Call, op: cutlass.Constexpr) -> None:
-    """All lanes of the comm warp: send and publish every tile; the grid's first warp announces the call.
+    """Sends and publishes every tile; all lanes of the comm warp. The grid's first warp signals the call.
 
     The warp waits for the ring, which the epilogue fills without waiting for any peer, and for peers only
     when everything is sent.
 
     Args:
-        ring: the ring.
-        sender: a ``TileSender`` with attributes ``config`` and ``transport``.
-        call: the call's run-time values.
-        op: the op, for failure records (`OpSpec.code`).
+        ring: Ring to empty.
+        sender: A ``TileSender`` with attributes ``config`` and ``transport``.
+        call: Run-time values of the call.
+        op: Code of the op, for failure records (`OpSpec.code`).
     """
     is_first = cta_number() == 0
     begin_warp(call, op, sender.transport, is_first)
@@ -44,18 +44,17 @@ def send_role(ring: Any, sender: Any, call: Call, op: cutlass.Constexpr) -> None
 
 
 class Destination(NamedTuple):
-    """A tile on its way: its route, and how much of it there is.
+    """A tile that is sent: its route, and its extents.
 
-    Rows that do not exist are not sent: rows of a subtile lie one after the other on the wire
-    (`StageChunks`), so those that exist are its first bytes. They are sent by whole units. Columns that do
-    not exist are not sent by whole subtiles. A receiver takes the units that have both
-    (`receive.unit_exists`): it loads nothing that was not sent.
+    Rows that do not exist are not sent. Rows of a subtile are consecutive on the wire (`StageChunks`), so
+    those that exist are its first bytes. They are sent by full units. Columns that do not exist are not sent
+    by full subtiles. A receiver takes the units that have both (`receive.unit_exists`): it loads nothing that
+    was not sent.
 
     Attributes:
-        route: the way.
-        rows: rows of the product from the tile's first one on, of its owner; not more than 0 where the tile
-            lies after them all.
-        columns: its columns, likewise.
+        route: Route of the tile.
+        rows: Rows of its owner's product from the tile's first one on; 0 or less if the tile is after them.
+        columns: Columns from the tile's first one on; 0 or less if the tile is after them.
     """
 
     route: Route
@@ -63,16 +62,16 @@ class Destination(NamedTuple):
     columns: Scalar
 
     def num_bytes(self, config: GemmConfig, subtile: Scalar) -> Any:
-        """Bytes of a subtile's units that have rows and columns: 0 or less where none has."""
+        """Returns the bytes of a subtile's units that have rows and columns: 0 or less if none has."""
         tall, wide = config.epi_tile
         rows = cutlass.min(self.rows - subtile // config.epi_columns * tall, tall)
         if has_empty_subtiles(config):
-            # A column stands for more rows than a subtile has, none for none.
+            # One existing column counts as all rows of a subtile; no column counts as no row.
             rows = cutlass.min(rows, (self.columns - subtile % config.epi_columns * wide) * tall)
         return (rows + (config.unit_rows - 1)) // config.unit_rows * config.unit_bytes
 
     def put_bytes(self, config: GemmConfig) -> Any:
-        """Bytes of the tile's slot to the end of what is sent, which is put as one; 0 or less: nothing is."""
+        """Returns the bytes of the tile's slot to the end of the sent part, put as one; 0 or less: none."""
         tall, wide = config.epi_tile
         row = cutlass.min(ceil_div(self.rows, tall), config.subtiles // config.epi_columns) - 1
         column = cutlass.min(ceil_div(self.columns, wide), config.epi_columns) - 1
@@ -84,14 +83,14 @@ class Destination(NamedTuple):
 
 @dataclass(frozen=True)
 class SlotSender:
-    """What senders to slots (``TileSender``) have in common.
+    """Common part of the senders to slots (``TileSender``).
 
     Attributes:
-        op: its configuration, order and transport.
-        work: this cluster's work.
-        call: the call's run-time values.
-        stages: the ring's stages.
-        epoch: the call's, in a register: few of the sending warps' are in use, unlike others' (`Call.epoch`).
+        op: Op with configuration, order and transport.
+        work: Work of this cluster.
+        call: Run-time values of the call.
+        stages: Stages of the ring.
+        epoch: Epoch of the call, in a register: unlike other roles (`Call.epoch`) the sending warps use few.
     """
 
     op: Any
@@ -102,22 +101,22 @@ class SlotSender:
 
     @property
     def config(self) -> GemmConfig:
-        """The kernel's configuration."""
+        """Returns the kernel's configuration."""
         config: GemmConfig = self.op.config
         return config
 
     @property
     def transport(self) -> Transport:
-        """How a tile reaches a rank."""
+        """Returns the transport of a tile to a rank."""
         transport: Transport = self.op.transport
         return transport
 
     def has(self, tile: Scalar) -> Any:
-        """Whether this cluster has so many."""
+        """Returns whether this cluster has a tile of this number."""
         return tile < self.work.num_tiles
 
     def at(self, tile: Scalar) -> CtaTile:
-        """The CTA tile's place."""
+        """Returns the CTA tile's place."""
         return CtaTile.at(self.config, self.work.place(self.op.order, tile))
 
 
@@ -126,7 +125,7 @@ class OwnerSender(SlotSender):
     """Sends each tile to the slot of its owner and releases its flag there."""
 
     def locate(self, tile: Scalar) -> Destination:
-        """The tile's route to its owner."""
+        """Returns the tile's route to its owner."""
         work, at = self.work, self.at(tile)
         route = route_of(self.config, self.call, work.slots, at.index, self.call.exchange.rank, at.owner)
         return Destination(route, *work.left(at))
@@ -140,7 +139,7 @@ class OwnerSender(SlotSender):
             self.transport.put(place.route, offset, self.stages.flat[(None, stage)], num_bytes)
 
     def publish(self, tile: Scalar, place: Destination) -> None:
-        """Tells the owner that the tile's slot is complete, or completes it."""
+        """Signals to the owner that the tile's slot is complete, or completes it."""
         self.transport.publish(place.route, place.put_bytes(self.config), self.epoch)
 
 
@@ -148,17 +147,18 @@ class OwnerSender(SlotSender):
 class BroadcastSender(SlotSender):
     """Sends each tile to this rank's slot at every rank.
 
-    A bulk group holds one store per rank, so one full wait covers a subtile's stores to all of them, and one
-    fence the flags that say so. To ranks beyond reach the tile is put from the own slot, when it is complete.
+    A bulk group holds one store per rank. So one full wait covers a subtile's stores to all ranks, and one
+    fence covers their flags. To ranks without P2P access the tile is put from the local slot, when it is
+    complete.
 
     Attributes:
-        to_itself: whether this rank itself needs the tile in its slot.
+        to_itself: Whether this rank itself needs the tile in its slot.
     """
 
     to_itself: bool = True
 
     def locate(self, tile: Scalar) -> Destination:
-        """The tile's route to this rank itself: slot and flag are the same everywhere."""
+        """Returns the tile's route to this rank itself: slot and flag are the same everywhere."""
         at = self.at(tile)
         rank = self.call.exchange.rank
         route = route_of(self.config, self.call, self.work.slots, at.index, rank, rank)
@@ -179,7 +179,7 @@ class BroadcastSender(SlotSender):
 
     @cute.jit
     def publish(self, tile: Int32, place: Destination) -> None:
-        """Tells every rank that the tile's slot is complete."""
+        """Signals to every rank that the tile's slot is complete."""
         route, nbytes, epoch = place.route, place.put_bytes(self.config), self.epoch
         rank = Int32(route.rank)
         release_fence()
@@ -193,11 +193,11 @@ class BroadcastSender(SlotSender):
 
 
 class Placed(NamedTuple):
-    """A tile on its way.
+    """A tile that is stored locally and sent.
 
     Attributes:
-        at: its place in the own columns.
-        to_peers: to the peers.
+        at: Place of the tile in the local columns.
+        to_peers: Destination at the peers.
     """
 
     at: CtaTile
@@ -206,11 +206,11 @@ class Placed(NamedTuple):
 
 @dataclass(frozen=True)
 class GatherSender:
-    """Stores each tile in the own columns of the output, and sends it to the peers (a ``TileSender``).
+    """Stores each tile in the local columns of the output, and sends it to the peers (a ``TileSender``).
 
     Attributes:
-        peers: sends it.
-        output: the own columns.
+        peers: Sender to the peers.
+        output: Local columns of the output.
     """
 
     peers: BroadcastSender
@@ -218,20 +218,20 @@ class GatherSender:
 
     @property
     def config(self) -> GemmConfig:
-        """The kernel's configuration."""
+        """Returns the kernel's configuration."""
         return self.peers.config
 
     @property
     def transport(self) -> Transport:
-        """How a tile reaches a rank."""
+        """Returns the transport of a tile to a rank."""
         return self.peers.transport
 
     def has(self, tile: Scalar) -> Any:
-        """Whether this cluster has so many."""
+        """Returns whether this cluster has a tile of this number."""
         return self.peers.has(tile)
 
     def locate(self, tile: Scalar) -> Placed:
-        """The tile's place, and its route."""
+        """Returns the tile's place, and its route."""
         return Placed(self.peers.at(tile), self.peers.locate(tile))
 
     @cute.jit
@@ -247,7 +247,7 @@ class GatherSender:
         store_subtile(self.config, tma, tensor, self.peers.stages, at, subtile, stage)
 
     def publish(self, tile: Scalar, place: Placed) -> None:
-        """Tells the peers that the tile's slot is complete."""
+        """Signals to the peers that the tile's slot is complete."""
         self.peers.publish(tile, place.to_peers)
 
 
@@ -260,14 +260,14 @@ def _next(rank: Int32, world: Int32) -> Int32:
 
 
 def place_of(config: GemmConfig, call: Call, tiles: Scalar, index: Scalar, rank: Scalar) -> Any:
-    """Byte offset, in every workspace, of the slot ``index`` of ``rank``, a source or an owner."""
+    """Returns the byte offset, in every workspace, of slot ``index`` of ``rank``, a source or an owner."""
     return call.buffer + (Int64(rank) * tiles + index) * config.tile_bytes
 
 
 def route_of(
     config: GemmConfig, call: Call, tiles: Scalar, index: Scalar, source: Scalar, owner: Scalar
 ) -> Route:
-    """The way to ``owner`` of the CTA tile ``index``, of ``tiles`` that each ``source`` has slots for."""
+    """Returns the route to ``owner`` of CTA tile ``index``, of ``tiles`` for which a ``source`` has slots."""
     exchange = call.exchange
     rank = exchange.rank
     slot = place_of(config, call, tiles, index, source)

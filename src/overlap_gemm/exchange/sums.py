@@ -1,10 +1,9 @@
-"""The part of a receive role that sums: of an own tile, the partials of all ranks.
+"""The part of a receive role that sums the partials of all ranks for local tiles.
 
-waits on    every source's flag of the tile, or, where data is its own flag, for each partial
-produces    the sum of the sources' partials in rank order in fp32, or by a binary tree where K has leaves
-            (`GemmConfig.leaves`), the epilogue applied, rounded once
-signals     nobody; or, where results go on to other ranks (`copies.Results`), releases a flag per unit
-and peer
+- waits on: every source's flag of the tile, or, with LL packets, each partial.
+- produces: the sum of the sources' partials in rank order in fp32, or by a binary tree if K has leaves
+  (`GemmConfig.leaves`), with the epilogue applied, rounded once.
+- signals: nothing; or, if results are sent on to other ranks (`copies.Results`), a flag per unit and peer.
 """
 
 from __future__ import annotations
@@ -29,22 +28,22 @@ from overlap_gemm.kernel.work import CtaTile, shard_tiles
 from overlap_gemm.transports.interface import Transport
 
 MOST_LEAVES = max(LEAVES)
-"""Ranks at most whose sums a tree adds."""
+"""Most ranks whose sums a tree adds."""
 
 
 class Lane(NamedTuple):
     """One lane's part of a unit.
 
     Attributes:
-        address: of its first chunk in the first source's slot; the next is 32 chunks further on.
-        source_bytes: bytes from one source's slots to the next one's.
-        world: sources.
-        first: the first chunk's number in the tile.
-        row: the tile's first row in the window.
-        column: the tile's first column.
-        window: of the output.
-        arrival: see `Transport.take`.
-        result: where sums go on to: see `copies.Results.lane`; None where they do not.
+        address: Address of its first chunk in the first source's slot; the next is 32 chunks further on.
+        source_bytes: Bytes from one source's slots to the next one's.
+        world: Number of sources.
+        first: Number of the first chunk in the tile.
+        row: First row of the tile in the window.
+        column: First column of the tile in the window.
+        window: Window of the output.
+        arrival: Arrival of the tile, as in `Transport.take`.
+        result: Destination of the sums at peers, see `copies.Results.lane`; None if they are not sent on.
     """
 
     address: Address
@@ -62,10 +61,10 @@ class SummedUnit(NamedTuple):
     """A unit to be summed.
 
     Attributes:
-        index: of its tile.
-        unit: which of the tile's.
-        exists: whether it has partials.
-        lane: the calling lane's part.
+        index: Index of its tile.
+        unit: Number of the unit in the tile.
+        exists: Whether it has partials.
+        lane: The calling lane's part.
     """
 
     index: Scalar
@@ -75,20 +74,20 @@ class SummedUnit(NamedTuple):
 
 
 def _last_again(lane: Lane, source: Scalar) -> Any:
-    """Beyond the last rank the last one's is loaded again, and not added."""
+    """Returns the source, or the last rank if there are fewer: its values are loaded again, and not added."""
     return cutlass.min(source, lane.world - 1)
 
 
 @dataclass(frozen=True)
 class Sums:
-    """Sums of the own tiles: see the module (a ``receive.Part``).
+    """Sums of the local tiles, see the module (a ``receive.Part``).
 
     Attributes:
-        config: the kernel's configuration.
-        order: the op's order.
-        op: for failure records.
-        transport: how partials arrive.
-        results: how sums go on to the other ranks, or None. With it the output is that of all owners.
+        config: The kernel's configuration.
+        order: Order of the op.
+        op: Code of the op, for failure records.
+        transport: Transport by which partials arrive.
+        results: Transport of sums to the other ranks, or None. With it the output is that of all owners.
     """
 
     config: GemmConfig
@@ -99,7 +98,7 @@ class Sums:
 
     @cute.jit
     def tiles(self, given: ReceiveContext) -> Int32:
-        """The tiles that this rank owns."""
+        """Returns the number of tiles that this rank owns."""
         work = given.work
         own = Int32(shard_tiles(self.config, work.whole))
         if work.whole.rank >= work.whole.owners:
@@ -108,11 +107,11 @@ class Sums:
 
     @cute.jit
     def await_tile(self, given: ReceiveContext, index: Int32) -> None:
-        """Then the warp may read every slot of the tile."""
+        """Waits until the warp may read every slot of the tile."""
         self.transport.await_partials(given.call, self.op, index)
 
     def locate(self, given: ReceiveContext, index: Scalar, unit: Scalar) -> SummedUnit:
-        """Where its partials are, and where its sums go."""
+        """Returns the addresses of a unit's partials, and the destination of its sums."""
         call, work, out, _ = given
         tile = CtaTile.numbered(self.config, self.order, work.whole, index)
         window = Window.whole(out)
@@ -171,7 +170,7 @@ class Sums:
 
     @cute.jit
     def _sum_few(self, lane: Lane, extras: Extras, sources: cutlass.Constexpr) -> None:
-        """Up to ``sources`` ranks: a window of chunks is under way; a summed one makes room for another."""
+        """Sums up to ``sources`` ranks: a window of chunks is in flight; each sum frees its registers."""
         chunks = self.config.lane_chunks
         window = min(self._in_flight // sources, chunks)
         loaded = self._registers(sources, window)
@@ -191,7 +190,7 @@ class Sums:
 
     @cute.jit
     def _sum_many(self, lane: Lane, extras: Extras) -> None:
-        """Any number of ranks, as many of them at a time as loads are under way."""
+        """Sums any number of ranks, at a time as many as loads are in flight."""
         for i in cutlass.range(self.config.lane_chunks, unroll=1):
             total = cute.make_rmem_tensor(self.chunks.elements, cutlass.Float32)
             total.fill(0.0)
@@ -234,7 +233,7 @@ class Sums:
     ) -> None:
         """Sums a chunk's partials of the ranks from ``first`` by a binary tree; overwrites ``total``.
 
-        As ranks are a power of two, what exists of a right half is all of it.
+        The number of ranks is a power of two, so a right half exists completely or not at all.
         """
         number = cutlass.const_expr(cute.size(loaded, mode=[1]))
         sources = [_last_again(lane, first + s) for s in range(number)]
@@ -251,7 +250,10 @@ class Sums:
 
     @property
     def _in_flight(self) -> int:
-        """With as many of 32-bit partials, or with few registers, kernels spill on sm_90a."""
+        """Returns the number of loads in flight.
+
+        With as many 32-bit partials, or with few registers, kernels spill on sm_90a.
+        """
         loads = self.transport.loads_in_flight(returns=self.results is not None)
         share = 2 if self.config.receives_with_few else 1
         return loads * 16 // DTYPES[self.config.slot_dtype].width // share
@@ -283,7 +285,7 @@ class Sums:
 
     @cute.jit
     def _store(self, lane: Lane, chunk: Int32, values: cute.Tensor, extras: Extras) -> None:
-        """Applies the epilogue to neighbouring sums of a row, rounds once, stores what is not clipped."""
+        """Applies the epilogue to adjacent sums of a row, rounds once, stores what is not clipped."""
         row, column = self.chunks.locate(lane.first + chunk * LANES)
         row, column = lane.row + row, lane.column + column
         dtype = DTYPES[self.config.out_dtype]
@@ -303,5 +305,5 @@ class Sums:
 
     @property
     def chunks(self) -> StageChunks:
-        """The wire format of partials."""
+        """Returns the wire format of partials."""
         return StageChunks(self.config)

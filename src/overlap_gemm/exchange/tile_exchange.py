@@ -1,4 +1,4 @@
-"""What the ops have in common whose tiles are exchanged, so that each of them says what is its own."""
+"""Common part of the ops whose tiles are exchanged: each op defines only what is specific to it."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from overlap_gemm.transports.interface import Transport
 
 @dataclass(frozen=True)
 class TileExchange(ABC):
-    """An op (`surface.KernelOp`) whose tiles go to peers, and whose A is there.
+    """An op (`surface.KernelOp`) whose tiles are sent to peers, and whose A is complete.
 
     Attributes:
-        config: the kernel's configuration.
-        transport: how a tile reaches a rank.
+        config: The kernel's configuration.
+        transport: Transport of a tile to a rank.
     """
 
     config: GemmConfig
@@ -34,52 +34,52 @@ class TileExchange(ABC):
     gate = None
 
     code: ClassVar[int]
-    """The op's, for failure records."""
+    """Code of the op, for failure records."""
 
     @property
     @final
     def stage_dtype(self) -> str:
-        """A subtile in the ring is a part of what travels."""
+        """Returns the slot type: a subtile in the ring is a part of the sent data."""
         return self.config.slot_dtype
 
     @property
     @abstractmethod
     def order(self) -> Order:
-        """See `surface.KernelOp`."""
+        """Returns the order of the tiles."""
 
     @property
     @abstractmethod
     def receive(self) -> Receiver:
-        """See `surface.KernelOp`."""
+        """Returns the receive role."""
 
     @abstractmethod
     def share(self, exchange: Any, rows: Scalar, cols: Scalar, out: Any) -> Share:
-        """See `surface.KernelOp`."""
+        """Returns this rank's share of the product; see `surface.KernelOp.share`."""
 
     @final
     def more_sources(self, mainloop: Any, exchange: Any) -> None:
-        """A is all there is to load."""
+        """Returns None: A is the only source."""
         assert self.gate is None
 
     @abstractmethod
     def output(self, out: cute.Tensor, exchange: Any) -> Any:
-        """See `surface.KernelOp`."""
+        """Returns the destination of the result; on the host."""
 
     def begin(self, exchange: Any, near: Any) -> Call:
-        """Reads the epoch."""
+        """Reads the epoch; see `Call.begin`."""
         return Call.begin(exchange, near=self.transport.looks_up_in(near))
 
     @abstractmethod
     def sender(self, stages: Stages, work: Work, call: Call, output: Any) -> Any:
-        """Where tiles go: a ``TileSender`` with attributes ``config`` and ``transport``."""
+        """Returns the sender of tiles: a ``TileSender`` with attributes ``config`` and ``transport``."""
 
     def comm_role(self, ring: Any, stages: Stages, work: Work, call: Call, output: Any) -> None:
-        """See `surface.KernelOp`."""
+        """Sends every tile of the ring; all lanes of the comm warp."""
         send_role(ring, self.sender(stages, work, call, output), call, self.code)
 
     @final
     def end(self, call: Call, tally: Any, warps: int) -> None:
-        """See `surface.KernelOp`."""
+        """Ends a warp's access to the workspace, after its last role."""
         end_warp(call, tally, warps)
 
 
@@ -90,9 +90,9 @@ class PartialExchange(TileExchange):
     @property
     @final
     def visits(self) -> Visits:
-        """An accumulator is no complete sum."""
+        """Returns visits of partial sums: an accumulator is not a complete sum."""
         return Visits(self.config, ("partial",))
 
     def output(self, out: cute.Tensor, exchange: Any) -> Any:
-        """By ordinary stores."""
+        """Returns the output for ordinary stores."""
         return Output(None, out)

@@ -1,15 +1,15 @@
-"""Scales of blocks: of A one for each row, of B one for 128 rows (or 32), both for as many elements of K.
+"""Scales of blocks: for A one per row, for B one per 128 rows (or 32), both per as many elements of K.
 
-They are applied where sums are promoted: the sum of a block of K is multiplied by both scales as it is added
+They are applied when sums are promoted: the sum of a block of K is multiplied by both scales as it is added
 to the fp32 registers.
 
-    load warp       per k tile: TMA of the scales of the CTA's rows of A, and of the tile's blocks of columns,
-                    into the stage of A and B, counted with them on ab.full
-    epilogue warps  after ab.wait: each thread reads those of its 2 rows of a 64-row instruction, and of all
-                    blocks of columns, before it releases the stage
+- Load warp, per k tile: TMA of the scales of the CTA's rows of A, and of the tile's blocks of columns, into
+  the stage of A and B, counted with them on ab.full.
+- Epilogue warps, after ab.wait: each thread reads the scales of its 2 rows of a 64-row instruction, and of
+  all blocks of columns, before it releases the stage.
 
-By ordinary loads in the epilogue warps they stood between the products of a k tile, and copies of 4 bytes,
-one a row, took a seventh of all time (docs/design/fp8.md). So A's lie along M.
+Ordinary loads in the epilogue warps would separate the products of a k tile. Copies of 4 bytes, one per row,
+took a seventh of all time (docs/design/fp8.md). So A's scales are contiguous along M.
 
 Matrices, both the first of the kernel's ``extras``, fp32, with blocks of b: of A ``(ceil(K / b), M)``, M
 contiguous; of B ``(ceil(N / b), ceil(K / b))``, K contiguous; both with lines of whole 16 bytes.
@@ -31,14 +31,14 @@ from overlap_gemm.spec.sharding import ceil_div
 
 
 class BlockScales(NamedTuple):
-    """Where the scales of A and of B are.
+    """TMA sources of the scales of A and of B.
 
     Attributes:
-        tma_a: TMA load atom of those of a CTA's rows, of a k tile.
-        a: coordinate tensor (k blocks, rows).
-        tma_b: of those of the tile's blocks of columns.
-        b: likewise (blocks of rows, k blocks).
-        padding: rows of A by which the shards in front of the tile's were padded: boxes begin at 16 bytes.
+        tma_a: TMA load atom of the scales of a CTA's rows, of a k tile.
+        a: Coordinate tensor (k blocks, rows).
+        tma_b: TMA load atom of the scales of the tile's blocks of columns.
+        b: Coordinate tensor (blocks of rows, k blocks).
+        padding: Rows of A by which the shards before the tile's were padded: boxes begin at 16 bytes.
     """
 
     tma_a: Any
@@ -48,12 +48,12 @@ class BlockScales(NamedTuple):
     padding: Any = 0
 
     def of_shard(self, shard: Scalar, work: Any) -> BlockScales:
-        """Those of a tile of an owner's shard, with whose rows lines begin at whole 16 bytes."""
+        """Returns the scales for a tile of an owner's shard, whose lines begin at whole 16 bytes."""
         step = work.shards.row_step
         return self._replace(padding=shard * (ceil_div(step, TMA_SCALES) * TMA_SCALES - step))
 
     def with_gathered(self, scales: tuple[Any, Any]) -> BlockScales:
-        """Those that came with a shard (TMA load atom, coordinate tensor), and the own ones of B."""
+        """Returns scales of A gathered with a shard (TMA atom, coordinate tensor), and local ones of B."""
         tma, tensor = scales
         return self._replace(tma_a=tma, a=tensor)
 
@@ -66,9 +66,10 @@ class BlockScales(NamedTuple):
         row: Scalar,
         column: Scalar,
     ) -> tuple[JointLoads, JointLoads]:
-        """The loads of A and B, and of their scales: of A from ``row`` on, of B from ``column``, a row of it.
+        """Returns the loads of A and B with their scales: of A from ``row`` on, of B from ``column`` on.
 
-        After the end of A, of B or of K zeros: what they scale is clipped, or zero.
+        ``column`` is a row of B. Past the end of A, of B or of K scales are zeros: the scaled values are
+        clipped, or zero.
         """
         rows, parts = config.cta_tile[0], config.k_parts
         of_a = cute.local_tile(cute.domain_offset((0, row + self.padding), self.a), (parts, rows), (None, 0))
@@ -82,11 +83,11 @@ class BlockScales(NamedTuple):
 
 
 class SharedBoxes(NamedTuple):
-    """Loads of which one box serves several k tiles, each of which loads it: a box begins at 16 bytes.
+    """Loads of boxes that serve several k tiles, each of which loads its box: a box begins at 16 bytes.
 
     Attributes:
-        boxes: loads of a box.
-        tiles: k tiles that one has scales for.
+        boxes: Loads of a box.
+        tiles: Number of k tiles whose scales are in a box.
     """
 
     boxes: OperandLoads
@@ -98,7 +99,7 @@ class SharedBoxes(NamedTuple):
 
 
 class StageScales(NamedTuple):
-    """Stages in shared memory: the last mode is the stage.
+    """Stages of scales in shared memory: the last mode is the stage.
 
     Attributes:
         a: (parts of a k tile, the CTA tile's rows, stages).
@@ -111,14 +112,14 @@ class StageScales(NamedTuple):
     def factors(
         self, config: GemmConfig, rows: tuple[Any, Any], stage: Scalar, k: Scalar, part: int
     ) -> list[list[Any]]:
-        """For each block of columns the products of its scale and a thread's rows'.
+        """Returns, for each block of columns, the products of its scale and those of a thread's rows.
 
         Args:
-            config: the kernel's configuration.
-            rows: the thread's.
-            stage: with the scales of k tile ``k``.
-            k: it.
-            part: of it.
+            config: The kernel's configuration.
+            rows: Rows of the thread.
+            stage: Stage with the scales of k tile ``k``.
+            k: Number of the k tile.
+            part: Part of the k tile.
         """
         at = k * config.k_parts % TMA_SCALES + part
         of_rows = [self.a[(part, row, stage)] for row in rows]
@@ -130,12 +131,12 @@ class StageScales(NamedTuple):
 
 
 def scales_of(config: GemmConfig, a: Any, b: Any) -> BlockScales:
-    """TMA loads of the scales of A and B."""
+    """Returns the TMA loads of the scales of A and B."""
     return BlockScales(*tma_of_a(config, a), *_tma(b, (config.column_blocks, TMA_SCALES)))
 
 
 def tma_of_a(config: GemmConfig, scales: Any) -> tuple[Any, Any]:
-    """TMA load of the scales of A, and the coordinate tensor; others slice further modes away."""
+    """Returns the TMA load of A's scales, and the coordinate tensor, whose further modes others slice."""
     return _tma(scales, (config.k_parts, config.cta_tile[0]))
 
 
@@ -145,13 +146,13 @@ def _tma(scales: Any, box: tuple[int, int]) -> tuple[Any, Any]:
 
 
 def fake_scales() -> Any:
-    """A matrix of scales to compile with."""
+    """Returns a fake matrix of scales for compilation."""
     extents, pitch = (cute.sym_int32(), cute.sym_int32()), cute.sym_int64(divisibility=TMA_SCALES)
     return make_fake_tensor(Float32, extents, stride=(pitch, 1), assumed_align=16)
 
 
 def fake_gathered() -> Any:
-    """Those of all shards in a gather buffer."""
+    """Returns a fake tensor of the scales of all shards in a gather buffer."""
     extents = cute.sym_int32(), cute.sym_int32(divisibility=TMA_SCALES), cute.sym_int32()
     pitch, shard = (cute.sym_int64(divisibility=TMA_SCALES) for _ in range(2))
     return make_fake_tensor(Float32, extents, stride=(pitch, 1, shard), assumed_align=16)
@@ -172,7 +173,7 @@ def setup(config: GemmConfig, smem: Any) -> StageScales:
 
 
 def rows_of(part: Any, tile: tuple[int, int]) -> tuple[Any, Any]:
-    """A thread's rows in the tile, 2 of an instruction's 64: of its elements 0, 1 and 2, 3 of every 4."""
+    """Returns a thread's 2 rows of an instruction's 64: of its elements 0, 1 and of 2, 3 of every 4."""
     coordinates = part.partition_C(cute.make_identity_tensor(tile))
     return coordinates[0][0], coordinates[2][0]
 
@@ -191,7 +192,7 @@ def promote(acc: cute.Tensor, done: cute.Tensor, factors: list[list[Any]] | None
 
 
 def share_of(factors: list[list[Any]] | None, part: int, parts: int) -> list[list[Any]] | None:
-    """Of the factors of a tile's blocks of columns those of its ``part``-th of ``parts`` equal parts."""
+    """Returns the factors of the ``part``-th of ``parts`` equal parts of a tile's blocks of columns."""
     if factors is None or len(factors) < parts:
         return factors
     width = len(factors) // parts

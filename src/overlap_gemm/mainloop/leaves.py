@@ -1,16 +1,15 @@
 """Leaves of K: equal parts whose sums, each made from zero, are added by a binary tree.
 
-    sums                a thread's fp32 values of a tile: of one leaf after the other
-    nodes of the tree   the sums of finished subtrees that await their sibling: one for each level, in the
-                        thread's local memory
+- sums: a thread's fp32 values of a tile, of one leaf after the other.
+- nodes of the tree: sums of finished subtrees that wait for their sibling, one for each level, in the
+  thread's local memory. After leaf 0: level 0; after leaf 1: level 1; after leaf 2: levels 0 and 1; after
+  leaf 3: level 2.
 
-    after leaf 0: level 0; after leaf 1: level 1; after leaf 2: levels 0 and 1; after leaf 3: level 2
+So the tree depends on the leaves alone, not on the tile, nor on the CTA that computes it. After leaf ``i``
+the number of subtrees that end with it is the number of trailing ones of ``i`` in binary.
 
-So the tree depends on the leaves alone, not on the tile, nor on who computes it. Where leaf ``i`` has been
-summed, the subtrees that end with it are as many as ``i`` has ones at its end in binary.
-
-The host cuts K: A and B have the leaf as their third dimension (`cut`). What TMA loads of a leaf's last k
-tile, after the leaf's end, are zeros.
+The host cuts K: A and B have the leaf as their third dimension (`cut`). TMA loads zeros for the part of a
+leaf's last k tile after the leaf's end.
 
 Why local memory: a node is as large as the accumulator. Two do not fit in a Hopper thread's registers, nor
 those of all threads in shared memory next to the stages.

@@ -1,4 +1,4 @@
-"""What mainloops have in common: which operand is whose part in the MMA, its stages, its part of K."""
+"""Common part of the mainloops: order of the MMA's operands, stages of operands, a CTA's part of K."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class LoadedMainloop:
     """A mainloop (`surface.Mainloop`) whose A and B one warp loads, by TMA, into stages of a pipeline ``ab``.
 
     Attributes:
-        config: the kernel's configuration.
+        config: The kernel's configuration.
     """
 
     config: GemmConfig
 
     @property
     def majors(self) -> tuple[OperandMajorMode, OperandMajorMode]:
-        """Of the MMA's operands, in its order."""
+        """Returns the majors of the MMA's operands, in the MMA's order."""
         given = self.config.a_major, self.config.b_major
         first, second = (
             OperandMajorMode.K if given[operand] == "k" else OperandMajorMode.MN
@@ -36,19 +36,19 @@ class LoadedMainloop:
 
     @property
     def mma_tile(self) -> tuple[int, int]:
-        """(M, N) of the MMA."""
+        """Returns (M, N) of the MMA."""
         first, second = self.config.mma_order
         return self.config.tile[first], self.config.tile[second]
 
     def allocate(self, smem: Any, layouts: tuple[Any, Any]) -> list[Any]:
-        """Stages of A and of B."""
+        """Allocates the stages of A and of B."""
         return [
             smem.allocate_tensor(DTYPES[dtype], layout.outer, byte_alignment=1024, swizzle=layout.inner)
             for dtype, layout in zip(self.config.in_dtypes, layouts, strict=True)
         ]
 
     def load_state(self) -> pipeline.PipelineState:
-        """State of the load warp at the start."""
+        """Returns the initial state of the load warp."""
         return pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.ab_stages)
 
     def load_tail(self, res: Any, state: pipeline.PipelineState) -> None:
@@ -56,6 +56,6 @@ class LoadedMainloop:
         res.ab.producer_tail(state)
 
     def part_of_k(self, ops: OperandViews) -> tuple[Any, Any]:
-        """The first k tile of this CTA's, and how many they are, of all leaves."""
+        """Returns the first k tile of this CTA, and the number of its k tiles, of all leaves."""
         number = split.num_k_tiles(self.config, ops.a) * self.config.accumulations
         return split.part_of_k() * number if self.config.k_split > 1 else Int32(0), number

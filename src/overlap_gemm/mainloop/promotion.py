@@ -1,14 +1,14 @@
-"""Sums of 8-bit products promoted to fp32: wgmma, on Hopper, keeps 14 bits of what it adds.
+"""Sums of 8-bit products promoted to fp32: wgmma, on Hopper, keeps 14 bits of its sums.
 
 So the sum of each k tile (128 elements of K, 4 instructions) is added to fp32 registers. A thread's part of
-it takes as many registers as one instruction adds up, 64; the tile's own take 64 or, of wide tiles, 128:
+it takes as many registers as one instruction sums, 64. The tile's own sum takes 64 or, for wide tiles, 128:
 
-- 64, without scales of blocks: two k tiles' sums are under way, one is promoted during the other's products.
-- else one sum is under way, of all columns or of one half after the other: while a warp group promotes, the
-  tensor cores are at the other's, which is why these tiles are for cooperative kernels. What the next k tile
-  waits for is waited for during the last products of this one: earlier it keeps this one's sums waiting, too.
+- 64, without scales of blocks: two k tiles' sums are in flight, one is promoted during the other's products.
+- Otherwise one sum is in flight, of all columns or of one half after the other. While a warp group promotes,
+  the tensor cores run the other's products: so these tiles are for cooperative kernels. The wait for the next
+  k tile is during the last products of this one: an earlier wait delays this one's sums, too.
 
-With scales of blocks the sum is multiplied by them as it is added (`mainloop.blocks`). Where 32 elements of K
+With scales of blocks the sum is multiplied by them as it is added (`mainloop.blocks`). If 32 elements of K
 share a scale, the sum of each instruction is promoted, one after the other.
 """
 
@@ -36,18 +36,19 @@ def accumulate_promoted(
     k_tiles: Int32,
     scales: Callable[[Any, Any, int], Any] | None,
 ) -> pipeline.PipelineState:
-    """All threads of the warp groups of a tile: waits for its k tiles, promotes their sums, releases them.
+    """Waits for a tile's k tiles, promotes their sums, releases the stages; all threads of its warp groups.
 
     Args:
-        config: the kernel's configuration.
+        config: The kernel's configuration.
         mma: ``cute.TiledMma``.
-        acc: fp32 registers: overwritten.
-        operands: fragments of the stages of A and B.
-        ab: their pipeline.
-        read: its state at the tile's first k tile.
-        first: the number of the first along K.
-        k_tiles: how many there are.
-        scales: of the tile's blocks, of a stage, a k tile and a part of it (`StageScales.factors`), or None.
+        acc: fp32 registers, overwritten.
+        operands: Fragments of the stages of A and B.
+        ab: Pipeline of the stages.
+        read: State of the pipeline at the tile's first k tile.
+        first: Number of the first k tile along K.
+        k_tiles: Number of k tiles.
+        scales: Scales of the tile's blocks, as a function of a stage, a k tile and a part of it
+            (`StageScales.factors`), or None.
 
     Returns:
         The state after the last k tile.
@@ -107,7 +108,7 @@ def multiply(
 ) -> Any:
     """Starts the products of some blocks of the stage at ``read``; the first one ``adds``, or overwrites.
 
-    Returns ``mma``, whose field it sets: a loop around the call sees that by the name's being bound again.
+    Returns ``mma``, whose field it sets: a loop around the call detects that by the rebinding of the name.
     """
     a, b = operands
     warpgroup.fence()
@@ -126,5 +127,5 @@ def multiply(
 
 
 def _is_full(ab: Any, state: pipeline.PipelineState) -> Any:
-    """Whether a stage is full, asked without waiting."""
+    """Returns whether a stage is full, without waiting."""
     return cute.arch.mbarrier_test_wait(ab.producer_get_barrier(state), state.phase)

@@ -9,15 +9,15 @@
 | ab       | load warp: 1 + bytes of A and B | tcgen05.commit of every CTA that reads the tile | what fits |
 | acc      | tcgen05.commit: 1               | epilogue warps: 4 per CTA of the pair           | 2, or 1  |
 
-Scales that the MMA multiplies with come with A and B, in the same stages: :mod:`overlap_gemm.mainloop.mx`.
+Scales that the MMA reads are loaded with A and B, into the same stages: :mod:`overlap_gemm.mainloop.mx`.
 
 In 2-CTA mode the leader CTA's MMA warp issues for both; each CTA loads its half of A and B and holds 128
 rows.
 
-Swapped: 1-CTA, with the operands' parts in the MMA exchanged: the rows of B (a weight's output features) are
-the MMA's 64 rows, the rows of A (tokens) its columns, of which there may be as few as 16. An accumulator is
-the tile's transpose; that is undone on the way into the stage. (:mod:`overlap_gemm.mainloop.sm90` has
-the same, and why.)
+Swapped: 1-CTA, with A and B exchanged in the MMA. The rows of B (a weight's output features) are the MMA's 64
+rows. The rows of A (tokens) are its columns, of which there may be as few as 16. An accumulator is the tile's
+transpose, which is undone on the way into the stage. :mod:`overlap_gemm.mainloop.sm90` has the same, and the
+reason.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ TMEM_BARRIER = 1  # named barrier: MMA warp and epilogue warps, tensor memory al
 
 @dataclass(frozen=True)
 class Sm100Resources:
-    """What the roles share: pipelines, tensor memory, stages of A and B, a split tile's, stages of scales."""
+    """Resources of the roles: pipelines, tensor memory, stages of A and B, of a split tile, and of scales."""
 
     ab: Any
     acc: Any
@@ -65,9 +65,9 @@ class Sm100Resources:
 
 @dataclass(frozen=True)
 class Accumulator:
-    """One thread's view of a finished accumulator: TMEM source per subtile, and how to load it.
+    """One thread's view of a finished accumulator: TMEM source per subtile, and its load.
 
-    Where it is the last leaf's, with the nodes of all others (`leaves`): ``(values, subtiles, levels)``.
+    For the last leaf, it has the nodes of all others (`leaves`): ``(values, subtiles, levels)``.
     """
 
     copy: Any
@@ -81,7 +81,7 @@ class MainloopSm100(LoadedMainloop):
     """tcgen05 mainloop: the tiles of `arch.ARCHS`.
 
     Attributes:
-        config: the kernel's configuration; ``config.mma`` is one of sm_100's.
+        config: The kernel's configuration; ``config.mma`` is one of sm_100's.
     """
 
     load_warp = LOAD_WARP
@@ -92,7 +92,7 @@ class MainloopSm100(LoadedMainloop):
     # -- host side of the launch
 
     def tiled_mma(self) -> cute.TiledMma:
-        """One MMA instruction over the whole tile."""
+        """Returns the tiled MMA: one instruction over the full tile."""
         cfg, (first, second) = self.config, self.config.mma_order
         if cfg.blocks == MX:
             return mx.tiled_mma(cfg, *self.majors)
@@ -106,21 +106,21 @@ class MainloopSm100(LoadedMainloop):
         )
 
     def operands(self, a: cute.Tensor, b: cute.Tensor, extras: Extras) -> OperandViews:
-        """TMA descriptors for A (M x K) and B (N x K), multicast along the cluster; scales of blocks."""
+        """Returns TMA descriptors of A (M x K) and B (N x K), multicast along the cluster, and of scales."""
         a, b = leaves.cut(self.config, a), leaves.cut(self.config, b)
         scales = mx.scales_of(self.config, *extras[:NUM_MATRICES]) if self.config.blocks == MX else None
         return OperandViews(self.tiled_mma(), *self._tma(a, 0), *self._tma(b, 1), scales)
 
     def tma_of_a(self, a: cute.Tensor) -> tuple[Any, Any]:
-        """See `Mainloop.tma_of_a`."""
+        """Returns atom and coordinate tensor of an A; see `Mainloop.tma_of_a`."""
         return self._tma(a, 0)
 
     def tma_of_scales(self, scales: cute.Tensor) -> tuple[Any, Any]:
-        """See `Mainloop.tma_of_scales`."""
+        """Returns atom and coordinate tensor of scales; see `Mainloop.tma_of_scales`."""
         return mx.tma_of(self.config, scales, self.config.scale_atoms[0])
 
     def _tma(self, tensor: cute.Tensor, operand: int) -> tuple[Any, Any]:
-        """Atom and coordinate tensor of A (0) or B (1)."""
+        """Returns atom and coordinate tensor of A (0) or B (1)."""
         mma = self.tiled_mma()
         make, op = cute.nvgpu.make_tiled_tma_atom_B, utils.sm100.cluster_shape_to_tma_atom_B
         if operand == self.config.mma_order[0]:
@@ -138,7 +138,7 @@ class MainloopSm100(LoadedMainloop):
 
     @property
     def num_barriers(self) -> int:
-        """8-byte words of barrier storage ``setup`` needs."""
+        """Returns the number of 8-byte words of barrier storage that ``setup`` needs."""
         split_barriers = split.NUM_BARRIERS * (self.config.k_split > 1)
         return 2 * self.config.ab_stages + 2 * self.config.acc_stages + 2 + split_barriers
 
@@ -179,14 +179,14 @@ class MainloopSm100(LoadedMainloop):
         return Sm100Resources(ab, acc, tmem, sA, sB, parts, scales)
 
     def adjust_registers(self, is_epilogue: bool) -> None:
-        """No register reallocation: 352 threads have enough each."""
+        """Does nothing: 352 threads have enough registers each."""
 
     # -- load role
 
     def loads(
         self, res: Sm100Resources, ops: OperandViews, row: Int32, col: Int32
     ) -> tuple[Any, Any, Any, Any]:
-        """See `Mainloop.loads`."""
+        """Returns the loads of a cluster tile, and its k tiles; see `Mainloop.loads`."""
         cfg, tile = self.config, self.config.tile
         cluster = self._cluster_layout(ops.mma)
         v, m, n, _ = cluster.get_flat_coord(self._place_in_cluster)
@@ -210,9 +210,9 @@ class MainloopSm100(LoadedMainloop):
 
     @cute.jit
     def mma_role(self, res: Sm100Resources, ops: OperandViews, work: Work) -> None:
-        """Per tile, or leaf of one: waits for a free accumulator and each k tile, accumulates, hands over.
+        """Waits for a free accumulator and for each k tile, accumulates, commits; per tile, or leaf of one.
 
-        Allocates tensor memory first, frees it when every epilogue warp has read its last accumulator.
+        Allocates tensor memory first, and frees it when every epilogue warp has read its last accumulator.
         """
         mma = ops.mma
         res.tmem.allocate(self._tmem_columns)
@@ -258,7 +258,7 @@ class MainloopSm100(LoadedMainloop):
     # -- epilogue side
 
     def epilogue_state(self, res: Sm100Resources, ops: OperandViews, group: Int32) -> pipeline.PipelineState:
-        """State of an epilogue thread at the start; waits until tensor memory is allocated."""
+        """Returns the initial state of an epilogue thread; waits until tensor memory is allocated."""
         res.tmem.wait_for_alloc()
         return pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.config.acc_stages)
 
@@ -266,7 +266,7 @@ class MainloopSm100(LoadedMainloop):
     def accumulate(
         self, res: Sm100Resources, ops: OperandViews, state: pipeline.PipelineState
     ) -> tuple[Accumulator, pipeline.PipelineState]:
-        """Waits for the next finished accumulator; of leaves for all, of which it parks all but the last."""
+        """Waits for the next finished accumulator; with leaves for all, and parks all but the last."""
         cfg = self.config
         copy, stages, shape = self._accumulator_views(res, ops)
         nodes = leaves.nodes_of(cfg, cute.size(shape), cfg.subtiles)
@@ -293,7 +293,7 @@ class MainloopSm100(LoadedMainloop):
         writer: SubtileWriter,
         ring_state: pipeline.PipelineState,
     ) -> tuple[pipeline.PipelineState, pipeline.PipelineState]:
-        """Hands the accumulator to ``writer`` by subtiles; frees it as soon as the last is in registers."""
+        """Passes the accumulator to ``writer`` by subtiles; frees it when the last one is in registers."""
         subtiles, step = self.config.subtiles, self.config.subtile_step
         for index in cutlass.range(0, subtiles, step, unroll=1):
             fragments = self._load(acc, index)
@@ -331,9 +331,9 @@ class MainloopSm100(LoadedMainloop):
         writer: SubtileWriter,
         ring_state: pipeline.PipelineState,
     ) -> pipeline.PipelineState:
-        """A split tile, which is one subtile, is the first part's to write, once it has added the others.
+        """Writes a split tile, which is one subtile, by the first part, after it has added the others.
 
-        Tiles take turns at the accumulators, of which there are two: so at the phases of `split`'s barriers.
+        Tiles alternate between the two accumulators, and so between the phases of `split`'s barriers.
         """
         if part_of_k() == 0:
             split.add(self.config, res.parts, fragment, state.index, writer.thread)
@@ -364,12 +364,12 @@ class MainloopSm100(LoadedMainloop):
 
     @property
     def _accumulated_major(self) -> LayoutEnum:
-        """How a subtile, row major, looks with the modes of the accumulator."""
+        """Returns the major of a row-major subtile with the modes of the accumulator."""
         return LayoutEnum.COL_MAJOR if self.config.is_swap_ab else LayoutEnum.ROW_MAJOR
 
     @property
     def _place_in_cluster(self) -> Any:
-        """This CTA's among those that have tiles of their own: the parts of K lie one after the other."""
+        """Returns this CTA's place among those with tiles of their own: parts of K are consecutive."""
         place = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         return place % self.config.cluster_size if self.config.k_split > 1 else place
 
@@ -379,7 +379,7 @@ class MainloopSm100(LoadedMainloop):
         return cute.tiled_divide(cute.make_layout((*self.config.cluster, 1)), (mma.thr_id.shape,))
 
     def _smem_layouts(self, mma: cute.TiledMma) -> tuple[Any, Any]:
-        """Of A and of B."""
+        """Returns the layouts of the stages of A and of B."""
         tiler, dtype = (*self.mma_tile, self.config.tile_k), DTYPES[self.config.in_dtype]
         stages = self.config.ab_stages
         layouts = (
@@ -411,7 +411,7 @@ class MainloopSm100(LoadedMainloop):
         return mma.make_fragment_C(shape).layout
 
     def _accumulator_views(self, res: Sm100Resources, ops: OperandViews) -> tuple[Any, Any, Any]:
-        """The load of one subtile, this thread's source for all subtiles and stages, and its shape."""
+        """Returns the load of a subtile, this thread's source for all subtiles and stages, and its shape."""
         cfg = self.config
         base = res.tmem.retrieve_ptr(cutlass.Float32)
         acc = cute.make_tensor(base, self._accumulator_layout(ops.mma))

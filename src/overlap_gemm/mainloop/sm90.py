@@ -1,18 +1,18 @@
 """The Hopper mainloop: wgmma by two consumer warp groups, fp32 accumulators in registers.
 
-Ping-pong: each warp group computes whole tiles, alternately; one's epilogue is hidden by the other's wgmma.
+Ping-pong: the warp groups compute full tiles, alternately; one's epilogue is hidden by the other's wgmma.
 
     load warp       per k tile:  ab.acquire -> TMA A, B (complete on ab.full)
     warp group g    tile j (j % 2 == g):
         turn.wait(mma) -> per k tile: ab.wait, wgmma, ab.release of the k tile before -> turn.arrive(mma)
         turn.wait(epilogue) -> subtiles to the ring -> turn.arrive(epilogue)
 
-Swapped: the same, with the operands' parts in the MMA exchanged. The rows of B (a weight's output features)
-are the MMA's 64 rows, the rows of A (tokens) its columns, of which there may be as few as 16. So a few tokens
-fill a tile, and there is a tile for every 64 features: N = 8192 keeps 128 SMs reading the weight. An
-accumulator is the tile's transpose; that is undone on the way into the stage.
+Swapped: the same, with A and B exchanged in the MMA. The rows of B (a weight's output features) are the MMA's
+64 rows. The rows of A (tokens) are its columns, of which there may be as few as 16. So a few tokens fill a
+tile, and there is a tile for every 64 features: N = 8192 keeps 128 SMs reading the weight. An accumulator is
+the tile's transpose, which is undone on the way into the stage.
 
-8-bit operands: wgmma keeps 14 bits of what it adds, so by default sums are promoted (`mainloop.promotion`).
+8-bit operands: wgmma keeps 14 bits of its sums, so by default sums are promoted (`mainloop.promotion`).
 
 Cooperative: both warp groups compute one tile, 64 rows each, and fill the ring together; no turns.
 
@@ -51,8 +51,8 @@ COMM_WARP = 1
 FIRST_EPILOGUE_WARP = 4
 NUM_EPILOGUE_WARPS = 8
 GROUP_WARPS = 4
-PRODUCER_REGISTERS = 104  # with 96 the receive role of two-shot kernels may spill, as ptxas likes
-CONSUMER_REGISTERS = 200  # 128 x 104 + 256 x 200 are all that 384 threads of 168 begin with
+PRODUCER_REGISTERS = 104  # with 96 ptxas may spill the receive role of two-shot kernels
+CONSUMER_REGISTERS = 200  # 128 x 104 + 256 x 200 are all registers of 384 threads that begin with 168
 PROMOTING_REGISTERS = (72, 216)
 VISITED = 4  # subtiles whose operands are loaded at once
 NUM_TURNS = 2  # per tile: the MMA, then the epilogue
@@ -60,7 +60,7 @@ NUM_TURNS = 2  # per tile: the MMA, then the epilogue
 
 @dataclass(frozen=True)
 class Sm90Resources:
-    """What the roles share: A/B pipeline and stages, turns' barriers, a split tile's, stages of scales."""
+    """Resources of the roles: pipeline and stages of A and B, turns, a split tile's, scales' stages."""
 
     ab: Any
     turn: Scalar
@@ -84,7 +84,7 @@ class MainloopSm90(LoadedMainloop):
     """wgmma mainloop: the tiles of `arch.ARCHS`.
 
     Attributes:
-        config: the kernel's configuration; ``config.mma`` is one of sm_90's.
+        config: The kernel's configuration; ``config.mma`` is one of sm_90's.
     """
 
     load_warp = LOAD_WARP
@@ -95,7 +95,7 @@ class MainloopSm90(LoadedMainloop):
     # -- host side of the launch
 
     def tiled_mma(self) -> cute.TiledMma:
-        """64-row instructions, one or (cooperative) two warp groups along M."""
+        """Returns the tiled MMA: 64-row instructions of one or (cooperative) two warp groups along M."""
         cfg, (first, second) = self.config, self.config.mma_order
         return utils.sm90.make_trivial_tiled_mma(
             DTYPES[cfg.in_dtypes[first]],
@@ -107,7 +107,7 @@ class MainloopSm90(LoadedMainloop):
         )
 
     def operands(self, a: cute.Tensor, b: cute.Tensor, extras: Extras) -> OperandViews:
-        """TMA descriptors for A (M x K) and B (N x K), multicast along the cluster; scales of blocks."""
+        """Returns TMA descriptors of A (M x K) and B (N x K), multicast along the cluster, and of scales."""
         cfg = self.config
         a, b = leaves.cut(cfg, a), leaves.cut(cfg, b)
         _, b_layout = self._smem_layouts()
@@ -117,12 +117,12 @@ class MainloopSm90(LoadedMainloop):
         )
 
     def tma_of_a(self, a: cute.Tensor) -> tuple[Any, Any]:
-        """See `Mainloop.tma_of_a`."""
+        """Returns atom and coordinate tensor of an A; see `Mainloop.tma_of_a`."""
         cfg = self.config
         return self._tma(a, self._smem_layouts()[0], cfg.tile[0], cfg.cluster[1])
 
     def tma_of_scales(self, scales: cute.Tensor) -> tuple[Any, Any]:
-        """See `Mainloop.tma_of_scales`."""
+        """Returns atom and coordinate tensor of scales; see `Mainloop.tma_of_scales`."""
         return blocks.tma_of_a(self.config, scales)
 
     def _tma(self, tensor: cute.Tensor, layout: Any, rows: int, multicast: int) -> tuple[Any, Any]:
@@ -139,7 +139,7 @@ class MainloopSm90(LoadedMainloop):
 
     @property
     def num_barriers(self) -> int:
-        """8-byte words of barrier storage ``setup`` needs."""
+        """Returns the number of 8-byte words of barrier storage that ``setup`` needs."""
         return 2 * self.config.ab_stages + NUM_TURNS * 2 + split.NUM_BARRIERS * (self.config.k_split > 1)
 
     def setup(self, ops: OperandViews, barriers: Any, smem: Any) -> Sm90Resources:
@@ -178,7 +178,8 @@ class MainloopSm90(LoadedMainloop):
     def adjust_registers(self, is_epilogue: bool) -> None:
         """Moves registers from the producer warp group to the two that hold accumulators.
 
-        Small accumulators leave the receive role what it has: its loads of words take more than flags' do.
+        With small accumulators the receive role keeps its registers: loads of LL packets need more than
+        loads after flags.
         """
         producer, consumer = PRODUCER_REGISTERS, CONSUMER_REGISTERS
         if self.config.receives_with_few:
@@ -195,7 +196,7 @@ class MainloopSm90(LoadedMainloop):
     def loads(
         self, res: Sm90Resources, ops: OperandViews, row: Int32, col: Int32
     ) -> tuple[Any, Any, Any, Any]:
-        """See `Mainloop.loads`."""
+        """Returns the loads of a cluster tile, and its k tiles; see `Mainloop.loads`."""
         cfg = self.config
         cluster = cute.make_layout((*cfg.cluster, 1))
         coord = cluster.get_flat_coord(cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()))
@@ -211,13 +212,13 @@ class MainloopSm90(LoadedMainloop):
         return a, b, *self.part_of_k(ops)
 
     def private_roles(self) -> tuple[tuple[int, Any], ...]:
-        """None: the epilogue warps issue the MMA themselves."""
+        """Returns no role: the epilogue warps issue the MMA."""
         return ()
 
     # -- epilogue side
 
     def epilogue_state(self, res: Sm90Resources, ops: OperandViews, group: Int32) -> ConsumerState:
-        """States of an epilogue thread at the start; the second ping-pong group skips the first tile."""
+        """Returns an epilogue thread's initial states; the second ping-pong group skips the first tile."""
         ab = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.config.ab_stages)
         turn = None
         if self.config.epilogue_groups > 1:
@@ -244,7 +245,7 @@ class MainloopSm90(LoadedMainloop):
         stages = (res.sA, res.sB)
         operands_of = part
         if cutlass.const_expr(cfg.promotes):
-            # Descriptors, which a group shares, in uniform registers: less stands before the products.
+            # Descriptors, which a group shares, in uniform registers: fewer instructions before the products.
             operands_of = mma.get_slice(state.first_thread)
         tCrA = mma.make_fragment_A(operands_of.partition_A(stages[first]))
         tCrB = mma.make_fragment_B(operands_of.partition_B(stages[second]))
@@ -317,7 +318,7 @@ class MainloopSm90(LoadedMainloop):
         writer: SubtileWriter,
         ring_state: pipeline.PipelineState,
     ) -> tuple[ConsumerState, pipeline.PipelineState]:
-        """Hands the accumulator's registers to ``writer`` by subtiles; then lets the other group in."""
+        """Passes the accumulator to ``writer`` by subtiles; then gives the turn to the other group."""
         cfg = self.config
         if cfg.k_split > 1:
             ring_state = self._drain_split(res, acc, writer, ring_state)
@@ -331,7 +332,7 @@ class MainloopSm90(LoadedMainloop):
     def _drain_split(
         self, res: Sm90Resources, acc: cute.Tensor, writer: SubtileWriter, ring_state: pipeline.PipelineState
     ) -> pipeline.PipelineState:
-        """A split tile is the first part's to write, once it has added the others."""
+        """Writes a split tile by the first part, after it has added the others."""
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         group = (warp - FIRST_EPILOGUE_WARP) // 4
         if part_of_k() == 0:
@@ -374,14 +375,14 @@ class MainloopSm90(LoadedMainloop):
         cute.copy(tiled, converted, part.partition_D(stage))
 
     def fragment_part(self, res: Sm90Resources, ops: OperandViews, thread: Int32, subtile: Scalar) -> Any:
-        """This thread's part of a tensor shaped as a subtile, in the order of its fragment."""
+        """Returns this thread's part of a tensor shaped as a subtile, in the order of its fragment."""
         return ops.mma.get_slice(thread).partition_C(as_accumulated(self.config, subtile))
 
     # -- details
 
     @cute.jit
     def _arrive(self, turn: Scalar, state: pipeline.PipelineState) -> pipeline.PipelineState:
-        """One arrival per warp on the other group's barrier of this turn; all lanes advance."""
+        """Arrives once per warp on the other group's barrier of this turn; all lanes advance the state."""
         after = state.clone()
         cute.arch.sync_warp()
         with cute.arch.elect_one():
