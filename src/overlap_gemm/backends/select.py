@@ -171,15 +171,20 @@ def _warn(op: str, preferred: str, backend: str, why: str) -> None:
     logger.warning("%s runs as %r, not as %r: %s", op, backend, preferred, why)
 
 
-def predicted(problem: Problem) -> Prediction | None:
-    """Returns the model's prediction for a problem; None on CPUs, and for unknown GPUs or dtypes."""
+def predicted(problem: Problem, promises: Promises = NO_PROMISES) -> Prediction | None:
+    """Returns the model's prediction for a problem; None on CPUs, and for unknown GPUs or dtypes.
+
+    Args:
+        problem: Problem to predict.
+        promises: Promises that the fused kernel keeps.
+    """
     reach = problem.reach
     kind = (FLOAT8 if problem.is_scaled else DTYPES).get(problem.dtype)
     if reach is None or not reach.arch or reach.untimed or kind is None:
         return None
     extents = problem.m, problem.n, problem.k
     facts = Facts(problem.op, *extents, kind, problem.world_size, blocks=problem.blocks)
-    return predict(facts, reach.arch, reach.num_sms, problem.captured)
+    return predict(facts, reach.arch, reach.num_sms, problem.captured, promises)
 
 
 def why_unfit(backend: Backend, problem: Problem) -> str | None:
@@ -212,7 +217,26 @@ def cost_of_promises(problem: Problem) -> list[str]:
     sent = problem.out_dtype or problem.dtype
     if promises.has_wide_partials and problem.spec.sums and sent.itemsize < 4:
         lines.append(f"  partial sums are float32: {4 / sent.itemsize:.3g} times the bytes of {sent}")
+    if promises != NO_PROMISES and (times := _times_of_promises(problem)):
+        kept, free = times
+        lines.append(
+            f"  fused kernels that keep it: {kept * 1e6:.0f} us predicted, {free * 1e6:.0f} us without, "
+            f"ratio {kept / free:.2f}"
+        )
     return lines
+
+
+def _times_of_promises(problem: Problem) -> tuple[float, float] | None:
+    """Returns the predicted seconds of the fused kernel with and without promises; None if unknown."""
+    fused = next(backend for backend in BACKENDS if backend.name == "fused")
+    if fused.why_not(problem):
+        return None
+    try:
+        both = predicted(problem, problem.promises), predicted(problem)
+    except InvarianceError:  # kernels that `configured` requires do not keep it: the call raises this
+        return None
+    kept, free = (None if one is None else one.seconds.get("fused") for one in both)
+    return None if kept is None or free is None else (kept, free)
 
 
 def check_promised(problem: Problem) -> None:

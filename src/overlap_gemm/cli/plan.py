@@ -13,6 +13,7 @@ from ..backends.op_call import OpCall
 from ..backends.scales.scaling import FLOAT8, OUT_DTYPES, blocks_named
 from ..config.arch import ARCHS
 from ..spec import OPS
+from ..spec.promises import NO_PROMISES, Invariant, Promises
 from ..tuning.machine import Machine, load, machine_for
 from ..tuning.prediction import Facts, Prediction, predict_on
 from ..tuning.time_model import FusedTime
@@ -40,6 +41,9 @@ def plan(
         typer.Option(help="Type of the operands; 8-bit ones have scales, and a bfloat16 result."),
     ] = "bfloat16",
     block: BlockOption = None,
+    invariant: Annotated[
+        Invariant | None, typer.Option(help="Promise that the fused kernel keeps; shows its cost, too.")
+    ] = None,
     machine: Annotated[
         str | None,
         typer.Option(help="Constants: a file of `tune`, or h200, h100, b200. [default: the arch's]"),
@@ -57,8 +61,12 @@ def plan(
     blocks = blocks_named(block_of(block, kind), kind)
     facts = Facts(op, m, n, k, DTYPES[dtype], ranks, blocks=blocks)
     sms = sms or constants.sms
-    eager, captured = (predict_on(facts, constants, arch, sms, graph) for graph in (False, True))
-    call = OpCall(rows=m, columns=n, k=k, block=block_of(block, kind))
+    promises = Promises(invariant=invariant)
+    eager, captured, free = (
+        predict_on(facts, constants, arch, sms, graph, kept)
+        for graph, kept in ((False, promises), (True, promises), (True, NO_PROMISES))
+    )
+    call = OpCall(rows=m, columns=n, k=k, block=block_of(block, kind), invariant=invariant)
     problem = Problem(op, call, kind, "cuda", ranks)
     if kind in FLOAT8:
         problem = replace(problem, call=call._replace(out_dtype=OUT_DTYPES[0]), weight_dtype=kind)
@@ -77,7 +85,9 @@ def plan(
         f"{captured.product * 1e6:.1f} us, link {captured.link * 1e6:.1f} us for "
         f"{facts.bytes_out / 2**20:.3g} MiB out of each rank"
     )
-    for what, prediction in (("captured in a CUDA graph", captured), ("eager", eager)):
+    if invariant:  # bits depend on the backend, so no time decides
+        console.print(f"choice: [bold]{'sequential' if refused else 'fused'}[/], invariant={invariant!r}")
+    for what, prediction in (("captured in a CUDA graph", captured), ("eager", eager)) * (not invariant):
         if why_not_timed:
             prediction = _without(prediction, "fused")
         console.print(f"choice, {what}: [bold]{prediction.best}[/], {_why(prediction)}")
@@ -93,6 +103,11 @@ def plan(
     expected = f"{captured.fused.total * 1e6:.1f} us expected"
     lowered = "" if captured.op == op else f" by way of {captured.op}"
     console.print(f"fused kernel: {captured.config.name}{lowered}, {expected}\n  {_parts(captured.fused)}")
+    if invariant and free.fused is not None:
+        ratio = captured.fused.total / free.fused.total
+        console.print(
+            f"invariant={invariant!r}: {ratio:.2f} of the time without, {free.fused.total * 1e6:.1f} us"
+        )
 
 
 def _without(prediction: Prediction, backend: str) -> Prediction:

@@ -99,6 +99,8 @@ class Machine:
             their loads in L2 without multicast, and draw less power.
         driver: Fields of `driver.DriverFacts` -> figures that the driver reports of such a device; empty if
             they were not recorded.
+        leaf: Seconds per element of a CTA tile in which a leaf's sums are added to a node in memory
+            (`GemmConfig.leaves`). The default was measured on H200 and is expected of others.
     """
 
     name: str
@@ -141,6 +143,7 @@ class Machine:
     provenance: Mapping[str, str]
     one_wave: Mapping[str, float] = field(default_factory=dict)
     driver: Mapping[str, float] = field(default_factory=dict)
+    leaf: float = 2.6e-10
 
     def is_of(self, device: str) -> bool:
         """Returns whether these are measured constants of devices of that name."""

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ..config.gemm_config import GemmConfig
+from ..config.gemm_config import DTYPE_BYTES, GemmConfig
 from ..spec import patterns_of
+from ..spec.promises import NO_PROMISES, Promises
 from .machine import Machine, machine_for
-from .settings import Settings, settings
+from .settings import Settings, promised, settings
 from .space import expected, lower_small_rs_to_ar
 from .time_model import (
     Facts,
@@ -54,7 +55,9 @@ class Prediction:
         return min(self.seconds, key=self.seconds.__getitem__)
 
 
-def predict(facts: Facts, arch: str, sms: int, captured: bool) -> Prediction | None:
+def predict(
+    facts: Facts, arch: str, sms: int, captured: bool, promises: Promises = NO_PROMISES
+) -> Prediction | None:
     """Returns the prediction for a call, or None if there are no constants for `arch`. Cached.
 
     Args:
@@ -62,14 +65,25 @@ def predict(facts: Facts, arch: str, sms: int, captured: bool) -> Prediction | N
         arch: Target architecture, for example ``"sm_90a"``.
         sms: Number of SMs that every rank may use.
         captured: True if the call is replayed from a CUDA graph, without host time.
+        promises: Promises that the fused kernel keeps; other backends' times are those without.
     """
     machine = machine_for(arch)
-    return None if machine is None else predict_on(facts, machine, arch, sms, captured)
+    return None if machine is None else predict_on(facts, machine, arch, sms, captured, promises)
 
 
-def predict_on(facts: Facts, machine: Machine, arch: str, sms: int, captured: bool) -> Prediction:
+def predict_on(
+    facts: Facts,
+    machine: Machine,
+    arch: str,
+    sms: int,
+    captured: bool,
+    promises: Promises = NO_PROMISES,
+) -> Prediction:
     """Returns `predict` with the constants of `machine`."""
-    return _predict(facts, machine, arch, sms, captured, settings())
+    if promises.has_tree and facts.spec.sums and DTYPE_BYTES[facts.dtype] == 1:
+        promises = NO_PROMISES  # there is no such kernel
+    with promised(promises, facts.spec, facts.world):
+        return _predict(facts, machine, arch, sms, captured, settings())
 
 
 @lru_cache(maxsize=4096)

@@ -12,6 +12,7 @@ prediction. `plan`, `explain`, `auto`, `bench` and the documentation's curves us
 - **Few rows** are bound by memory: a tile takes as long as one SM loads it. So there must be many tiles, or
   parts of their K. The last tile is sent when all operands have been read; rows beyond the operand's end are
   not sent.
+- **Leaves** of K (`invariant="ranks"`): all but the last one's sums are added to nodes in memory meanwhile.
 - **Tail.** After the last wave, its bytes are sent and its tiles are summed over all sources.
 - **Collectives** are interpolated between measured sizes.
 """
@@ -161,7 +162,9 @@ def _mainloop_seconds(config: GemmConfig, k: int, machine: Machine, waves: int) 
     rows, columns = config.cta_tile
     rate = machine.mma_rate / machine.sms * efficiency_of(config, machine, waves == 1)
     rate *= times_bytes(config, machine)
-    return 2 * rows * columns * ceil_div(k, config.k_split) / rate + machine.handover * (config.k_split - 1)
+    parked = config.accumulations - 1 if config.parks_in_memory else 0
+    parts = machine.handover * (config.k_split - 1) + machine.leaf * rows * columns * parked
+    return 2 * rows * columns * ceil_div(k, config.k_split) / rate + parts
 
 
 def _wave_seconds(config: GemmConfig, mainloop: float, machine: Machine, drain: float = 0.0) -> float:
