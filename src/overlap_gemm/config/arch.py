@@ -1,6 +1,6 @@
-"""What differs between architectures, each said once: limits, kinds of MMA and their tiles, warps of a CTA.
+"""Facts of the architectures, each defined once: limits, kinds of MMA and their tiles, warps of a CTA.
 
-Imports neither the DSL nor torch. What is not in `ARCHS` is an error: nothing falls through to another one.
+Imports neither the DSL nor torch. An architecture that is not in `ARCHS` is an error: there is no fallback.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ class Mma:
     """A kind of MMA on an architecture.
 
     Attributes:
-        tiles: legal (M, N) of an MMA tile, in elements.
-        clusters: legal (M, N) of a cluster, in CTAs.
-        cta_group: CTAs that share one MMA tile.
-        epilogue_groups: groups of epilogue warps that take turns on the tiles.
-        epilogue_threads: threads of one of them: those that share a subtile.
-        swaps: whether B is the MMA's first operand, so that the accumulator is the tile's transpose.
+        tiles: Legal (M, N) of an MMA tile, in elements.
+        clusters: Legal (M, N) of a cluster, in CTAs.
+        cta_group: Number of CTAs that share one MMA tile.
+        epilogue_groups: Number of groups of epilogue warps that take turns on the tiles.
+        epilogue_threads: Threads of one of these groups: those that share a subtile.
+        swaps: Whether B is the MMA's first operand, so that the accumulator is the tile's transpose.
     """
 
     tiles: Shapes
@@ -40,23 +40,23 @@ class Arch:
     """An architecture that kernels are written for.
 
     Attributes:
-        name: what `GemmConfig.arch` says.
-        target: what the compiler is told, ``--gpu-arch``.
-        capability: the compute capability of its devices, or None: no device is taken for one.
-        smem_bytes: shared memory that one CTA may use (CUDA Programming Guide, compute capabilities).
-        mma: its kinds of MMA.
-        mainloop: module and class of its mainloop, imported where a kernel is composed.
-        threads: threads of a CTA.
-        first_receive_warp: the first of the warps that are free for a receive role.
-        receive_warps: how many they are.
-        ring_swizzle: module of `cutlass.utils` that lays out the ring's stages.
-        narrow_bytes: whether its MMA adds products of 8-bit types with fewer bits than fp32 has, so that
-            what is added over a long K must be promoted (docs/design/fp8.md).
-        bytes_k_major: whether 8-bit operands must be contiguous along K (PTX ISA, wgmma: only 16-bit types
+        name: Name in `GemmConfig.arch`.
+        target: Compiler option ``--gpu-arch``.
+        capability: Compute capability of its devices, or None: no device has this architecture.
+        smem_bytes: Shared memory that one CTA may use (CUDA Programming Guide, compute capabilities).
+        mma: Kinds of MMA, by name.
+        mainloop: Module and class of its mainloop, imported where a kernel is composed.
+        threads: Threads of a CTA.
+        first_receive_warp: First of the warps that are free for a receive role.
+        receive_warps: Number of these warps.
+        ring_swizzle: Module of `cutlass.utils` that lays out the ring's stages.
+        narrow_bytes: Whether its MMA sums products of 8-bit types with fewer bits than fp32 has. Sums over a
+            long K must then be promoted (docs/design/fp8.md).
+        bytes_k_major: Whether 8-bit operands must be contiguous along K (PTX ISA, wgmma: only 16-bit types
             may be transposed).
-        multiplies_scales: whether its MMA multiplies 8-bit operands by scales of 32 elements of K (`mx`).
-        calls_keep_registers: whether a kernel may call functions that are not inlined. Where it moves
-            registers between warps (``setmaxnreg``) the assembler ignores that as soon as there is a call.
+        multiplies_scales: Whether its MMA multiplies 8-bit operands by scales of 32 elements of K (`mx`).
+        calls_keep_registers: Whether a kernel may call functions that are not inlined. If the kernel moves
+            registers between warps (``setmaxnreg``), the assembler ignores that as soon as there is a call.
     """
 
     name: str
@@ -127,14 +127,14 @@ ARCHS: dict[str, Arch] = {
     arch.name: arch
     for arch in (SM_90A, SM_100A, replace(SM_100A, name="sm_103a", target="sm_103a", capability=(10, 3)))
 }
-"""The registry. Another architecture is another entry."""
+"""The architectures by name. A new architecture is one more entry."""
 
 
 def arch_of(name: str) -> Arch:
-    """The record of this name.
+    """Returns the architecture of a name.
 
     Raises:
-        ValueError: there is none.
+        ValueError: No architecture has this name.
     """
     if name not in ARCHS:
         raise ValueError(f"arch must be one of {', '.join(ARCHS)}; got {name}")
@@ -142,5 +142,5 @@ def arch_of(name: str) -> Arch:
 
 
 def arch_of_capability(capability: tuple[int, int]) -> Arch | None:
-    """The record for devices of a compute capability, or None."""
+    """Returns the architecture for devices of a compute capability, or None."""
     return next((arch for arch in ARCHS.values() if arch.capability == capability), None)

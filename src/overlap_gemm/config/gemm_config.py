@@ -1,4 +1,4 @@
-"""The configuration of a fused GEMM kernel: every compile-time choice; what is legal is said by `rules`.
+"""The configuration of a fused GEMM kernel: every compile-time choice; `rules` defines the legal ones.
 
 Imports neither the DSL nor torch, so planning, tuning and the command line can use it on any machine.
 """
@@ -37,47 +37,47 @@ TILE_K_BYTES = 128
 """K extent of one A/B stage: one swizzle row."""
 
 TMEM_COLUMNS = 512
-"""Of 128 lanes of 4 bytes: all tensor memory that an SM has (PTX ISA, tcgen05)."""
+"""Columns of 128 lanes of 4 bytes: all tensor memory of an SM (PTX ISA, tcgen05)."""
 
 UNIT_BYTES = 4096
-"""Most of a slot that a warp finishes at a time: 8 chunks of 16 bytes a lane."""
+"""Most bytes of a slot that a warp finishes at a time: 8 chunks of 16 bytes a lane."""
 
 TILE_UNITS = 4
-"""Least parts of a slot: so many warps finish a small tile together, each with one round of loads."""
+"""Least parts of a slot: as many warps finish a small tile together, each with one round of loads."""
 
 
 @dataclass(frozen=True)
 class GemmConfig:
-    """One compiled kernel's choices. Rank, world size and shape are run-time values and not part of it.
+    """Compile-time choices of one kernel. Rank, world size and shape are run-time values, not part of it.
 
     Attributes:
-        arch: name of an architecture in `arch.ARCHS`.
+        arch: Name of an architecture in `arch.ARCHS`.
         tile: (M, N) of one MMA tile, in elements. For ``mma="2cta"`` the tile of both CTAs together.
         cluster: (M, N) of a thread block cluster, in CTAs. A and B tiles are multicast along it.
-        mma: who issues the MMA. sm_100: ``"1cta"`` or ``"2cta"`` (tcgen05 ``cta_group``). sm_90:
-            ``"pingpong"`` (two warp groups work on alternate tiles) or ``"cooperative"`` (both on one tile).
-            Both: ``"swap_ab"`` (as 1-CTA, or ping-pong, with B as the MMA's 64-row operand: for few rows of
-            A).
-        in_dtype: element type of A and B. Accumulation is fp32. 8-bit products may be scaled by visitors.
-        b_dtype: element type of B where that is the other 8-bit type; None: A's.
-        out_dtype: element type of the output.
-        slot_dtype: element type of partial tiles on the wire; a 16-bit type rounds each partial once.
-        a_major: contiguous dimension of A (M x K): ``"k"`` or ``"m"``.
-        b_major: contiguous dimension of B (N x K): ``"k"`` or ``"n"``.
-        epilogue: what is done to sums before they are rounded, in order (`config.visitors`).
-        ring_stages: shared-memory stages between the epilogue warps and the comm lane.
-        inflight: bulk groups the comm lane leaves in flight, less than ``ring_stages``.
-        raster_group: tile rows per band of the raster (L2 locality).
-        fast_accum: 8-bit types alone: whether sums stay in the MMA's accumulator, which on sm_90a keeps 14
+        mma: Warps or CTAs that issue the MMA. sm_100: ``"1cta"`` or ``"2cta"`` (tcgen05 ``cta_group``).
+            sm_90: ``"pingpong"`` (two warp groups work on alternate tiles) or ``"cooperative"`` (both on one
+            tile). Both: ``"swap_ab"`` (as 1-CTA, or ping-pong, with B as the MMA's 64-row operand: for few
+            rows of A).
+        in_dtype: Element type of A and B. Accumulation is fp32. 8-bit products may be scaled by visitors.
+        b_dtype: Element type of B if it is the other 8-bit type; None: A's.
+        out_dtype: Element type of the output.
+        slot_dtype: Element type of partial tiles on the wire; a 16-bit type rounds each partial once.
+        a_major: Contiguous dimension of A (M x K): ``"k"`` or ``"m"``.
+        b_major: Contiguous dimension of B (N x K): ``"k"`` or ``"n"``.
+        epilogue: Visitors applied to sums before they are rounded, in order (`config.visitors`).
+        ring_stages: Shared-memory stages between the epilogue warps and the comm lane.
+        inflight: Bulk groups the comm lane leaves in flight, less than ``ring_stages``.
+        raster_group: Tile rows per band of the raster (L2 locality).
+        fast_accum: For 8-bit types: whether sums stay in the MMA's accumulator, which on sm_90a keeps 14
             bits of them. By default they are promoted to fp32 after each k tile there.
-        blocks: 8-bit types alone: how many rows of A, rows of B and elements of K share a scale: `PROMOTED`
-            or `MX`; None: they have none of these kinds.
-        k_split: CTAs that share a tile, each of which multiplies a part of K (`kernel.split`).
-        leaves: parts of a rank's K, summed by a tree (`mainloop.leaves`), as ranks' sums are; 0: no tree.
-        launch: when the kernel begins: ``"ordered"``, after the stream's kernel before it has ended, or as
-            its programmatic dependent (`kernel.dependent_launch`): ``"dependent"``, or
-            ``"dependent_weights"``, swapped kernels alone, which reads B before that kernel's end, so
-            B must not be what it writes.
+        blocks: For 8-bit types: numbers of rows of A, rows of B and elements of K that share a scale:
+            `PROMOTED` or `MX`; None: there are no scales of these kinds.
+        k_split: Number of CTAs that share a tile, each of which multiplies a part of K (`kernel.split`).
+        leaves: Parts of a rank's K, summed by a tree (`mainloop.leaves`), as ranks' sums are; 0: no tree.
+        launch: Beginning of the kernel. ``"ordered"``: after the stream's preceding kernel has ended.
+            ``"dependent"``: as its programmatic dependent (`kernel.dependent_launch`).
+            ``"dependent_weights"``, swapped kernels only: it also reads B before that kernel's end, so that
+            kernel must not write B.
     """
 
     arch: str = "sm_100a"
@@ -106,12 +106,12 @@ class GemmConfig:
 
     @cached_property
     def on(self) -> Arch:
-        """The architecture."""
+        """Returns the architecture."""
         return arch_of(self.arch)
 
     @cached_property
     def kind(self) -> Mma:
-        """The kind of MMA, as the architecture has it."""
+        """Returns the kind of MMA on this architecture."""
         return self.on.mma[self.mma]
 
     @cached_property
@@ -121,57 +121,57 @@ class GemmConfig:
 
     @cached_property
     def has_bytes(self) -> bool:
-        """Whether A and B are of an 8-bit type."""
+        """Returns whether A and B are of an 8-bit type."""
         return DTYPE_BYTES[self.in_dtype] == 1
 
     @cached_property
     def in_dtypes(self) -> tuple[str, str]:
-        """A's and B's."""
+        """Returns the element types of A and of B."""
         return self.in_dtype, self.b_dtype or self.in_dtype
 
     @cached_property
     def half_dtype(self) -> str:
-        """A 16-bit type: what 16-bit stages are laid out for."""
+        """Returns the 16-bit type for which 16-bit stages are laid out."""
         return "bf16" if self.has_bytes else self.in_dtype
 
     @cached_property
     def promotes(self) -> bool:
-        """Whether the MMA's sums are added to fp32 registers after each k tile."""
+        """Returns whether the MMA's sums are added to fp32 registers after each k tile."""
         return self.has_bytes and self.on.narrow_bytes and not self.fast_accum
 
     @cached_property
     def sums(self) -> int:
-        """Where sums are promoted, of how many k tiles they are under way in a warp group at a time.
+        """Returns the number of k tiles whose sums are in flight in a warp group, if sums are promoted.
 
-        Of two, one is promoted during the other's products. Wide tiles have no registers for it, and scales
+        Of two, one is promoted during the other's products. Wide tiles have no registers for two, and scales
         of blocks belong to the k tile.
         """
         return 1 if self.sum_parts > 1 or self.blocks in PROMOTED else 2
 
     @cached_property
     def sum_parts(self) -> int:
-        """Parts of a tile's columns, of one instruction each, that are promoted one after the other."""
+        """Returns the number of parts of a tile's columns, one instruction each, promoted one by one."""
         return max(self.accumulators // PROMOTED_VALUES, 1) if self.promotes else 1
 
     @cached_property
     def receives_with_few(self) -> bool:
-        """Whether receive and shard roles have few registers: consumers that promote have them."""
+        """Returns whether receive and shard roles have few registers: consumers that promote take them."""
         under_way = self.accumulators // self.sum_parts * self.sums
         return self.promotes and self.accumulators + under_way == 3 * PROMOTED_VALUES
 
     @cached_property
     def accumulators(self) -> int:
-        """Of a thread."""
+        """Returns the number of accumulators of a thread."""
         return self.cta_tile[0] * self.cta_tile[1] // self.epilogue_threads
 
     @cached_property
     def k_step(self) -> int:
-        """K tiles that the mainloop takes at a time."""
+        """Returns the number of k tiles that the mainloop takes at a time."""
         return self.sums if self.promotes else 1
 
     @cached_property
     def tile_k(self) -> int:
-        """K extent of one A/B stage, in elements."""
+        """Returns the K extent of one A/B stage, in elements."""
         return TILE_K_BYTES // DTYPE_BYTES[self.in_dtype]
 
     @cached_property
@@ -196,102 +196,102 @@ class GemmConfig:
 
     @cached_property
     def is_dependent(self) -> bool:
-        """Whether the kernel may be launched before the stream's kernel before it has ended."""
+        """Returns whether the kernel may be launched before the stream's preceding kernel has ended."""
         return self.launch != "ordered"
 
     @cached_property
     def loads_weights_early(self) -> bool:
-        """Whether B is read before that kernel has ended."""
+        """Returns whether B is read before that kernel has ended."""
         return self.launch == "dependent_weights"
 
     @cached_property
     def epilogue_operands(self) -> tuple[Operand, ...]:
-        """Those of all visitors, in the order in which the kernel takes them."""
+        """Returns the operands of all visitors, in the order in which the kernel takes them."""
         return tuple(operand for visitor in self.epilogue for operand in visitor.operands)
 
     @cached_property
     def visits_rows(self) -> bool:
-        """Whether an epilogue warp reads something of each row of A, which in a gather comes with the row."""
+        """Returns whether an epilogue warp reads an operand per row of A, which is gathered with the row."""
         partial = [visitor for visitor in self.epilogue if visitor.of == "partial"]
         return any(operand.kind == "rows" for visitor in partial for operand in visitor.operands)
 
     @cached_property
     def is_swap_ab(self) -> bool:
-        """Whether the MMA's rows are B's, and the accumulator is the tile's transpose."""
+        """Returns whether the MMA's rows are B's, and the accumulator is the tile's transpose."""
         return self.kind.swaps
 
     @cached_property
     def sends_ll(self) -> bool:
-        """Whether tiles are sent as words that are their own flag, unless other ways are asked for.
+        """Returns whether tiles are sent as LL packets, unless another transport is requested.
 
-        One warp stores all words of a tile, so of a large one that takes longer than a flag's trip: of 128
-        rows 3 to 5 us more than bulk stores on two H200, of 64 and fewer 0 to 3 us less.
+        One warp stores all packets of a tile. For a large tile that takes longer than a flag's trip: for 128
+        rows 3 to 5 us more than bulk stores on two H200, for 64 and fewer 0 to 3 us less.
         """
         return self.is_swap_ab and self.tile[0] <= 64
 
     @cached_property
     def mma_order(self) -> tuple[int, int]:
-        """Which operand is the MMA's first, which the second: 0 for A, 1 for B."""
+        """Returns the numbers of the MMA's first and second operand: 0 for A, 1 for B."""
         return (1, 0) if self.is_swap_ab else (0, 1)
 
     @cached_property
     def cta_group(self) -> int:
-        """CTAs that share one MMA tile."""
+        """Returns the number of CTAs that share one MMA tile."""
         return self.kind.cta_group
 
     @cached_property
     def cta_tile(self) -> tuple[int, int]:
-        """(M, N) whose accumulator one CTA holds."""
+        """Returns (M, N) of the accumulator of one CTA."""
         return self.tile[0] // self.cta_group, self.tile[1]
 
     @cached_property
     def cluster_tile(self) -> tuple[int, int]:
-        """(M, N) one cluster computes at a time: the unit of the tile order."""
+        """Returns (M, N) that one cluster computes at a time: the unit of the tile order."""
         return self.cta_tile[0] * self.cluster[0], self.cta_tile[1] * self.cluster[1]
 
     @cached_property
     def cluster_size(self) -> int:
-        """CTAs per cluster that have tiles of their own."""
+        """Returns the number of CTAs per cluster that have tiles of their own."""
         return self.cluster[0] * self.cluster[1]
 
     @cached_property
     def cluster_ctas(self) -> int:
-        """CTAs per cluster."""
+        """Returns the number of CTAs per cluster."""
         return self.cluster_size * self.k_split
 
     @cached_property
     def split_bytes(self) -> int:
-        """Bytes in which the first CTA of a split tile collects the accumulators of the others."""
+        """Returns the bytes in which the first CTA of a split tile collects the others' accumulators."""
         return (self.k_split - 1) * self.cta_tile[0] * self.cta_tile[1] * 4
 
     @cached_property
     def epilogue_groups(self) -> int:
-        """Groups of epilogue warps that take turns on the tiles."""
+        """Returns the number of groups of epilogue warps that take turns on the tiles."""
         return self.kind.epilogue_groups
 
     @cached_property
     def epilogue_threads(self) -> int:
-        """Threads of one epilogue group: those that share a subtile."""
+        """Returns the number of threads of one epilogue group: those that share a subtile."""
         return self.kind.epilogue_threads
 
     @cached_property
     def threads(self) -> int:
-        """Threads per CTA."""
+        """Returns the number of threads per CTA."""
         return self.on.threads
 
     @cached_property
     def first_receive_warp(self) -> int:
-        """The first of the warps that are free for a receive role."""
+        """Returns the first of the warps that are free for a receive role."""
         return self.on.first_receive_warp
 
     @cached_property
     def receive_warps(self) -> int:
-        """How many they are."""
+        """Returns the number of warps that are free for a receive role."""
         return self.on.receive_warps
 
     @cached_property
     def epi_tile(self) -> tuple[int, int]:
-        """(M, N) of a subtile: what one ring stage holds."""
+        """Returns (M, N) of a subtile: the content of one ring stage."""
         if self.is_swap_ab:
             return min(self.tile[0], 64), 64
         if self.mma == "pingpong":
@@ -300,130 +300,133 @@ class GemmConfig:
 
     @cached_property
     def subtiles(self) -> int:
-        """Subtiles per CTA tile."""
+        """Returns the number of subtiles per CTA tile."""
         return self.cta_tile[0] // self.epi_tile[0] * self.epi_columns
 
     @cached_property
     def has_pairs(self) -> bool:
-        """Whether the epilogue makes one subtile of the output of two of the product, side by side."""
+        """Returns whether the epilogue makes one output subtile of two adjacent ones of the product."""
         return any(visitor.epilogue.pairs for visitor in self.epilogue)
 
     @cached_property
     def subtile_step(self) -> int:
-        """Subtiles of the product that make one of the output."""
+        """Returns the number of subtiles of the product that make one of the output."""
         return 2 if self.has_pairs else 1
 
     @cached_property
     def stored_subtiles(self) -> int:
-        """Subtiles of the output per CTA tile."""
+        """Returns the number of subtiles of the output per CTA tile."""
         return self.subtiles // self.subtile_step
 
     @cached_property
     def epi_columns(self) -> int:
-        """Subtiles side by side along N; subtile ``s`` is at (``s // epi_columns``, ``s % epi_columns``)."""
+        """Returns the subtiles along N; subtile ``s`` is at (``s // epi_columns``, ``s % epi_columns``)."""
         return self.cta_tile[1] // self.epi_tile[1]
 
     @cached_property
     def slot_subtile_bytes(self) -> int:
-        """Bytes of one partial subtile on the wire."""
+        """Returns the bytes of one partial subtile on the wire."""
         return self.epi_tile[0] * self.epi_tile[1] * DTYPE_BYTES[self.slot_dtype]
 
     @cached_property
     def tile_bytes(self) -> int:
-        """Bytes of one partial CTA tile on the wire: of its slot."""
+        """Returns the bytes of one partial CTA tile on the wire, and so of its slot."""
         return self.subtiles * self.slot_subtile_bytes
 
     @cached_property
     def result_bytes(self) -> int:
-        """Bytes of one summed CTA tile on the wire: of its result slot."""
+        """Returns the bytes of one summed CTA tile on the wire, and so of its result slot."""
         return self.tile_bytes // DTYPE_BYTES[self.slot_dtype] * DTYPE_BYTES[self.out_dtype]
 
     @cached_property
     def unit_bytes(self) -> int:
-        """Part of a slot that a warp finishes at a time: divides every subtile."""
+        """Returns the bytes of a slot that a warp finishes at a time: they divide every subtile."""
         return min(self.copied_bytes, self.tile_bytes // TILE_UNITS)
 
     @cached_property
     def unit_rows(self) -> int:
-        """Rows of a subtile that a unit has."""
+        """Returns the number of rows of a subtile in a unit."""
         return self.unit_bytes // (self.epi_tile[1] * DTYPE_BYTES[self.slot_dtype])
 
     @cached_property
     def copied_bytes(self) -> int:
-        """Most that a warp loads at a time, all of it under way at once."""
+        """Returns the most bytes that a warp loads at a time, all of them in flight at once."""
         return UNIT_BYTES // 2 if self.receives_with_few else UNIT_BYTES
 
     @cached_property
     def units(self) -> int:
-        """Parts into which the receive role cuts a CTA tile."""
+        """Returns the number of parts into which the receive role cuts a CTA tile."""
         return self.tile_bytes // self.unit_bytes
 
     @cached_property
     def lane_chunks(self) -> int:
-        """Chunks of 16 bytes of a unit that each lane of a warp finishes."""
+        """Returns the number of 16-byte chunks of a unit that each lane of a warp finishes."""
         return self.unit_bytes // (32 * 16)
 
     @cached_property
     def stage_bytes(self) -> int:
-        """Bytes of one ring stage: the larger of a partial and an output subtile."""
+        """Returns the bytes of one ring stage: the larger of a partial and an output subtile."""
         wide = max(DTYPE_BYTES[self.slot_dtype], DTYPE_BYTES[self.out_dtype])
         return self.epi_tile[0] * self.epi_tile[1] * wide
 
     @cached_property
     def ab_stage_bytes(self) -> int:
-        """Bytes of one A/B stage in one CTA, whole 1024, with scales of `MX`; then those of `PROMOTED`."""
+        """Returns the bytes of one A/B stage in one CTA.
+
+        These are whole 1024 bytes, with scales of `MX`; then come scales of `PROMOTED`.
+        """
         of_a, of_b = self.scale_bytes
         loaded = -(-(self.ab_loaded_bytes - of_a - of_b) // 1024) * 1024
         return loaded + of_a + -(-of_b // STAGE_ALIGNMENT) * STAGE_ALIGNMENT
 
     @cached_property
     def ab_loaded_bytes(self) -> int:
-        """Bytes that a CTA loads into a stage (2-CTA: each CTA holds half of B, but all of its scales)."""
+        """Returns the bytes that a CTA loads into a stage (2-CTA: each has half of B, all of its scales)."""
         operands = (self.cta_tile[0] + self.cta_tile[1] // self.cta_group) * TILE_K_BYTES
         return operands + sum(self.scale_atoms) * ATOM_BYTES + sum(self.scale_bytes)
 
     @cached_property
     def block_rows(self) -> int:
-        """Rows of B that share a scale of `PROMOTED`; 0: there is none."""
+        """Returns the number of rows of B that share a scale of `PROMOTED`; 0: there is none."""
         return self.blocks[1] if self.blocks is not None and self.blocks in PROMOTED else 0
 
     @cached_property
     def column_blocks(self) -> int:
-        """Blocks of B's rows in a CTA tile, of those that share a scale of `PROMOTED`."""
+        """Returns the number of blocks of B's rows in a CTA tile that share a scale of `PROMOTED`."""
         return max(self.cta_tile[1] // self.block_rows, 1) if self.block_rows else 0
 
     @cached_property
     def k_parts(self) -> int:
-        """Parts of a k tile that have scales of `PROMOTED` of their own: whose sums are promoted each."""
+        """Returns the parts of a k tile that have separate scales of `PROMOTED`; each is promoted."""
         return max(self.tile_k // self.blocks[2], 1) if self.blocks and self.blocks in PROMOTED else 1
 
     @cached_property
     def scale_bytes(self) -> tuple[int, int]:
-        """Bytes of scales of `PROMOTED` that a CTA loads into a stage: of A's rows, of blocks of columns."""
+        """Returns bytes of scales of `PROMOTED` per stage and CTA: of A's rows, of blocks of columns."""
         of_rows = 4 * self.k_parts * self.cta_tile[0] if self.column_blocks else 0
         return of_rows, 4 * TMA_SCALES * self.column_blocks
 
     @cached_property
     def scale_atoms(self) -> tuple[int, int]:
-        """Atoms of scales of A and of B that a CTA has of a k tile."""
+        """Returns the atoms of scales of A and of B that a CTA has of a k tile."""
         if self.blocks != MX:
             return 0, 0
         return self.cta_tile[0] // ATOM_ROWS, self.cta_tile[1] // ATOM_ROWS
 
     @cached_property
     def acc_stages(self) -> int:
-        """Accumulators in tensor memory: two, or one where two leave no room for scales."""
+        """Returns the accumulators in tensor memory: two, or one if two leave no space for scales."""
         columns = self.tile[self.mma_order[1]]
         return 2 if 2 * columns + sum(self.scale_atoms) * ATOM_BYTES // 128 <= TMEM_COLUMNS else 1
 
     @cached_property
     def ab_stages(self) -> int:
-        """A/B stages that fit alongside the ring."""
+        """Returns the number of A/B stages that fit alongside the ring."""
         return (self.on.smem_bytes - self._smem_but_ab) // self.ab_stage_bytes
 
     @cached_property
     def smem_bytes(self) -> int:
-        """Dynamic shared memory of one CTA: all that there is of it."""
+        """Returns the bytes of shared memory of one CTA, all of it dynamic."""
         return self._smem_but_ab + self.ab_stages * self.ab_stage_bytes
 
     @cached_property
@@ -432,12 +435,12 @@ class GemmConfig:
 
     @cached_property
     def name(self) -> str:
-        """Short and unique: ``sm_100a_1cta_128x128_c1x1_bf16``, then what departs from the defaults."""
+        """Returns a short, unique name: ``sm_100a_1cta_128x128_c1x1_bf16``, then departures from defaults."""
         return name_of(self)
 
 
 FACTS = ("arch", "in_dtype", "b_dtype", "out_dtype", "a_major", "b_major", "epilogue", "blocks", "leaves")
-"""Fields that the device, the operands of a call and its promises decide."""
+"""Fields that the device, the operands of a call and its promises determine."""
 
 CHOICES = tuple(field.name for field in fields(GemmConfig) if field.name not in FACTS)
 """Fields that callers may choose (`configured`)."""

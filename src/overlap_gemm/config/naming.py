@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def name_of(config: GemmConfig) -> str:
-    """See `GemmConfig.name`."""
+    """Returns the name of a configuration, see `GemmConfig.name`."""
     types = config.in_dtype + (config.b_dtype or "")
     parts = [config.arch, config.mma, by(config.tile), "c" + by(config.cluster), types]
     parts += [f"o{config.out_dtype}"] if config.out_dtype != config.in_dtype else []
@@ -29,10 +29,10 @@ def name_of(config: GemmConfig) -> str:
 
 
 def blocks_name(blocks: Blocks) -> str:
-    """Of what shares a scale: b1x128x128."""
+    """Returns the name of blocks that share a scale: b1x128x128."""
     return "b" + "x".join(map(str, blocks))
 
 
 def by(pair: tuple[int, int]) -> str:
-    """Extents of two dimensions: 128x64."""
+    """Returns the extents of two dimensions as text: 128x64."""
     return f"{pair[0]}x{pair[1]}"

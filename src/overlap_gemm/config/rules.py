@@ -1,4 +1,4 @@
-"""What a kernel's configuration may be, each rule with the reason.
+"""Rules of a kernel's configuration, each with its reason.
 
 Imports neither the DSL nor torch.
 """
@@ -20,30 +20,30 @@ OutDtype = Literal["bf16", "f16", "f32"]
 Launch = Literal["ordered", "dependent", "dependent_weights"]
 
 BARRIER_BYTES = 2048
-"""Of shared memory in front of the stages: mbarriers, the table of the ranks' addresses, `CONTROL_WORDS`."""
+"""Bytes before the stages in shared memory: mbarriers, table of ranks' addresses, `CONTROL_WORDS`."""
 
 CONTROL_WORDS = 16
-"""Of 8 bytes, at most: what a kernel has there apart from two barriers for each stage and the addresses
+"""Most 8-byte words there in addition to two barriers for each stage and the addresses
 (`shared_words.Tally`, turns, TMEM)."""
 
 MAX_WORLD = 112
-"""Ranks that a workspace and a kernel's table of addresses have room for."""
+"""Most ranks of a workspace and of a kernel's table of addresses."""
 
 PROMOTED_VALUES = 64
-"""Accumulators of a thread that one instruction adds up where they are promoted: it holds them, too."""
+"""Accumulators of a thread that one instruction sums if they are promoted: the thread holds them, too."""
 
 MOST_IN_REGISTERS = 128
-"""Values of a tile's sums, and of nodes of its tree, for which a thread has registers."""
+"""Most values of a tile's sums, and of nodes of its tree, that a thread's registers hold."""
 
 LEAVES = (0, 1, 2, 4, 8)
-"""Parts of a rank's K that a tree may have; 0: there is none."""
+"""Numbers of parts of a rank's K that a tree may have; 0: there is no tree."""
 
 K_SPLITS = (1, 2, 4)
-"""Into how many parts K may be cut where `may_split`."""
+"""Numbers of parts into which K may be cut if `may_split`."""
 
 
 def may_split(mma: MmaKind, tile: tuple[int, int]) -> bool:
-    """Whether K may be cut: what the first part collects must leave it stages for its loads."""
+    """Returns whether K may be cut: the first part must have stages left besides the collected parts."""
     return mma == "swap_ab" and tile[0] <= 64
 
 
@@ -116,7 +116,7 @@ def _check_leaves(config: GemmConfig) -> None:
 
 
 def _by_halves(config: GemmConfig) -> bool:
-    """Whether a wide tile may be promoted: one of two ping-pong groups would wait, a CTA alone spills."""
+    """Returns whether a wide tile may be promoted: of two ping-pong groups one waits, a CTA alone spills."""
     return config.epilogue_groups == 1 and config.cluster_size > 1
 
 

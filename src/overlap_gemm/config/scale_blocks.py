@@ -1,4 +1,4 @@
-"""What elements of 8-bit operands may share a scale, and which kernels there are for it.
+"""Blocks of 8-bit operands that may share a scale, and the rules of their kernels.
 
 Imports neither the DSL nor torch.
 """
@@ -16,30 +16,30 @@ Blocks = tuple[int, int, int]
 """(Rows of A, rows of B, elements of K) that share a scale."""
 
 PROMOTED: tuple[Blocks, ...] = ((1, 128, 128), (1, 32, 32))
-"""Those of `mainloop.blocks`: fp32 scales, with which sums are multiplied as they are promoted."""
+"""Blocks of `mainloop.blocks`: fp32 scales that multiply sums as they are promoted."""
 
 MX: Blocks = (1, 1, 32)
-"""Those of `mainloop.mx`: e8m0 scales, with which the MMA multiplies its operands."""
+"""Blocks of `mainloop.mx`: e8m0 scales by which the MMA multiplies its operands."""
 
 BLOCKS = (*PROMOTED, MX)
 
 ATOM_ROWS = 128
-"""Rows whose scales of 128 elements of K lie together: an atom, of `ATOM_BYTES`."""
+"""Rows of an atom: the scales of 128 rows and 128 elements of K, `ATOM_BYTES` together."""
 
 ATOM_BYTES = 512
 
 NUM_MATRICES = 2
-"""Of scales of blocks, the first of a kernel's ``extras``: A's and B's."""
+"""Number of matrices of block scales, the first of a kernel's ``extras``: A's and B's."""
 
 TMA_SCALES = 4
-"""Of `PROMOTED` that a TMA box has along K at least: 16 bytes."""
+"""Least scales of `PROMOTED` of a TMA box along K: 16 bytes."""
 
 STAGE_ALIGNMENT = 128
-"""Of what TMA stores to, in bytes."""
+"""Alignment in bytes of the destination of a TMA load."""
 
 
 def in_words(blocks: Blocks | None) -> str:
-    """For messages."""
+    """Returns a description of blocks, for messages."""
     return "rows" if blocks is None else f"blocks of {blocks[1]} x {blocks[2]}"
 
 

@@ -1,9 +1,9 @@
-"""An epilogue in a kernel: the function, and the types of what it reads and writes.
+"""An epilogue in a kernel: the function, and the dtypes of its operands.
 
-A product's sums are *partial* where other ranks have more to add, and *complete* after. An epilogue says of
-which it is a function: scales of a rank's own operands belong to its partial sums, a bias to the complete
-ones. The role that has the sums (the ring's writer in its fragments, the receive role in chunks of a row)
-loads and stores the operands' elements.
+A product's sums are *partial* if other ranks have more to add, and *complete* after. An epilogue declares of
+which it is a function: scales of a rank's local operands belong to its partial sums, a bias to the complete
+ones. The role that has the sums loads and stores the operands' elements. That is the ring's writer, in its
+fragments, or the receive role, in chunks of a row.
 
 Imports neither the DSL nor torch.
 """
@@ -34,7 +34,7 @@ OperandKind = Literal[InputKind, "row_values", "row_parts", "row_counts"]
 class Operand:
     """A tensor that a visitor reads or writes, an argument of the kernel.
 
-    Of partial sums the rows and columns are those of the rank's product (A's rows, B's rows), of complete
+    For partial sums the rows and columns are those of the rank's product (A's rows, B's rows), for complete
     ones its output's.
 
     Attributes:
@@ -43,7 +43,7 @@ class Operand:
             vector; ``"row_parts"``: a matrix with a row for the values of each subtile's columns;
             ``"row_counts"``: a vector with the number of finished subtiles of each unit's rows, zeros between
             calls.
-        dtype: element type, ``"bf16"``, ``"f16"``, ``"f32"`` or ``"i32"``.
+        dtype: Element type, ``"bf16"``, ``"f16"``, ``"f32"`` or ``"i32"``.
     """
 
     kind: OperandKind
@@ -51,16 +51,16 @@ class Operand:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it has two dimensions."""
+        """Returns whether the tensor has two dimensions."""
         return self.kind in ("element", "row_parts")
 
     def shape(self, config: GemmConfig, rows: int, columns: int) -> tuple[int, ...]:
         """Returns the extents of the tensor of a call.
 
         Args:
-            config: the kernel's configuration.
-            rows: rows of the rank's output, at least 1.
-            columns: its columns.
+            config: The kernel's configuration.
+            rows: Rows of the rank's output, at least 1.
+            columns: Columns of the rank's output.
         """
         return {
             "element": (rows, columns),
@@ -78,9 +78,9 @@ class Visitor:
     """An epilogue and the element types of its tensors: part of `GemmConfig`.
 
     Attributes:
-        epilogue: the function, with declared inputs and outputs.
-        dtypes: of each input, then of each output of each element, in order.
-        of_two_weights: whether the two columns of a pair are of two matrices B, else of one, interleaved.
+        epilogue: Function with declared inputs and outputs.
+        dtypes: Dtype of each input, then of each output with a value for each element, in order.
+        of_two_weights: Whether the columns of a pair are of two matrices B, else of one, interleaved.
     """
 
     epilogue: Epilogue
@@ -89,24 +89,24 @@ class Visitor:
 
     @property
     def name(self) -> str:
-        """Short, for the kernel's name."""
+        """Returns a short name, for the kernel's name."""
         return f"{self.epilogue.name}2" if self.of_two_weights else self.epilogue.name
 
     @property
     def of(self) -> Sum:
-        """Which sums."""
+        """Returns the kind of sums to which the epilogue is applied."""
         return self.epilogue.of
 
     @property
     def reads(self) -> tuple[Operand, ...]:
-        """The inputs' tensors."""
+        """Returns the inputs' tensors."""
         return tuple(
             Operand(kind, dtype) for (_, kind), dtype in zip(self.epilogue.inputs, self.dtypes, strict=False)
         )
 
     @property
     def writes(self) -> tuple[Operand, ...]:
-        """The outputs' tensors: of a value for each row the values and their parts; then the counts."""
+        """Returns the outputs' tensors: for a value per row the values and their parts; then the counts."""
         dtypes, found = iter(self.dtypes[len(self.epilogue.inputs) :]), []
         for _, kind in self.epilogue.outputs:
             if kind == "element":
@@ -117,12 +117,12 @@ class Visitor:
 
     @property
     def reductions(self) -> tuple[OutputKind, ...]:
-        """How each output that has a value for each row is made of its elements."""
+        """Returns the reduction of each output that has a value for each row."""
         return tuple(kind for _, kind in self.epilogue.outputs if kind != "element")
 
     @property
     def operands(self) -> tuple[Operand, ...]:
-        """All of them, in the order in which the kernel takes them."""
+        """Returns all operands, in the order in which the kernel takes them."""
         return self.reads + self.writes
 
     def apply(self, sums: Sequence[Any], inputs: Sequence[Any]) -> Any:

@@ -1,4 +1,4 @@
-"""What the hardware can do, without policy: addresses, flags, bounded waits, bulk copies.
+"""Primitives of the hardware, without policy: addresses, flags, bounded waits, bulk copies.
 
 All inline PTX of the package is here.
 """

@@ -1,4 +1,4 @@
-"""The failure record: what a wait that expired leaves for the host.
+"""The failure record that an expired wait writes for the host.
 
 Imports nothing of the DSL, so that the host can read a record without the DSL.
 """
@@ -16,31 +16,31 @@ RECORD_WORDS = 11
 which the last two have 64 bits, low half first."""
 
 NOTHING = (1 << 64) - 1
-"""Seen where data is its own flag (:mod:`device.ll_words`) and has not come."""
+"""Value seen if data that is its own flag (:mod:`device.ll_words`) has not arrived."""
 
 
 _HALF = 0xFFFFFFFF
 
 
 class Role(IntEnum):
-    """Which role waited, for what."""
+    """Role that waited, and the object of its wait."""
 
     OTHER = 0
     RECEIVE_PARTIAL = 1  # a rank's partial tile
     CALL_ENTERED = 2  # a peer's entry into the call
-    RELAY_STAGED = 3  # the own GEMM kernel's staged tile; the source is the owner it is for
+    RELAY_STAGED = 3  # the local GEMM kernel's staged tile; the source is the owner it is for
     LOAD_GATE = 5  # a shard of the gathered operand
     RECEIVE_RESULT = 7  # a rank's finished tile, or a part of one
     CALL_READ = 6  # that a peer has read everything it was sent
-    IN_CALL = 4  # nothing: it found another call's number (seen) where its own (expected) was to go
-    CALL_IDENTITY = 8  # a peer's entry, which came, but into another call (seen) than its own (expected)
+    IN_CALL = 4  # nothing: another call's number (seen) was registered in place of its own (expected)
+    CALL_IDENTITY = 8  # a peer's entry, which arrived, but into another call (seen) than its own (expected)
 
 
 class FailureSite(NamedTuple):
-    """Who waits for whom: the part of a record known before the wait.
+    """Place of a wait: the part of a failure record known before the wait.
 
-    A kernel of one's own names what helps it, ``FailureSite(tile=tile, index=flag)``; the fields are those of
-    :class:`Failure`, the flag's ``index`` is its ``flag``.
+    A user's kernel sets the fields that it needs, ``FailureSite(tile=tile, index=flag)``; the fields are
+    those of :class:`Failure`, the flag's ``index`` is its ``flag``.
     """
 
     rank: Scalar = 0
@@ -55,14 +55,14 @@ class Failure(NamedTuple):
     """One expired wait.
 
     Attributes:
-        rank: who waited.
-        op: `OpSpec.code` of the op, or the number of a kernel of one's own; 0 where it has none.
-        role: :class:`Role`, likewise.
-        tile: tile index in the waiting rank's shard.
-        source: rank waited for.
-        flag: index of the flag in the waiting rank's workspace.
-        expected: epoch waited for.
-        seen: epoch last read, or `NOTHING`.
+        rank: Rank that waited.
+        op: `OpSpec.code` of the op, or the number of a user's kernel; 0 if it has none.
+        role: :class:`Role` that waited, or a number of a user's kernel.
+        tile: Tile index in the waiting rank's shard.
+        source: Rank that was waited for.
+        flag: Index of the flag in the waiting rank's workspace.
+        expected: Epoch waited for.
+        seen: Epoch last read, or `NOTHING`.
     """
 
     rank: int
@@ -76,7 +76,7 @@ class Failure(NamedTuple):
 
 
 def read_record(words: Sequence[int]) -> Failure | None:
-    """The failure in a record of ``RECORD_WORDS`` words, or None if no wait expired.
+    """Returns the failure in a record of ``RECORD_WORDS`` words, or None if no wait expired.
 
     The words are 32 bits each, read as ``uint32`` or as ``int32``.
     """
@@ -91,7 +91,7 @@ def read_record(words: Sequence[int]) -> Failure | None:
 
 
 def _named(number: int) -> int:
-    """A role of ours by its name; any other number stays one."""
+    """Returns the `Role` of this number; any other number unchanged."""
     try:
         return Role(number)
     except ValueError:

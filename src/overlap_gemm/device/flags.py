@@ -1,10 +1,10 @@
 """Flags between ranks: release, and a bounded wait that acquires.
 
-A flag is a word of 64 bits, as NVSHMEM's signals are: whoever writes and reads it does it in its full width,
-since the model promises nothing where accesses of two widths race ("mixed-size data races"). Its low
-`EPOCH_BITS` are a monotonic epoch, never reset; what is in the others is the writer's business. So a flag
-counts as raised if its epoch is 0 to 2**47 - 1 ahead, which is 20 years of calls of 5 us: with 32 bits, one
-that nobody had raised for 2**31 calls, a few days, would.
+A flag is a word of 64 bits, as NVSHMEM's signals are. All accesses have its full width, since the memory
+model guarantees nothing if accesses of two widths race ("mixed-size data races"). Its low `EPOCH_BITS` are a
+monotonic epoch, never reset; the writer may use the others. A flag counts as raised if its epoch is 0 to
+2**47 - 1 ahead, which is 20 years of calls of 5 us. With 32 bits, a flag not raised for 2**31 calls, a few
+days, would count as raised.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from overlap_gemm.device.traced import Address, Scalar
 
 
 class WaitBound(NamedTuple):
-    """What bounds every wait on a peer, and where an expired one is written.
+    """Limit of every wait on a peer, and the destination of its failure record.
 
     Attributes:
-        timeout_ns: ``Int64``; 0 waits for ever.
+        timeout_ns: ``Int64``: limit in ns; 0 waits for ever.
         record: ``Int64`` address of a zeroed failure record (pinned host memory), see :mod:`device.failure`.
         claim: ``Int64`` address of a zeroed ``uint32`` in device memory: the first lane to expire writes the
             record.
@@ -34,25 +34,25 @@ class WaitBound(NamedTuple):
     claim: Any
 
     def times(self, waits: int) -> WaitBound:
-        """``waits`` bounds in a row, where a source itself may wait for others first.
+        """Returns ``waits`` times the limit, for a source that may itself wait for others first.
 
-        So the rank that is named is the one that is missing, not one that waits for it.
+        So the record names the rank that is missing, not a rank that waits for it.
         """
         return self._replace(timeout_ns=self.timeout_ns * waits)
 
 
 EPOCH_BITS = 48
-"""Of a flag."""
+"""Bits of the epoch in a flag."""
 
 EPOCH_MASK = (1 << EPOCH_BITS) - 1
 
 IDENTITY_BITS = 32
-"""Of an epoch in an identity (`wait_identity`): enough where it is known to be at most a few ahead."""
+"""Bits of an epoch in an identity (`wait_identity`): enough if it is at most a few ahead."""
 
 
 @cute.jit
 def release_flag(address: Int64, value: Any) -> None:
-    """``st.release.sys``: who acquires ``value`` at ``address`` sees all that this thread has.
+    """Stores ``value`` by ``st.release.sys``: its acquirer sees everything that this thread has seen.
 
     After bulk stores, call it only after a full ``wait_group`` (never ``.read``) of the same thread.
     """
@@ -60,17 +60,17 @@ def release_flag(address: Int64, value: Any) -> None:
 
 
 def release_fence() -> None:
-    """``fence.acq_rel.sys``: flags that this thread raises after it (`raise_flag`) release what it has seen.
+    """Executes ``fence.acq_rel.sys``: flags raised later (`raise_flag`) release what this thread has seen.
 
-    For flags at several peers: each `release_flag` waits for the stores before it, so for the last flag's
-    way. After bulk stores, call it only after a full ``wait_group``, as `release_flag`.
+    For flags at several peers: each `release_flag` waits for the stores before it, and so for the trip of the
+    preceding flag. After bulk stores, call it only after a full ``wait_group``, as `release_flag`.
     """
     cute.arch.fence_acq_rel_sys()
 
 
 @cute.jit
 def raise_flag(address: Int64, value: Any) -> None:
-    """``st.relaxed.sys``, after a `release_fence`."""
+    """Stores ``value`` by ``st.relaxed.sys``, after a `release_fence`."""
     cute.arch.store(_pointer(address), Uint64(value), sem="relaxed", scope="sys")
 
 
@@ -83,9 +83,9 @@ def wait_flag(address: Int64, target: Address, bound: WaitBound, site: FailureSi
 
     Args:
         address: ``Int64`` address of the flag in this rank's own memory.
-        target: epoch to wait for.
-        bound: time limit and failure record.
-        site: who waits for whom, for the record.
+        target: Epoch to wait for.
+        bound: Time limit and failure record.
+        site: Place of the wait, for the record.
     """
     flag, target = _pointer(address), Uint64(target)
     seen = _look(flag)
@@ -103,8 +103,8 @@ def wait_flag(address: Int64, target: Address, bound: WaitBound, site: FailureSi
 def wait_identity(address: Int64, identity: Uint64, bound: WaitBound, site: FailureSite) -> None:
     """Waits until the word at ``address`` is ``identity``; acquires it, as `wait_flag`.
 
-    An identity is the low half of an epoch, compared modularly, and a signature above it. If the epoch has
-    come with another signature, the wait fails at once.
+    An identity is the low half of an epoch, compared modularly, and a signature above it. If the epoch
+    arrives with another signature, the wait fails at once.
     """
     flag = _pointer(address)
     seen = _look(flag)
@@ -124,7 +124,7 @@ def _look(flag: Scalar) -> Any:
 
 
 def _is_before(seen: Any, target: Address, bits: int) -> Any:
-    """Whether an epoch of so many bits is behind another; the bits above them do not count."""
+    """Returns whether an epoch of ``bits`` bits is less than another; bits above them are ignored."""
     return Int64((seen - target) << (64 - bits)) < 0
 
 
@@ -146,7 +146,7 @@ def _pointer(address: Address) -> Any:
 
 
 def _acquire(flag: Scalar) -> None:
-    """One acquire load at system scope. In PTX, because the DSL drops a load whose value nobody uses."""
+    """Acquires by one load at system scope. It is PTX, since the DSL drops a load with an unused value."""
     cute.arch.inline_ptx(
         "ld.acquire.sys.global.b64 {$w0}, [{$r0}];", write_only_types=[Uint64], read_only_args=[flag]
     )

@@ -1,17 +1,17 @@
-"""Words that are their own flag: data that a reader waits for where it will lie.
+"""LL packets: words that are their own flag, which a reader awaits at their destination.
 
-A word of memory in which nothing has arrived is `EMPTY`. A writer stores words that are never `EMPTY`; a
+A word of memory in which nothing has arrived is `EMPTY`. A writer stores words that are never `EMPTY`. A
 reader loads until no word is, takes them, and makes them `EMPTY` again. So data needs no flag after it, and
-no fence between the two: it takes one way, where a flag's store must follow the data's arrival. (A queue of
+no fence between the two. It takes one trip; a flag's store must follow the data's arrival. (A queue of
 one producer and one consumer without a lock: Lamport, "Proving the Correctness of Multiprocess Programs",
 IEEE Transactions on Software Engineering, 1977.)
 
 Why it is sound: every access is a relaxed one at system scope, of 32 bits, each of which is indivisible (PTX
 ISA, memory consistency model: a vector access is one access per element, in no order). A word that is not
-`EMPTY` is the value that was stored there: nothing has to be ordered between two words, since each is waited
-for by itself. What must be ordered is reuse: that the writer's next store comes after the reader's `EMPTY`
-is the caller's to prove (:mod:`overlap_gemm.exchange.call`), and that nobody ever writes other things there.
-A word has no epoch, so none that could grow old.
+`EMPTY` is the value that was stored there. Nothing has to be ordered between two words, since each is awaited
+separately. Reuse must be ordered: the caller proves that the writer's next store comes after the reader's
+`EMPTY` (:mod:`overlap_gemm.exchange.call`), and that nothing else is ever written there. A word has no epoch,
+so none that could become too old.
 
 `EMPTY` is two 16-bit NaNs whose bits are all set. Arithmetic makes no such NaN, but a copied operand may be
 one: `store_words` turns a word of two of them into two other NaNs.
@@ -40,8 +40,8 @@ def store_words(address: Int64, words: cute.Tensor) -> None:
     """Stores a chunk's four words, none of which stays `EMPTY`: ``st.relaxed.sys``.
 
     Args:
-        address: a multiple of 16.
-        words: registers of 32 bits.
+        address: Destination, a multiple of 16.
+        words: Registers of 32 bits.
     """
     _store(address, [_filled(words[i]) for i in range(CHUNK_WORDS)])
 
@@ -61,15 +61,15 @@ def take_words(
     bound: WaitBound,
     site: FailureSite,
 ) -> None:
-    """Waits until chunks that `load_words` has loaded are there, and empties their places.
+    """Waits until chunks that `load_words` has loaded have arrived, and resets their places to `EMPTY`.
 
     Args:
-        addresses: where each lies, in this rank's own memory; one may be there twice.
-        words: what `load_words` found there, ``(4, chunks)``; complete after this.
-        sources: whose each is.
-        epoch: for the failure record.
-        bound: time limit and failure record.
-        site: who waits for what of rank 0, for the record; the flags of other ranks are the next ones.
+        addresses: Address of each chunk, in this rank's own memory; one may be listed twice.
+        words: Result of `load_words`, ``(4, chunks)``; complete after this.
+        sources: Source rank of each chunk.
+        epoch: Epoch for the failure record.
+        bound: Time limit and failure record.
+        site: Place of the wait for rank 0, for the record; the flags of other ranks are the next ones.
     """
     if _missing(words) < len(addresses):
         start = cute.arch.globaltimer()
@@ -90,7 +90,7 @@ def take_words(
 
 
 def _missing(words: cute.Tensor) -> Any:
-    """Which chunk is the first that has an `EMPTY` word; their number if none has."""
+    """Returns the number of the first chunk with an `EMPTY` word; the number of chunks if there is none."""
     first = Int32(cute.size(words, mode=[1]))
     for i in reversed(range(cute.size(words, mode=[1]))):
         empty = [words[j, i] == EMPTY for j in range(CHUNK_WORDS)]

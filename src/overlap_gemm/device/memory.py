@@ -1,7 +1,7 @@
-"""Raw addresses: typed pointers to any rank's memory, loads and stores of whole chunks, bulk stores.
+"""Raw addresses: typed pointers to any rank's memory, loads and stores of full chunks, bulk stores.
 
-A peer's memory is reached through its 64-bit address in this process (from the host), so one kernel serves
-any number of peers without a tensor map for each.
+A peer's memory has a 64-bit address in this process (from the host). So one kernel serves any number of peers
+without a tensor map for each.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from cutlass.cute.nvgpu import cpasync
 from overlap_gemm.device.traced import Address, Fragment, Scalar
 
 CHUNK_BYTES = 16
-"""The widest load or store of one thread."""
+"""Bytes of the widest load or store of one thread."""
 
 WORD_BYTES = 4
-"""Of a register."""
+"""Bytes of a register."""
 
 CHUNK_WORDS = CHUNK_BYTES // WORD_BYTES
-"""Registers of 32 bits that it takes."""
+"""Number of 32-bit registers of a chunk."""
 
 LANES = 32
-"""Threads of a warp."""
+"""Number of threads of a warp."""
 
 DTYPES: dict[str, Any] = {
     "bf16": cutlass.BFloat16,
@@ -38,20 +38,20 @@ DTYPES: dict[str, Any] = {
 
 
 def global_pointer(dtype: Any, address: Address, align: int) -> Any:
-    """A pointer to ``dtype`` in global memory at the ``Int64`` ``address``, a multiple of ``align`` bytes."""
+    """Returns a pointer to ``dtype`` in global memory at ``address``, a multiple of ``align`` bytes."""
     return cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=align)
 
 
 def bulk_store(stage: Any, address: Address, num_bytes: Scalar = None) -> None:
     """Starts one non-tensor bulk copy of a contiguous shared-memory tensor to global ``address``.
 
-    To be called by one thread, which must also commit and wait (bulk groups belong to the thread, PTX ISA
+    One thread calls it, which must also commit and wait (bulk groups belong to the thread, PTX ISA
     ``cp.async.bulk.commit_group``). Size and both addresses are multiples of 16 bytes.
 
     Args:
         stage: 1-D shared-memory tensor of static size.
         address: ``Int64`` destination.
-        num_bytes: how much of the stage, a multiple of 16; None for all of it.
+        num_bytes: Bytes of the stage to copy, a multiple of 16; None for all of it.
     """
     if num_bytes is not None:
         cute.arch.inline_ptx(
@@ -60,7 +60,7 @@ def bulk_store(stage: Any, address: Address, num_bytes: Scalar = None) -> None:
         )
         return
     dtype, size = stage.element_type, cute.size(stage)
-    # num_bits_per_copy names the whole stage: a smaller value would split it into several instructions.
+    # num_bits_per_copy is the size of the stage: a smaller value would split it into several instructions.
     atom = cute.make_copy_atom(cpasync.CopyBulkS2GOp(), dtype, num_bits_per_copy=size * dtype.width)
     cute.copy(
         atom, stage, cute.make_tensor(global_pointer(dtype, address, CHUNK_BYTES), cute.make_layout(size))
@@ -71,9 +71,9 @@ def load_chunk(instruction: str, address: Int64, words: cute.Tensor) -> None:
     """Loads a chunk's four words by one instruction, ``ld.relaxed.sys.global.v4.b32`` for example.
 
     Args:
-        instruction: the load's name.
-        address: a multiple of 16.
-        words: registers of 32 bits.
+        instruction: Name of the load.
+        address: Source, a multiple of 16.
+        words: Registers of 32 bits.
     """
     loaded = cute.arch.inline_ptx(
         instruction + " {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
@@ -85,19 +85,19 @@ def load_chunk(instruction: str, address: Int64, words: cute.Tensor) -> None:
 
 
 def store_chunk(instruction: str, address: Int64, words: Sequence[Any]) -> None:
-    """Stores a chunk's four words by one instruction; arguments as for `load_chunk`."""
+    """Stores a chunk's four words by one instruction; arguments as in `load_chunk`."""
     cute.arch.inline_ptx(
         instruction + " [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *words]
     )
 
 
 def order_async_writes() -> None:
-    """The calling thread's bulk stores come after what it has observed by ordinary accesses."""
+    """Orders the calling thread's later bulk stores after what it has observed by ordinary accesses."""
     cute.arch.fence_proxy("async.global")
 
 
 def load_run(address: Address, values: Fragment) -> None:
-    """Starts to load a chunk of registers from the ``Int64`` ``address``; arguments as for `store_run`."""
+    """Starts to load a chunk of registers from the ``Int64`` ``address``; arguments as in `store_run`."""
     dtype, number = values.element_type, cute.size(values)
     source = global_pointer(dtype, address, min(CHUNK_BYTES, number * dtype.width // 8))
     cute.autovec_copy(cute.make_tensor(source, cute.make_layout(number)), values)
@@ -107,8 +107,8 @@ def store_run(address: Address, values: Fragment) -> None:
     """Stores a chunk of registers at the ``Int64`` ``address``, in as few stores as its bytes allow.
 
     Args:
-        address: a multiple of the chunk's bytes, or of `CHUNK_BYTES` if it has more.
-        values: register tensor, contiguous.
+        address: Destination, a multiple of the chunk's bytes, or of `CHUNK_BYTES` if it has more.
+        values: Register tensor, contiguous.
     """
     dtype, number = values.element_type, cute.size(values)
     target = global_pointer(dtype, address, min(CHUNK_BYTES, number * dtype.width // 8))

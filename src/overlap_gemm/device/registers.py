@@ -1,4 +1,4 @@
-"""What lies in registers, and for how long."""
+"""Control of the compiler's use of registers."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from cutlass import cute
 
 
 def computed_here(value: Any) -> Any:
-    """``value``, an ``Int32`` or ``Int64``, of which the compiler knows no more than that it is new.
+    """Returns ``value``, an ``Int32`` or ``Int64``, as a new value to the compiler.
 
-    What follows from a value that does not change in a loop is computed in front of the loop, and kept in
-    registers all the while, whether there are any to spare or not; and what is needed in a branch alone is
-    computed there, however late. What follows from this one is not, and it is there before the next wait.
+    The compiler computes expressions of a loop-invariant value before the loop, and keeps them in registers,
+    even if registers are short. It moves expressions that only a branch needs into that branch. Neither holds
+    for expressions of the result, and the result is computed before the next wait.
     """
     kind = type(value)
     move = f"mov.b{kind.width} {{$w0}}, {{$r0}};"

@@ -1,4 +1,4 @@
-"""Where a tile goes: what a kernel tells a transport."""
+"""`Route`: destination of a tile, which a kernel passes to a transport."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from overlap_gemm.device.traced import Scalar
 
 
 class Route(NamedTuple):
-    """A tile's way to its owner.
+    """A tile's route to its owner.
 
     Attributes:
         peers: ``Int64[world]``: workspace addresses, or ``-1 - pe`` for a peer without one.
-        rank: this rank.
-        owner: destination rank.
+        rank: This rank.
+        owner: Destination rank.
         slot: ``Int64``: byte offset of the tile's slot in the owner's workspace.
-        staging: ``Int64``: address in this rank's workspace from which the tile is put to an owner beyond
-            reach: its place in the staging buffer; of a tile that goes to everybody, this rank's own slot.
+        staging: ``Int64``: address in this rank's workspace from which the tile is put to an owner without
+            P2P access: its place in the staging buffer; for a tile for every rank, this rank's own slot.
         flag: ``Int64``: byte offset of the tile's flag in the owner's workspace.
         staged: ``Int64``: address of this rank's own flag that the tile in ``staging`` is complete.
     """

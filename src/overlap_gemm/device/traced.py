@@ -1,14 +1,13 @@
-"""Names for the values that kernels are traced with.
+"""Type aliases of the values that kernels are traced with.
 
-To a type checker all of them are ``Any``: the DSL's integers take part in Python's arithmetic, and the same
-code runs with plain integers on the host, so no class says what they are. The names say what readers want to
-know.
+To a type checker all of them are ``Any``: the DSL's integers take part in Python's arithmetic. The same code
+runs with plain integers on the host, so no class describes both. The aliases are for readers.
 """
 
 from typing import Any, TypeAlias
 
 Scalar: TypeAlias = Any
-"""A run-time integer, ``Int32`` or ``Int64``; Python's where it is known when the kernel is traced."""
+"""A run-time integer, ``Int32`` or ``Int64``; Python's if it is known when the kernel is traced."""
 
 Address: TypeAlias = Any
 """``Int64``: bytes, from zero or from the base of every rank's workspace."""
@@ -23,4 +22,4 @@ Stages: TypeAlias = Any
 """Shared memory of a pipeline or of the ring, the stage its last mode."""
 
 Extras: TypeAlias = Any
-"""What an epilogue's visitors read: a tuple of tensors, or None."""
+"""Operands of an epilogue's visitors: a tuple of tensors, or None."""

@@ -1,42 +1,49 @@
 """All-gather GEMM as an op of the fused kernel.
 
-Rank ``r`` has shard ``r`` of the rows of A and its own share of B's rows; its output is all rows by those
-columns. GatheredShards land in the *gather buffer* of every rank's workspace, sent by copy engines (transport
-``copy_engine``, by the host: :mod:`overlap_gemm.backends.fused.gather_plans`), by the kernel's own
-warps (``peer_bulk``) or, to peers beyond reach, by a relay kernel alongside (``staged``:
-:mod:`overlap_gemm.exchange.relay`), which puts the own shard from its place in this rank's buffer, where the
-host's copy has taken it, in pieces that have a flag each.
+Rank ``r`` has shard ``r`` of the rows of A and its share of B's rows; its output is all rows by those
+columns. Shards are sent into the *gather buffer* of every rank's workspace:
 
-    load role       own shard first, read where it lies; then the others in the order in which they are
-                    sent. Before the first tile of a shard: waits for its flag (acquire, system scope,
-                    bounded), fences the asynchronous proxy. The grid's last reader tells every peer that
-                    this rank *has read*: after it nothing is under way to this rank, since every shard has
-                    a tile here, for which somebody waited
-    shard role      the receive warps. ``peer_bulk``: send their units of the own shard to one peer after the
-                    other; the last to have sent to a peer releases the flag there. ``keep``: copy every shard
-                    to a tensor that is the caller's, and count as readers
-    comm lane       TMA stores of the output. The grid's first, at its end, waits until every peer has read
+- by copy engines (transport ``copy_engine``, on the host:
+  :mod:`overlap_gemm.backends.fused.gather_plans`);
+- by the kernel's own warps (``peer_bulk``);
+- to peers without P2P access, by a relay kernel alongside (``staged``: :mod:`overlap_gemm.exchange.relay`).
+  It puts the local shard from its place in this rank's buffer, into which the host copied it, in pieces that
+  have a flag each.
 
-Progress. Sending waits for nobody: copy engines take no SM, a sending warp is of a resident CTA that
-stores and counts, and a relay has a place of its own. So every shard arrives, every gate opens, every tile is
-loaded, and every rank tells that it has read; the wait for that comes after all else.
+Roles:
 
-**Reuse.** There is one gather buffer, not one for each parity: where copy engines write is fixed on the host,
-and in a captured graph for all its replays, while the parity is the device's. The rule of
-:mod:`overlap_gemm.exchange.call` holds with a distance of one call: a rank's call ``e`` ends after every
-peer's "has read ``e``", and its copies and puts of call ``e + 1`` begin after its call ``e``; so does what
-overwrites a put's source, of which a peer that has read it has everything. The flags' values come from the
-word `COMING_OFFSET`, which is stored at the end of a call: after every peer's "has read", which is after
-the arrival of this rank's flags, so copied from.
+- Load role: local shard first, read in place; then the others in the order in which they are sent. Before the
+  first tile of a shard it waits for the shard's flag (acquire, system scope, bounded) and fences the
+  asynchronous proxy. The grid's last reader signals to every peer that this rank *has read*. After that
+  nothing is in flight to this rank, since every shard has a tile here, whose load waited for the shard.
+- Shard role: the receive warps. ``peer_bulk``: they send their units of the local shard to one peer after the
+  other; the last warp to have sent to a peer releases the flag there. ``keep``: they copy every shard to a
+  tensor of the caller, and count as readers.
+- Comm lane: TMA stores of the output. The grid's first, at its end, waits until every peer has read.
 
-**Scales** of A lie after all rows of their shard, under its flag. They are sent from a place of their own: no
-copy puts rows and scales together. Rows begin at whole lines of L2; with 16 bytes after each row, a box of
-TMA would touch two lines a row. Scales of rows are read by the epilogue's warps, so these are readers of the
-gather buffer, too. Those of blocks (:mod:`overlap_gemm.mainloop.blocks`,
-:mod:`overlap_gemm.mainloop.mx`) are read by the load role, with its tiles.
+Progress. Sending waits for no peer. Copy engines take no SM, a sending warp belongs to a resident CTA that
+stores and counts, and a relay has a separate place. So every shard arrives, every gate opens, every tile is
+loaded, and every rank signals that it has read. The wait for that signal comes after all else.
+
+**Reuse.** There is one gather buffer, not one for each parity: the destination of copy engines is fixed on
+the host, and in a captured graph for all its replays, while the parity is the device's. The rule of
+:mod:`overlap_gemm.exchange.call` holds with a distance of one call:
+
+1. A rank's call ``e`` ends after every peer's "has read ``e``".
+2. Its copies and puts of call ``e + 1`` begin after its call ``e``.
+3. So does the overwriting of a put's source: a peer that has read has received all of it.
+
+The flags' values are copied from the word `COMING_OFFSET`, which is stored at the end of a call. That is
+after every peer's "has read", which is after the arrival of this rank's flags, and so after their copies.
+
+**Scales** of A are after all rows of their shard, under its flag. They have a separate source: no copy sends
+rows and scales together. Rows begin at full lines of L2; with 16 bytes after each row, a box of TMA would
+touch two lines per row. The epilogue's warps read scales of rows, so they are readers of the gather buffer,
+too. The load role reads scales of blocks (:mod:`overlap_gemm.mainloop.blocks`,
+:mod:`overlap_gemm.mainloop.mx`) with its tiles.
 
 **Several weights** share one gather: they are launches of one call, one after the other; the first sends,
-the last one tells and ends the call.
+the last one signals and ends the call.
 """
 
 from __future__ import annotations
@@ -73,9 +80,9 @@ class GatheredShards(NamedTuple):
     """TMA views of the gather buffer, and of the output by shards.
 
     Attributes:
-        tma: atom.
-        tensor: coordinate tensor: ``(shard rows, K, owners)``, or ``(shard rows, N, shards)``.
-        scales: atom and coordinate tensor of scales of blocks, or None.
+        tma: TMA atom.
+        tensor: Coordinate tensor: ``(shard rows, K, owners)``, or ``(shard rows, N, shards)``.
+        scales: Atom and coordinate tensor of scales of blocks, or None.
     """
 
     tma: Any
@@ -84,11 +91,11 @@ class GatheredShards(NamedTuple):
 
 
 class ShardedOutput(NamedTuple):
-    """The output, cut into shards, so that a tile is clipped where its shard ends.
+    """The output, cut into shards, so that a tile is clipped at the end of its shard.
 
     Attributes:
-        full: all shards but the last, which may be shorter.
-        last: that one.
+        full: All shards but the last, which may be shorter.
+        last: The last shard.
     """
 
     full: GatheredShards
@@ -100,10 +107,10 @@ class AllGather(OutputOp):
     """``out = concatenation of the ranks' a @ b.T (+ bias)``.
 
     Attributes:
-        config: the kernel's configuration.
-        transport: raises flags at peers.
-        push: whether the kernel's warps send the own shard; else copy engines do.
-        keep: whether the gathered operand is copied to a tensor of the caller's.
+        config: The kernel's configuration.
+        transport: Transport that raises flags at peers.
+        push: Whether the kernel's warps send the local shard; else copy engines do.
+        keep: Whether the gathered operand is copied to a tensor of the caller.
     """
 
     transport: Transport
@@ -112,37 +119,37 @@ class AllGather(OutputOp):
 
     @property
     def order(self) -> OwnShardFirst:
-        """Whole shards in the order of their arrival."""
+        """Returns the order of the tiles: full shards in the order of their arrival."""
         return OwnShardFirst(self.config.raster_group)
 
     @property
     def gate(self) -> ArrivalGate:
-        """Opens for a shard when it has arrived."""
+        """Returns the gate, which opens for a shard when it has arrived."""
         return ArrivalGate(self)
 
     @property
     def receive(self) -> ShardRole | None:
-        """Sends the own shard, keeps all."""
+        """Returns the role that sends the local shard and keeps all; None if neither is needed."""
         if not (self.push or self.keep):
             return None
         return ShardRole(self.config, self.transport, self.push, self.keep)
 
     def begin(self, given: Gathering, near: Any) -> GatherCall:
-        """Reads the epoch."""
+        """Reads the epoch; see `Call.begin`."""
         return GatherCall(Call.begin(given.exchange, near=near), given)
 
     def share(self, given: Gathering, rows: Scalar, cols: Scalar, out: Any) -> Share:
-        """All rows, by shards; A is the own one here."""
+        """Returns all rows, divided by shards; A is the local shard."""
         return Share.by_rows(given.rows, given.exchange.rank, given.exchange.shard_rows, cols)
 
     def more_sources(self, mainloop: Any, given: Gathering) -> GatheredShards:
-        """The gather buffer."""
+        """Returns the TMA view of the gather buffer."""
         scales = None if given.scales is None else mainloop.tma_of_scales(given.scales)
         tma, tensor = mainloop.tma_of_a(given.gathered)
         return GatheredShards(tma, tensor, scales)
 
     def output(self, out: cute.Tensor, given: Gathering) -> ShardedOutput:
-        """By TMA, from the ring's stages."""
+        """Returns the TMA stores of the output, from the ring's stages."""
         cfg, shard = self.config, given.exchange.shard_rows
         columns, pitch = cute.size(out, mode=[1]), out.stride[0]
         last = (given.rows + shard - 1) // shard - 1
@@ -161,7 +168,7 @@ class AllGather(OutputOp):
 
     @cute.jit
     def comm_role(self, ring: Any, stages: Stages, work: Work, call: GatherCall, output: Any) -> None:
-        """All lanes of the comm warp: one stores every tile; the grid's first warp then waits for readers."""
+        """Stores every tile, one lane; all lanes of the comm warp. The grid's first waits for readers."""
         is_first = cta_number() == 0
         begin_warp(call.call, ALL_GATHER_GEMM.code, self.transport, is_first and call.given.is_first != 0)
         if cute.arch.lane_idx() == 0:
@@ -174,17 +181,17 @@ class AllGather(OutputOp):
 
     @cute.jit
     def end(self, call: GatherCall, tally: Any, warps: cutlass.Constexpr) -> None:
-        """See `KernelOp.end`."""
+        """Ends a warp's access to the workspace, in the last launch of the call; see `KernelOp.end`."""
         if call.given.is_last != 0:
             end_warp(call.call, tally, warps)
 
 
 @dataclass(frozen=True)
 class ArrivalGate:
-    """What the load role does before a tile of A, and after the last: see the module.
+    """Wait of the load role before a tile of A, and its end after the last, see the module.
 
     Attributes:
-        op: the op.
+        op: Op of the kernel.
     """
 
     op: AllGather
@@ -202,18 +209,18 @@ class ArrivalGate:
         opened: Int32,
         early: Any,
     ) -> tuple[pipeline.PipelineState, Int32]:
-        """Loads the tile at ``place``, once its shard has arrived.
+        """Loads the tile at ``place`` after its shard has arrived.
 
         Args:
-            mainloop: loads.
-            res: its resources.
-            ops: A is the own shard.
-            buffer: the gather buffer.
-            state: of the load pipeline.
-            place: of the tile.
-            call: the call's values.
-            opened: the shard for which the gate was opened last; -1 before the first.
-            early: see `loads.load_k_tiles`.
+            mainloop: Mainloop that loads.
+            res: Resources of the mainloop.
+            ops: Operands, whose A is the local shard.
+            buffer: View of the gather buffer.
+            state: State of the load pipeline.
+            place: Place of the tile.
+            call: Run-time values of the call.
+            opened: Shard for which the gate was opened last; -1 before the first.
+            early: Number of k tiles of B in flight, see `loads.load_k_tiles`.
 
         Returns:
             ``state`` after the tile, and ``opened``.
@@ -237,28 +244,28 @@ class ArrivalGate:
 
     @cute.jit
     def open(self, call: GatherCall, shard: Int32, opened: Int32) -> Int32:
-        """All lanes of an epilogue warp, before they visit rows of ``shard``; returns that.
+        """Waits for ``shard`` before its rows are visited; all lanes of an epilogue warp. Returns ``shard``.
 
-        It has arrived, or there were no sum. But the word that there is one, on sm_100 a commit's, orders
-        nothing that others stored.
+        It has arrived, since its sum exists. But the signal of the sum, on sm_100 a commit's, does not order
+        other threads' stores.
         """
         if shard != opened and shard != call.call.exchange.rank:
             await_shard(call, shard, self.op.transport)
         return Int32(shard)
 
     def with_rows(self, tile: CtaTile, first: Scalar, extras: Extras, call: GatherCall) -> Any:
-        """What a tile's epilogue reads; of rows, the first, the scales that came with the tile's shard.
+        """Returns the operands of a tile's epilogue; the first are the scales gathered with the tile's shard.
 
         Args:
-            tile: the tile.
-            first: the output's row that is the shard's first: scales have the numbers of the output's rows.
-            extras: what the epilogue's visitors read.
-            call: the call's values.
+            tile: CTA tile.
+            first: Row of the output that is the shard's first: scales are numbered by the output's rows.
+            extras: Operands of the epilogue's visitors.
+            call: Run-time values of the call.
         """
         return (self._row_scales(tile.owner, first, call), *extras[1:])
 
     def _row_scales(self, shard: Scalar, first: Scalar, call: GatherCall) -> cute.Tensor:
-        """Those that came with the rows of a shard: one for each."""
+        """Returns the scales gathered with the rows of a shard: one for each row."""
         given, exchange = call.given, call.call.exchange
         (offset, _), (_, nbytes) = call.shard(shard), call.rows(shard)
         arrived = call.buffer + offset + call.full_rows
@@ -268,17 +275,17 @@ class ArrivalGate:
 
     @cute.jit
     def end(self, call: GatherCall) -> None:
-        """After a warp's last load, or last visit of rows."""
+        """Counts a warp as a reader, after its last load, or last visit of rows."""
         if call.given.is_last != 0:
             has_read(call, self.op.transport, readers(self.op.config, self.op.keep))
 
 
 class ShardSender(OutputSender):
-    """The same of an output by shards: `ShardedOutput`."""
+    """Sender of an output by shards: `ShardedOutput`."""
 
     @cute.jit
     def send(self, place: CtaTile, subtile: Int32, stage: Int32) -> None:
-        """One TMA tensor store; rows past the shard's end are clipped by the hardware."""
+        """Starts one TMA tensor store; the hardware clips rows past the shard's end."""
         cfg, stages = self.op.config, self.stages
         if place.owner == self.work.whole.owners - 1:
             last = self.output.last

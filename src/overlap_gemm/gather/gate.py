@@ -1,20 +1,20 @@
-"""The gate kernel: what a stream waits with, between products of somebody else's kernels.
+"""The gate kernel: a stream's wait for a shard between products of other kernels.
 
-A rank's shard comes by copy engines (:mod:`overlap_gemm.backends.by_shards`); the product of each shard is a
-kernel that knows nothing of it. So a launch of this one, a single warp, stands in front of each product, and
-one after them all. The driver's own way, ``cuStreamWaitValue32``, has no bound, and its value is fixed when
-a graph is captured, while an epoch is not.
+Copy engines send a rank's shard (:mod:`overlap_gemm.backends.by_shards`); the product of each shard is a
+kernel that does not wait for it. So this kernel, a single warp, is launched before each product, and once
+after them all. The driver's ``cuStreamWaitValue32`` has no time limit, and its value is fixed when a graph is
+captured, while an epoch is not.
 
-Protocol, in the gather buffer of :mod:`overlap_gemm.gather.all_gather`, among whose calls it may stand:
+Protocol, in the gather buffer of :mod:`overlap_gemm.gather.all_gather`, between whose calls it may run:
 
-    waits on    ``source >= 0``: that rank's entry into the call, and the flag of its shard (acquire, system
-                scope, bounded)
-    produces    nothing; what is launched after it on the stream may read the shard, by any proxy, since a
-                kernel's end comes before all that the next one does
-    signals     at the call's first launch, and at its last: tells every peer that this rank has entered it.
-                `geometry.END`, after all reads of the call: tells every peer that this rank *has read*, and
-                waits until each of them has entered and read
-    freed by    that last launch, which ends the call: `exchange.call.finish`
+- waits on: ``source >= 0``: that rank's entry into the call, and the flag of its shard (acquire, system
+  scope, bounded).
+- produces: nothing. Kernels launched after it on the stream may read the shard, by any proxy: a kernel's end
+  comes before everything in the next one.
+- signals: at the call's first launch, and at its last, to every peer that this rank has entered it.
+  `geometry.END`, after all reads of the call: signals to every peer that this rank *has read*. Then it waits
+  until each of them has entered and read.
+- freed by: that last launch, which ends the call: `exchange.call.finish`.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from overlap_gemm.spec import ALL_GATHER_GEMM
 
 @dataclass(frozen=True)
 class GateKernel:
-    """One warp, launched in front of each shard's product and after the last.
+    """One warp, launched before each shard's product and after the last.
 
     Attributes:
-        transport: raises flags at peers.
+        transport: Transport that raises flags at peers.
     """
 
     transport: Any
@@ -59,7 +59,7 @@ class GateKernel:
 
     @cute.kernel
     def kernel(self, source: Int32, is_first: Int32, exchange: Exchange) -> None:
-        """See the module."""
+        """Waits for a shard, or ends the call, as described in the module; one warp."""
         call = Call.begin(exchange)
         begin_warp(call, ALL_GATHER_GEMM.code, self.transport, is_first != 0 or source < 0)
         if source >= 0:

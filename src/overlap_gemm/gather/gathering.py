@@ -1,4 +1,4 @@
-"""What an all-gather GEMM's roles share: its arguments, its waits, and the role that moves shards.
+"""Common part of an all-gather GEMM's roles: its arguments, its waits, and the role that moves shards.
 
 The protocol is :mod:`overlap_gemm.gather.all_gather`'s.
 """
@@ -40,8 +40,9 @@ class ShardScales(NamedTuple):
     """The scales of a shard: after as many rows as a full shard has.
 
     Attributes:
-        address: ``Int64``: of this rank's: of rows a vector, of blocks a matrix for a full shard.
-        nbytes: ``Int64``: their bytes: whole 16, 0 where this rank has no rows.
+        address: ``Int64``: address of this rank's scales: of rows a vector, of blocks a matrix for a full
+            shard.
+        nbytes: ``Int64``: bytes of the scales: whole 16, 0 if this rank has no rows.
         full_bytes: ``Int64``: bytes from the rows of a full shard to the next shard.
     """
 
@@ -54,18 +55,18 @@ class Gathering(NamedTuple):
     """The run-time arguments of an all-gather GEMM.
 
     Attributes:
-        exchange: those of every op. Flag ``source`` is raised when the shard of ``source`` is complete; where
-            it is put, flag ``(piece, source)`` for each piece (`geometry.shard_piece`).
+        exchange: Arguments of every op. Flag ``source`` is raised when the shard of ``source`` is complete;
+            if it is put, flag ``(piece, source)`` for each piece (`geometry.shard_piece`).
         rows: ``Int32``: M, rows of all shards together.
-        row_bytes: ``Int64``: bytes of a row of A, in the own shard and in the gather buffer: whole 16.
-        own: ``Int64``: address of the own shard.
-        kept: ``(M * K,)``: where all rows are copied to; None unless the kernel keeps them.
+        row_bytes: ``Int64``: bytes of a row of A, in the local shard and in the gather buffer: whole 16.
+        own: ``Int64``: address of the local shard.
+        kept: ``(M * K,)``: destination of all rows; None unless the kernel keeps them.
         gathered: ``(shard rows, K, owners)``: the gather buffer as TMA reads it.
         is_first: ``Int32``: whether this is the first launch of the call: it sends.
         is_last: ``Int32``: whether it is the last one: it ends the call.
-        scales: of blocks: those of the shards in the gather buffer, a matrix as `mx` or `blocks` has it and
-            ``owners``. Else None.
-        after: the scales of a shard, of rows or of blocks; None where A has no scales.
+        scales: Scales of blocks of the shards in the gather buffer, a matrix as in `mx` or `blocks` with
+            ``owners`` as last dimension; else None.
+        after: Scales of a shard, of rows or of blocks; None if A has no scales.
     """
 
     exchange: Exchange
@@ -84,8 +85,8 @@ class GatherCall(NamedTuple):
     """Run-time values that every role of a call shares.
 
     Attributes:
-        call: those of every op.
-        given: the arguments.
+        call: Values of every op.
+        given: Arguments of the kernel.
     """
 
     call: Call
@@ -93,11 +94,11 @@ class GatherCall(NamedTuple):
 
     @property
     def buffer(self) -> Any:
-        """Address of the own gather buffer."""
+        """Returns the address of this rank's gather buffer."""
         return self.call.base + self.call.exchange.slots_offset
 
     def shard(self, source: Scalar) -> tuple[Any, Any]:
-        """(offset in a gather buffer, bytes) of a shard; bytes are not above 0 after the last owner."""
+        """Returns (offset in a gather buffer, bytes) of a shard; bytes are 0 or less after the last owner."""
         (offset, nbytes), after = self.rows(source), self.given.after
         if after is None:
             return offset, nbytes
@@ -107,7 +108,7 @@ class GatherCall(NamedTuple):
         )
 
     def rows(self, source: Scalar) -> tuple[Any, Any]:
-        """(bytes of the rows in front of a shard's, bytes of these)."""
+        """Returns (bytes of the rows before a shard's, bytes of the shard's rows)."""
         given, rows = self.given, self.call.exchange.shard_rows
         first = Int32(source) * rows
         held = cutlass.min(given.rows - first, rows)
@@ -115,26 +116,26 @@ class GatherCall(NamedTuple):
 
     @property
     def full_bytes(self) -> Any:
-        """Of a full shard."""
+        """Returns the bytes of a full shard."""
         after = self.given.after
         return self.full_rows if after is None else self.full_rows + after.full_bytes
 
     @property
     def full_rows(self) -> Any:
-        """Bytes of a full shard's rows."""
+        """Returns the bytes of a full shard's rows."""
         return Int64(self.call.exchange.shard_rows) * self.given.row_bytes
 
     @property
     def owners(self) -> Any:
-        """Ranks that have rows."""
+        """Returns the number of ranks that have rows."""
         return (self.given.rows + self.call.exchange.shard_rows - 1) // self.call.exchange.shard_rows
 
 
 @cute.jit
 def await_shard(call: GatherCall, source: Int32, transport: cutlass.Constexpr) -> None:
-    """All lanes: waits until the shard of ``source`` has arrived: its flag, or those of its pieces.
+    """Waits until the shard of ``source`` has arrived: for its flag, or those of its pieces; all lanes.
 
-    And that it is of this call: copy engines send whatever this rank is in.
+    It waits for the entry of ``source`` into this call, too: copy engines send in any call.
     """
     if cute.arch.lane_idx() == 0:
         await_entry(call.call, ALL_GATHER_GEMM.code, source)
@@ -145,23 +146,26 @@ def await_shard(call: GatherCall, source: Int32, transport: cutlass.Constexpr) -
 
 @cute.jit
 def await_piece(call: Call, source: Int32, piece: Scalar) -> None:
-    """One lane: waits for the flag of a piece of a shard of ``source``; of a whole one, 0."""
+    """Waits for the flag of a piece of a shard of ``source``; one lane. Piece 0 is a shard in one piece."""
     site = call.site(ALL_GATHER_GEMM.code, Role.LOAD_GATE, source, source, source)
     wait_flag(call.flag(call.base, piece, source), call.epoch, call.bound, site)
 
 
 def readers(config: GemmConfig, keep: bool) -> int:
-    """Warps of a CTA that read the gather buffer: load, with ``keep`` receive warps, and who visits rows."""
+    """Returns the number of warps of a CTA that read the gather buffer.
+
+    These are load, with ``keep`` the receive warps, and epilogue warps that visit rows.
+    """
     visiting = config.visits_rows * config.epilogue_groups * config.epilogue_threads // 32
     return 1 + keep * config.receive_warps + visiting
 
 
 @cute.jit
 def has_read(call: GatherCall, transport: cutlass.Constexpr, warps: cutlass.Constexpr) -> None:
-    """One warp's last word on the gather buffer; the grid's last of ``warps`` per CTA tells the peers.
+    """Counts a warp after its last read of the gather buffer; the grid's last of ``warps`` per CTA signals.
 
-    All lanes. Every shard has a tile, whose CTA waited for it: so after the last word nothing is under way
-    to this rank any more.
+    All lanes. Every shard has a tile, whose CTA waited for it: so after the last read nothing is in flight to
+    this rank.
     """
     if count_grid(call.call, READERS_OFFSET, warps) != 0:
         announce_read(call.call, transport)
@@ -169,13 +173,13 @@ def has_read(call: GatherCall, transport: cutlass.Constexpr, warps: cutlass.Cons
 
 @dataclass(frozen=True)
 class ShardRole:
-    """What the receive warps do: see the module.
+    """Role of the receive warps, see the module.
 
     Attributes:
-        config: the kernel's configuration.
-        transport: raises flags at peers.
-        push: whether it sends.
-        keep: whether it keeps.
+        config: The kernel's configuration.
+        transport: Transport that raises flags at peers.
+        push: Whether the role sends.
+        keep: Whether the role keeps.
     """
 
     config: GemmConfig
@@ -187,7 +191,7 @@ class ShardRole:
 
     @cute.jit
     def __call__(self, call: GatherCall, work: Work, tally: Any, out: Any, extras: Extras) -> None:
-        """One warp's part."""
+        """Runs one warp's part."""
         warps = self.config.receive_warps
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - self.config.first_receive_warp
         first, stride = cta_number() * warps + warp, num_ctas() * warps
@@ -201,10 +205,10 @@ class ShardRole:
 
     @cute.jit
     def _send(self, call: GatherCall, first: Int32, stride: Int32) -> None:
-        """Stores this warp's units of the own shard in one peer's buffer after the other.
+        """Stores this warp's units of the local shard in one peer's buffer after the other.
 
-        The last to have sent to a peer raises the flag there: the first peer has its shard when a part of the
-        sending is done that no other peer waits for.
+        The last warp to have sent to a peer raises the flag there: a peer does not wait for the sending to
+        later peers.
         """
         exchange, epoch = call.call.exchange, call.call.epoch
         (peers, rank, world, *_), warps = exchange, self.config.receive_warps
@@ -248,15 +252,15 @@ class ShardRole:
 def copy_units(
     size: cutlass.Constexpr, target: Int64, source: Int64, nbytes: Int64, first: Int32, stride: Int32
 ) -> None:
-    """All lanes: copies units ``first, first + stride, ...``, all loads of one under way at once.
+    """Copies units ``first, first + stride, ...``, with all loads of one in flight at once; all lanes.
 
     Args:
-        size: bytes of a unit.
-        target: address, a multiple of 16.
-        source: likewise.
-        nbytes: likewise.
-        first: this warp's first unit.
-        stride: warps that share the copy.
+        size: Bytes of a unit.
+        target: Destination address, a multiple of 16.
+        source: Source address, a multiple of 16.
+        nbytes: Bytes to copy, a multiple of 16.
+        first: First unit of this warp.
+        stride: Number of warps that share the copy.
     """
     width, chunks = size // CHUNK_BYTES, Int32(nbytes // CHUNK_BYTES)
     for unit in cutlass.range(first, (chunks + (width - 1)) // width, stride, unroll=1):
@@ -273,5 +277,5 @@ def copy_units(
 
 
 def chunk_at(address: Address) -> cute.Tensor:
-    """16 bytes."""
+    """Returns a tensor of 16 bytes at an address."""
     return cute.make_tensor(global_pointer(Uint32, address, CHUNK_BYTES), cute.make_layout(CHUNK_WORDS))

@@ -1,7 +1,7 @@
-"""The ops, the ways to exchange their tiles, the transports: each said once, and asked by everything else.
+"""The ops, their communication patterns and the transports: the single source of truth for each.
 
-Standard library only. A new op is one more in `OPS` (`overlap_gemm.register`); `PATTERNS` and `TRANSPORTS`
-likewise.
+Standard library only. A new op is one more in `OPS` (`overlap_gemm.register`); the same holds for `PATTERNS`
+and `TRANSPORTS`.
 """
 
 from .op import ARGUMENTS, Axis, Move, OpSpec

@@ -11,14 +11,14 @@ Collective = Literal["all_gather", "all_reduce", "all_to_all", "reduce_scatter",
 """"slice": a rank keeps its part of a matrix that every rank has; no data is sent."""
 
 ARGUMENTS: dict[Axis, str] = {"m": "rows", "n": "columns", "k": "k"}
-"""The argument by which callers say an axis' extent over all ranks."""
+"""Argument with which callers pass an axis' extent over all ranks."""
 
 
 class Move(NamedTuple):
     """Redistribution of a matrix over the ranks.
 
     Attributes:
-        kind: Collective that does it.
+        kind: Collective of the redistribution.
         source: Axis along which the matrix is sharded before; None: every rank has all, or a partial sum.
         target: Axis along which it is sharded after; None: every rank has all of it.
     """
@@ -29,7 +29,7 @@ class Move(NamedTuple):
 
     @staticmethod
     def between(source: Axis | None, target: Axis | None) -> "Move | None":
-        """Returns the move from one sharding to another; None where they are the same."""
+        """Returns the move from one sharding to another; None if they are the same."""
         if source == target:
             return None
         if source is None:
@@ -39,21 +39,23 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True)
 class OpSpec:
-    """One op: what follows from the axis along which each of its tensors is sharded.
+    """Definition of an op by the axis along which each of its tensors is sharded.
 
-    A rank multiplies its columns where the weight is sharded along ``"n"``, and a part of the sum where it is
-    along ``"k"``. Where every rank has all of the weight, it multiplies its rows. x is redistributed before
-    the product, and the product after it, where they are sharded otherwise.
+    If the weight is sharded along ``"n"``, a rank multiplies its columns; along ``"k"``, a part of the sum.
+    If every rank has all of the weight, it multiplies its rows. x is redistributed before the product, and
+    the product after it, if they are sharded otherwise.
 
     Attributes:
-        name: Its public name.
-        code: Its number in failure records; no other op's, and not 0.
-        label: Its short name, for tables.
-        x: The sharded axis of x; None: every rank has all of it.
-        weight: That of the weight; a rank's product is a part along it. None: a rank's product has its rows.
-        out: That of the result; None: every rank gets all of it.
-        dual: Name of the op whose communication its gradient needs, where that moves as much.
-        whole: Name of the op that gives all ranks all of what this one gives them shards of.
+        name: Public name.
+        code: Number in failure records; unique, and not 0.
+        label: Short name, for tables.
+        x: Sharded axis of x; None: every rank has all of it.
+        weight: Sharded axis of the weight; a rank's product is a part along it. None: a rank's product has
+            its rows.
+        out: Sharded axis of the result; None: every rank gets all of it.
+        dual: Name of the op whose communication its gradient needs, if that sends as much.
+        whole: Name of the op whose result is, on all ranks, the full tensor that this op's results are
+            shards of.
     """
 
     name: str
@@ -66,7 +68,7 @@ class OpSpec:
     whole: str | None = None
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a name or a number that is none, and for an axis that a tensor has not."""
+        """Raises ValueError for an invalid name or number, and for an axis that a tensor does not have."""
         if not (isinstance(self.name, str) and self.name.isidentifier()):
             raise ValueError(f"name of an op must be an identifier, got {self.name!r}")
         if not isinstance(self.code, int) or self.code < 0:
@@ -79,7 +81,7 @@ class OpSpec:
 
     @cached_property
     def operand_move(self) -> Move | None:
-        """Returns the redistribution of x before the product; None: x is multiplied as it is."""
+        """Returns the redistribution of x before the product; None: x is multiplied unchanged."""
         needed: dict[Axis | None, Axis | None] = {"n": None, "k": "k", None: "m"}
         return Move.between(self.x, needed[self.weight])
 
@@ -109,12 +111,12 @@ class OpSpec:
 
     @property
     def sums(self) -> bool:
-        """Whether a rank's product is a partial sum."""
+        """Returns whether a rank's product is a partial sum."""
         return self.weight == "k"
 
     @property
     def gathers_operand(self) -> bool:
-        """Whether rows of x are gathered before the product."""
+        """Returns whether rows of x are gathered before the product."""
         return self.operand_move == Move("all_gather", "m", None)
 
     @property
@@ -124,27 +126,27 @@ class OpSpec:
 
     @property
     def takes_lists(self) -> bool:
-        """Whether x, which is sharded, may be multiplied with several weights; partial sums are of one."""
+        """Returns whether x may be multiplied with several weights: x is sharded, products are not summed."""
         return self.x is not None and self.weight != "k"
 
     @property
     def gathers_output(self) -> bool:
-        """Whether a rank's product is columns of a result of which all get all."""
+        """Returns whether a rank's product is columns of a result that every rank gets in full."""
         return self.weight == "n" and self.out is None
 
     @property
     def deals_columns(self) -> bool:
-        """Whether a rank makes, or gets, columns of a product that travels."""
+        """Returns whether a rank computes, or gets, columns of a product that is sent."""
         return not self.gathers_operand and "n" in (self.weight, self.out)
 
     @property
     def width(self) -> Axis:
-        """The columns of what is sent; its rows are M."""
+        """Returns the axis of the columns of what is sent; its rows are M."""
         return "k" if self.operand_is_sent else "n"
 
     @property
     def asked(self) -> Axis | None:
-        """The sharded axis that is whole in the result: ranks ask each other for it if callers do not say."""
+        """Returns the sharded axis that results have in full: ranks exchange its extent unless passed."""
         return next((axis for axis in (self.x, self.weight) if axis not in (None, "k", self.out)), None)
 
     @property
@@ -153,13 +155,13 @@ class OpSpec:
         return None if self.deals_depth else self.x, self.weight
 
     def arguments(self, m: int, n: int, k: int, least: bool = False) -> dict[str, int]:
-        """What callers may say of the extents over all ranks; with `least` only the one that is asked for."""
+        """Returns the extents over all ranks that callers may pass; with `least` only the exchanged one."""
         extents: dict[Axis, int] = {"m": m, "n": n, "k": k}
         said = (self.asked,) if least else self.unknown
         return {ARGUMENTS[axis]: extents[axis] for axis in said if axis is not None}
 
     def known(self, m: int, n: int, k: int, said: Container[str]) -> tuple[int, int | None, int | None]:
-        """(M, N, K); None for one that is sharded and does not travel, unless it is among what is `said`."""
+        """Returns (M, N, K); None for a sharded extent that is neither sent nor in `said`."""
 
         def hides(axis: Axis) -> bool:
             return axis != self.width and axis in self.unknown and ARGUMENTS[axis] not in said
@@ -169,23 +171,33 @@ class OpSpec:
     def shapes(
         self, m: int, n: int, k: int, own: Callable[[int], int]
     ) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Those of a rank's x and weight; `own`: a sharded extent -> what the rank has of it."""
+        """Returns the shapes of a rank's x and weight.
+
+        Args:
+            m: Rows over all ranks.
+            n: Columns over all ranks.
+            k: K over all ranks.
+            own: Function from a sharded extent to the rank's part of it.
+        """
         x = own(m) if self.x == "m" else m, own(k) if self.x == "k" else k
         return x, (own(n) if self.weight == "n" else n, own(k) if self.weight == "k" else k)
 
     def product(self, m: int, n: int, k: int, world: int) -> tuple[int, int, int]:
-        """(M, N, K) of the product that a rank with a full shard multiplies."""
+        """Returns (M, N, K) of the product that a rank with a full shard multiplies."""
         _, weight = self.shapes(m, n, k, lambda extent: -(-extent // world))
         return (-(-m // world) if self.weight is None else m), *weight
 
     def elements_out(self, m: int, n: int, k: int, world: int) -> float:
-        """Elements that each rank sends at least (in two trips where all get all sums)."""
+        """Returns the least elements that each rank sends (in two trips if every rank gets all sums)."""
         trips = 2 if self.sums and self.out is None else 1
         rows = m / world if "all_to_all" in self.collectives(in_rank_order=False) else m
         return trips * rows * (k if self.width == "k" else n) * (world - 1) / world
 
     def collectives(self, in_rank_order: bool) -> tuple[str, ...]:
-        """What moves `elements_out`, in equal parts; ``"sum"`` is an all-to-all and a sum in rank order."""
+        """Returns the collectives that move `elements_out`, in equal parts.
+
+        ``"sum"`` is an all-to-all and a sum in rank order.
+        """
         if not self.sums:
             return tuple(move.kind for move in self.sent)
         if not in_rank_order:
@@ -194,7 +206,7 @@ class OpSpec:
 
     @property
     def dims(self) -> tuple[int | None, int | None, int | None, int | None]:
-        """The sharded dimension of x, weight, bias and out, None for one that every rank has all of."""
+        """Returns the sharded dimensions of x, weight, bias and out; None for those in full on every rank."""
         places: dict[Axis | None, int] = {"m": 0, "k": 1}
         return (
             places.get(self.x),

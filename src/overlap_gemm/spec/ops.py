@@ -13,7 +13,7 @@ GEMM_ALL_REDUCE = OpSpec("gemm_all_reduce", 3, "GEMM-AR", x="k", weight="k", out
 GEMM_ALL_GATHER = OpSpec("gemm_all_gather", 4, "GEMM-AG", x=None, weight="n", out=None)
 
 COLUMN_PARALLEL_GEMM = OpSpec("column_parallel_gemm", 0, "GEMM", x=None, weight="n", out="n")
-"""A rank's own product, whose gradient alone is communicated: not one of `OPS`."""
+"""A rank's local product, whose gradient alone is communicated: not one of `OPS`."""
 
 GEMM_ALL_TO_ALL = OpSpec(
     "gemm_all_to_all", 5, "GEMM-A2A", x="m", weight=None, out="n", dual="all_to_all_gemm"
@@ -24,7 +24,7 @@ ALL_TO_ALL_GEMM = OpSpec(
 """Registered by `api.all_to_all`."""
 
 OPS = {op.name: op for op in (ALL_GATHER_GEMM, GEMM_REDUCE_SCATTER, GEMM_ALL_REDUCE, GEMM_ALL_GATHER)}
-"""By name, in the order in which they are listed; registered ones come last."""
+"""Ops by name, in the order in which they are listed; registered ones come last."""
 
 
 def add_op(spec: OpSpec) -> None:
@@ -56,15 +56,15 @@ def add_op(spec: OpSpec) -> None:
 
 
 def op_coded(code: int) -> str:
-    """The name of the op with this number in failure records."""
+    """Returns the name of the op with this number in failure records."""
     return next((op.name for op in OPS.values() if op.code == code), "a kernel")
 
 
 def op_named(name: object) -> OpSpec:
-    """The op of a name.
+    """Returns the op of a name.
 
     Raises:
-        ValueError: There is none.
+        ValueError: No op has this name.
     """
     spec = OPS.get(name) if isinstance(name, str) else None
     if spec is None:

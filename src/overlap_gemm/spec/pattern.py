@@ -1,4 +1,4 @@
-"""`PatternSpec`: who sends which tiles of an op to whom, inside the fused kernels."""
+"""`PatternSpec`: communication pattern of an op inside the fused kernels."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -9,15 +9,15 @@ from .ops import OPS, op_named
 
 @dataclass(frozen=True)
 class PatternSpec:
-    """One way to exchange the tiles of an op's product, or the shards of its operand.
+    """Communication pattern of the tiles of an op's product, or of the shards of its operand.
 
     Attributes:
-        name: Of the pattern.
-        op: Name of the op that it carries out.
-        cut: What the owners' shards are shards of; None: no tile has an owner, every rank makes all of it.
-        to_all: Whether each tile goes to every rank; else to its owner.
+        name: Name of the pattern.
+        op: Name of the op that it implements.
+        cut: Dimension that the owners' shards divide; None: no tile has an owner, every rank computes all.
+        to_all: Whether each tile is sent to every rank; else to its owner.
         returns: Whether owners send their sums on to every rank.
-        kernel: Module and class of its half of the kernel (`kernel.surface.KernelOp`).
+        kernel: Module and class of its part of the kernel (`kernel.surface.KernelOp`).
     """
 
     name: str
@@ -29,12 +29,12 @@ class PatternSpec:
 
     @property
     def spec(self) -> OpSpec:
-        """The op."""
+        """Returns the op."""
         return OPS[self.op]
 
     @property
     def label(self) -> str:
-        """Short name, for tables: the op's, and the pattern's where the op has several."""
+        """Returns a short name, for tables: the op's, with the pattern's if the op has several."""
         several = len(patterns_of(self.op)) > 1
         return f"{self.spec.label} {self.name.replace('_', '-')}" if several else self.spec.label
 
@@ -64,7 +64,7 @@ PATTERNS = {
         ),
     )
 }  # fmt: skip
-"""By name; of an op's several, the model takes the first of two that take equally long."""
+"""Patterns by name; the model takes the first of two of an op that take equally long."""
 
 
 def add_pattern(pattern: PatternSpec) -> None:
@@ -80,5 +80,5 @@ def add_pattern(pattern: PatternSpec) -> None:
 
 
 def patterns_of(op: str) -> tuple[str, ...]:
-    """Names of the patterns that carry out an op."""
+    """Returns the names of the patterns that implement an op."""
     return tuple(name for name, pattern in PATTERNS.items() if pattern.op == op)

@@ -1,9 +1,9 @@
-"""`Promises`: what a call promises of the bits of its result, and what its partial sums are sent as."""
+"""`Promises`: promises of a call about the bits of its result, and the dtype of its partial sums."""
 
 from typing import Literal, NamedTuple, get_args
 
 Partials = Literal["float32"]
-"""Element types of partial sums between ranks that callers may ask for."""
+"""Element types of partial sums between ranks that callers may request."""
 
 Invariant = Literal["batch", "ranks", "ranks:4", "ranks:2"]
 """What bits do not depend on: the batch, or the batch and the number of ranks, up to 8, 4 or 2 of them."""
@@ -13,15 +13,15 @@ LEAVES: dict[str, int] = {"batch": 1, "ranks": 8, "ranks:4": 4, "ranks:2": 2}
 
 
 class InvarianceError(ValueError):
-    """Bits that do not depend on batch or ranks are asked for where they cannot be promised."""
+    """Bits that do not depend on batch or ranks are requested, and cannot be promised."""
 
 
 class Promises(NamedTuple):
-    """What the caller asks for; the same on every rank.
+    """Promises that a caller requests; the same on every rank.
 
     Attributes:
         partials: Element type of partial sums between ranks; None: the operands'.
-        invariant: What the bits of a row do not depend on; None: nothing is promised.
+        invariant: Facts on which the bits of a row do not depend; None: nothing is promised.
     """
 
     partials: Partials | None = None
@@ -29,28 +29,28 @@ class Promises(NamedTuple):
 
     @property
     def leaves(self) -> int:
-        """Parts of K over all ranks that are summed by a tree: 1 where rows alone count; 0: no promise."""
+        """Returns the parts of K over all ranks that a tree sums: 1 if only rows matter; 0: no promise."""
         return 0 if self.invariant is None else LEAVES[self.invariant]
 
     @property
     def has_tree(self) -> bool:
-        """Whether sums over K are the same for every number of ranks."""
+        """Returns whether sums over K are the same for every number of ranks."""
         return self.leaves > 1
 
     @property
     def has_wide_partials(self) -> bool:
-        """Whether partial sums are sent as float32."""
+        """Returns whether partial sums are sent as float32."""
         return self.partials is not None or self.has_tree
 
     def over(self, others: "Promises") -> "Promises":
-        """These, and where they say nothing the others."""
+        """Returns these promises, completed by the others."""
         return Promises(self.partials or others.partials, self.invariant or others.invariant)
 
     def own_leaves(self, world: int) -> int:
-        """Returns how many leaves a rank has.
+        """Returns the number of a rank's leaves.
 
         Raises:
-            InvarianceError: The ranks do not divide them.
+            InvarianceError: The number of ranks does not divide the number of leaves.
         """
         if not self.has_tree:
             return 1
@@ -62,11 +62,11 @@ class Promises(NamedTuple):
         return self.leaves // world
 
     def why_no_cut(self, extent: int, block: int = 1) -> str | None:
-        """Why an extent that is summed over cannot be cut into leaves, None if it can.
+        """Returns the reason an extent that is summed over cannot be cut into leaves; None if it can.
 
         Args:
-            extent: Over all ranks.
-            block: What leaves must be a multiple of.
+            extent: Extent over all ranks.
+            block: Elements that a leaf must be a multiple of.
         """
         if extent % (self.leaves * block):
             fewer = [name for name, leaves in LEAVES.items() if leaves > 1 and not extent % (leaves * block)]
@@ -84,7 +84,7 @@ NO_PROMISES = Promises()
 
 
 def check_promises(promises: Promises) -> None:
-    """Raises a ValueError for values that are none."""
+    """Raises a ValueError for unknown values."""
     for name, value, kinds in (
         ("partials", promises.partials, Partials),
         ("invariant", promises.invariant, Invariant),

@@ -1,4 +1,4 @@
-"""`TransportSpec`: what travels by a transport that callers may ask for."""
+"""`TransportSpec`: data that a transport, which callers may request, can send."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,7 @@ from .op import OpSpec
 from .pattern import patterns_of
 
 EMPTY_BYTE = 0xFF
-"""What every byte is where LL words have not come, in a new workspace as in one that was read
+"""Value of every byte of an LL packet that has not arrived, in a new workspace as in one that was read
 (:mod:`overlap_gemm.device.ll_words`)."""
 
 
@@ -15,11 +15,11 @@ class TransportSpec:
     """One transport.
 
     Attributes:
-        name: What `configured` calls it.
-        shards: Whether it carries shards of an operand, to the product.
-        tiles: Whether it carries tiles, from the product.
-        puts: Whether it puts to every peer, whoever is within reach of stores.
-        is_flag: Whether data is its own flag: then it carries values of 16 bits alone.
+        name: Name in `configured`.
+        shards: Whether it sends shards of an operand, to the product.
+        tiles: Whether it sends tiles, from the product.
+        puts: Whether it puts to every peer, P2P-accessible or not.
+        is_flag: Whether data is its own flag: then it sends values of 16 bits only.
         by_host: Whether the host queues it, on a copy engine.
     """
 
@@ -31,7 +31,7 @@ class TransportSpec:
     by_host: bool = False
 
     def carries(self, op: OpSpec) -> bool:
-        """Whether the op has it."""
+        """Returns whether the op can use the transport."""
         return self.shards if op.gathers_operand else self.tiles
 
 
@@ -44,11 +44,11 @@ TRANSPORTS = {
         TransportSpec("nvshmem", shards=True, tiles=True, puts=True),
     )
 }
-"""By name."""
+"""Transports by name."""
 
 
 def transports_of(op: OpSpec) -> tuple[str, ...]:
-    """Names of the transports that an op has; none where it has no fused kernel."""
+    """Returns the names of an op's transports; none if it has no fused kernel."""
     if not patterns_of(op.name):
         return ()
     return tuple(name for name, transport in TRANSPORTS.items() if transport.carries(op))

@@ -1,4 +1,4 @@
-"""Ways to a peer. One file each: the device half, which the roles call (`base.Transport`)."""
+"""Transports, one file each: their device part, which the roles call (`interface.Transport`)."""
 
 from overlap_gemm.transports.interface import Transport
 from overlap_gemm.transports.ll import LL
@@ -13,4 +13,4 @@ DEVICE: dict[str, type[Transport]] = {
     "staged": Staged,
     "nvshmem": Nvshmem,
 }
-"""The device half of each way to peers, by its name; ``staged`` is ``nvshmem`` with a relay kernel."""
+"""Device part of each transport, by name; ``staged`` is ``nvshmem`` with a relay kernel."""

@@ -1,8 +1,8 @@
-"""What a transport does: how data of one rank reaches another one, and how that one waits for it.
+"""`Transport`: how one rank's data is sent to another one, and how that one waits for it.
 
-The roles of a kernel call these methods and never ask which transport it is. Here they are as for a peer
-whose memory has an address in this process and whose data is followed by a flag; the files of the transports
-override what is different there.
+The roles of a kernel call these methods and do not depend on the transport. The methods here are for a peer
+whose memory has an address in this process and whose data is followed by a flag; transports override what is
+different.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from overlap_gemm.device.traced import Address, Fragment, Predicate, Scalar
 
 @dataclass(frozen=True)
 class Transport(ABC):
-    """A way to peers. Arguments named ``call`` are a `exchange.call.Call`; all offsets are in bytes."""
+    """A transport to peers. Arguments named ``call`` are a `exchange.call.Call`; all offsets are in bytes."""
 
-    # --- one tile, to one rank; each method is called by one thread, unless `drain` says otherwise
+    # --- one tile, to one rank; each method is called by one thread, unless `drain` differs
 
     @abstractmethod
     def put(self, route: Route, offset: Address, stage: Any, num_bytes: Scalar) -> None:
         """Starts moving a contiguous stage's first bytes to the tile's slot; the caller commits and waits.
 
         Args:
-            route: the tile's way to its owner.
-            offset: bytes from the tile's slot, a multiple of 16.
-            stage: contiguous shared-memory tensor.
-            num_bytes: of the stage's first, a multiple of 16.
+            route: Route of the tile to its owner.
+            offset: Bytes from the tile's slot, a multiple of 16.
+            stage: Contiguous shared-memory tensor.
+            num_bytes: Number of the stage's first bytes, a multiple of 16.
         """
 
     def publish(self, route: Route, num_bytes: Scalar, epoch: Scalar, fenced: bool = False) -> None:
@@ -45,10 +45,10 @@ class Transport(ABC):
         The calling thread has executed a full ``wait_group`` over the tile's stores.
 
         Args:
-            route: the tile's way.
-            num_bytes: of its slot, what there is to put to an owner beyond reach; 0 or less: nothing.
-            epoch: the call's.
-            fenced: a `device.flags.release_fence` comes after that wait, which may serve several flags.
+            route: Route of the tile.
+            num_bytes: Bytes of its slot to put to an owner without P2P access; 0 or less: none.
+            epoch: Epoch of the call.
+            fenced: Whether a `device.flags.release_fence`, which may serve several flags, follows that wait.
         """
         if fenced:
             raise_flag(route.peers[route.owner] + route.flag, epoch)
@@ -63,39 +63,40 @@ class Transport(ABC):
     def store(self, peers: Any, peer: Scalar, offset: Address, values: Fragment) -> None:
         """Stores a chunk's values at ``offset`` in the workspace of ``peer``, if it has an address.
 
-        Whoever releases a flag for them has observed the store: it is the same thread, or a barrier after.
+        The thread that releases a flag for them has observed the store: it is the same thread, or it is after
+        a barrier.
         """
 
     # --- all tiles
 
     @cute.jit
     def drain(self, ring: Any, sender: Any) -> None:
-        """All lanes of the comm warp: send and publish every tile of the ring; here the first lane alone."""
+        """Sends and publishes every tile of the ring; all lanes of the comm warp. Here only the first."""
         if cute.arch.lane_idx() == 0:
             order_async_writes()
             ring.drain(ring.consumer_state(), sender.config.subtiles, sender)
         cute.arch.sync_warp()
 
     def send_and_store(self, send: Callable[[], None], store: Callable[[], None]) -> None:
-        """Sends a subtile, and stores it by TMA in this rank's output; by whom `drain` lets send."""
+        """Sends a subtile, and stores it by TMA in this rank's output; the lanes by which `drain` sends."""
         send()
         store()
 
     def looks_up_in(self, near: Any) -> Any:
-        """The room in shared memory to which a kernel copies the peers' table, or None.
+        """Returns the shared memory to which a kernel copies the table of peers, or None.
 
-        Every acquire at system scope empties the L1 cache, where the table else stays.
+        Every acquire at system scope empties the L1 cache, which would otherwise keep the table.
         """
         return near
 
-    # --- to everybody
+    # --- to every rank
 
     def num_recipients(self, world: Scalar, itself: bool) -> Any:
-        """Ranks to which a tile goes that all need; this rank is the last one, if it is among them."""
+        """Returns the number of ranks to which a broadcast tile is sent; this rank, if included, is last."""
         return world - (not itself)
 
     def put_to_each(self, route: Route, offset: Address, stage: Any, num_bytes: Scalar) -> None:
-        """As `put`, of a tile that goes to every rank; ``route`` has one of them."""
+        """Starts moving, as `put`, a tile that is sent to every rank; ``route`` has one of them."""
         self.put(route, offset, stage, num_bytes)
 
     def store_to_all(self, exchange: Any, offset: Address, values: Fragment) -> None:
@@ -105,20 +106,20 @@ class Transport(ABC):
     # --- units of a sum (`exchange.copies.Results`)
 
     def publish_unit(self, publish: Callable[[], None]) -> None:
-        """All lanes, after a unit's `store_to_all`: ``publish`` releases its flags."""
+        """Releases a unit's flags by ``publish``; all lanes, after its `store_to_all`."""
         publish()
 
     def if_absent(self, exists: Predicate, act: Callable[[], None]) -> None:  # noqa: B027
-        """Whether a unit that does not exist is told of, and waited for, too: ``act`` does so."""
+        """Calls ``act`` for a unit that does not exist, if such units are signalled and awaited, too."""
 
     def pad(self, store: Callable[[], None]) -> None:  # noqa: B027
-        """Whether places of a unit outside the output are filled, too: ``store`` does so."""
+        """Calls ``store`` for places of a unit outside the output, if these are filled, too."""
 
     # --- receiving
 
     @cute.jit
     def await_partials(self, call: Any, op: cutlass.Constexpr, tile: Int32) -> None:
-        """All lanes: wait for a flag of each source; then the warp may read every slot of the tile."""
+        """Waits for a flag of each source; all lanes. Then the warp may read every slot of the tile."""
         for source in cutlass.range(cute.arch.lane_idx(), call.exchange.world, LANES, unroll=1):
             flag = tile * call.exchange.world + source
             site = call.site(op, Role.RECEIVE_PARTIAL, tile, source, flag)
@@ -135,9 +136,9 @@ class Transport(ABC):
         source: Int32,
         waits: cutlass.Constexpr = 1,
     ) -> None:
-        """All lanes: wait for flag number ``flag`` of ``source``; a failure record says ``tile``.
+        """Waits for flag number ``flag`` of ``source``; all lanes. A failure record names ``tile``.
 
-        ``waits``: see `WaitBound.times`.
+        ``waits``: Number of wait limits, see `WaitBound.times`.
         """
         if cute.arch.lane_idx() == 0:
             site = call.site(op, Role.RECEIVE_RESULT, tile, source, flag * call.exchange.world + source)
@@ -146,35 +147,35 @@ class Transport(ABC):
 
     @cute.jit
     def await_pieces(self, pieces: Scalar, wait: cutlass.Constexpr) -> None:
-        """All lanes: ``wait`` for the flags of a shard, which ``pieces`` puts may make up: here one."""
+        """Waits by ``wait`` for a shard's flags, of which it may have ``pieces``: here one; all lanes."""
         if cute.arch.lane_idx() == 0:
             wait(0)
 
     def loads_in_flight(self, returns: bool) -> int:
-        """Loads of 16 bytes that a lane that sums has under way: each takes about a microsecond.
+        """Returns the number of 16-byte loads that a summing lane has in flight: each takes about 1 us.
 
-        ``returns``: whether sums go on to other ranks.
+        ``returns``: Whether sums are sent on to other ranks.
         """
         return 8
 
     def load(self, address: Address, values: Fragment) -> None:
-        """Starts to load a chunk of what has come, into registers; see `take`."""
+        """Starts to load a chunk of received data into registers; see `take`."""
         load_run(address, values)
 
     def arrival(self, call: Any, op: Any, role: Any, tile: Scalar, waits: int = 1) -> Any:
-        """What `take` needs: here nothing, since flags have been waited for."""
+        """Returns the arguments of `take`: here none, since flags have been awaited."""
         return None
 
     def take(  # noqa: B027
         self, arrival: Any, addresses: Callable[[], Sequence[Any]], values: Fragment, sources: Sequence[Any]
     ) -> None:
-        """Between the load of chunks and their use.
+        """Completes the loads of chunks before their use; here they are complete.
 
         Args:
-            arrival: see there.
-            addresses: where they lie.
-            values: what was loaded; complete after this.
-            sources: whose each is.
+            arrival: Result of `arrival`.
+            addresses: Function that returns the chunks' addresses.
+            values: Loaded values; complete after this.
+            sources: Source rank of each chunk.
         """
 
 

@@ -1,4 +1,4 @@
-"""Transport ``ll``: ordinary stores into a peer's mapped memory, of words that are their own flag."""
+"""Transport ``ll``: ordinary stores of LL packets, which contain their flag, into a peer's mapped memory."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from overlap_gemm.transports.interface import Transport
 
 
 class Arrival(NamedTuple):
-    """What a failure record says of words that do not come.
+    """Arguments of a wait for packets, for its failure record.
 
     Attributes:
-        epoch: the call's.
-        bound: bound of the wait.
-        site: who waits for what of rank 0.
+        epoch: Epoch of the call.
+        bound: Limit of the wait.
+        site: Place of the wait for rank 0.
     """
 
     epoch: Scalar
@@ -32,15 +32,15 @@ class Arrival(NamedTuple):
 
 @dataclass(frozen=True)
 class LL(Transport):
-    """Data that arrives by itself (:mod:`overlap_gemm.device.ll_words`): one way, no flag after it.
+    """Data that is its own flag (:mod:`overlap_gemm.device.ll_words`): one trip, no flag after it.
 
-    For few rows, where an exchange takes as long as its trips. The stores are the comm warp's own, so it is
-    busy with them, where a bulk store takes one instruction.
+    For few rows, where an exchange takes as long as its trips. The comm warp stores the packets itself, and
+    is busy with them; a bulk store takes one instruction.
     """
 
     @cute.jit
     def put(self, route: Route, offset: Address, stage: cute.Tensor, num_bytes: Scalar) -> None:
-        """All lanes of a warp: store a stage's first bytes."""
+        """Stores a stage's first bytes; all lanes of a warp."""
         chunk = CHUNK_BYTES * 8 // stage.element_type.width
         source = cute.zipped_divide(stage, (chunk,))
         address = route.peers[route.owner] + route.slot + offset
@@ -53,17 +53,17 @@ class LL(Transport):
 
     @cute.jit
     def store(self, peers: Any, peer: Scalar, offset: Address, values: cute.Tensor) -> None:
-        """One thread stores a chunk of 16 bytes at ``offset`` in the workspace of ``peer``."""
+        """Stores a chunk of 16 bytes at ``offset`` in the workspace of ``peer``; one thread."""
         assert cute.size(values) * values.element_type.width // 8 == CHUNK_BYTES
         store_words(peers[peer] + offset, cute.recast_tensor(values, Uint32))
 
     def drain(self, ring: Any, sender: Any) -> None:
-        """All lanes send; nobody publishes."""
+        """Sends every tile of the ring, all lanes; nothing is published."""
         ring.drain_by_warp(ring.consumer_state(), sender.config.subtiles, sender)
 
     @cute.jit
     def send_and_store(self, send: cutlass.Constexpr, store: cutlass.Constexpr) -> None:
-        """All lanes; the first one stores, and waits until the stage has been read."""
+        """Sends a subtile, all lanes; the first one stores it, and waits until the stage has been read."""
         if cute.arch.lane_idx() == 0:
             store()
             cute.arch.cp_async_bulk_commit_group()
@@ -72,29 +72,29 @@ class LL(Transport):
             cute.arch.cp_async_bulk_wait_group(0, read=False)
 
     def looks_up_in(self, near: Any) -> None:
-        """Nobody acquires, so the table stays in the L1 cache."""
+        """Returns None: no thread acquires, so the table stays in the L1 cache."""
 
     def publish_unit(self, publish: Callable[[], None]) -> None:
-        """Nothing to tell."""
+        """Does nothing: packets contain their flag."""
 
     def pad(self, store: Callable[[], None]) -> None:
-        """A unit is waited for as a whole."""
+        """Stores places outside the output, too: a unit is awaited with all its packets."""
         store()
 
     def await_partials(self, call: Any, op: Any, tile: Scalar) -> None:
-        """Partials are waited for as they are taken."""
+        """Does nothing: partials are awaited when they are taken."""
 
     def await_result(
         self, call: Any, op: Any, flag: Scalar, tile: Scalar, source: Scalar, waits: int = 1
     ) -> None:
-        """Results, too."""
+        """Does nothing: results are awaited when they are taken."""
 
     def load(self, address: Address, values: Fragment) -> None:
-        """Loads a chunk, whether or not it is there."""
+        """Loads a chunk, whether or not it has arrived."""
         load_words(address, cute.recast_tensor(values, Uint32))
 
     def arrival(self, call: Any, op: Any, role: Any, tile: Scalar, waits: int = 1) -> Arrival:
-        """What a lane waits for of ``tile``."""
+        """Returns the arguments of a lane's wait for ``tile``."""
         site = call.site(op, role, tile, 0, tile * call.exchange.world)
         return Arrival(call.epoch, call.bound.times(waits), site)
 
@@ -105,6 +105,6 @@ class LL(Transport):
         values: cute.Tensor,
         sources: Sequence[Any],
     ) -> None:
-        """Waits until the chunks that `load` has loaded are there; then their places are empty."""
+        """Waits until the chunks that `load` has loaded have arrived; then resets their places."""
         words = cute.recast_tensor(values, Uint32)
         take_words(tuple(addresses()), words, tuple(sources), *arrival)

@@ -1,16 +1,16 @@
-"""Transport ``nvshmem``: stores to peers within reach, NVSHMEM puts to the others.
+"""Transport ``nvshmem``: stores to P2P-accessible peers, NVSHMEM puts to the others.
 
-A tile for a peer beyond reach is collected in this rank's own workspace (stores, full wait) and then put from
-there, together with its signal. A tile for one owner has a place in the staging buffer. What goes to
-everybody is put from this rank's own slot, where it is anyway, as it is at every other rank.
+A tile for a peer without P2P access is collected in this rank's workspace (stores, full wait). Then it is put
+from there, together with its signal. A tile for one owner has a place in the staging buffer. A tile for every
+rank is put from this rank's own slot, which has the same place at every rank.
 
-Both are doubled by the epoch's parity, and need no quiet: this rank writes call ``e + 2``'s tile only after
-its call ``e + 1``, which waited until every peer had entered that, so after the arrival of all that was put
-in call ``e``: nobody ends a call before everything that is put to it in it has come.
+Both are doubled by the epoch's parity, and need no quiet. This rank writes call ``e + 2``'s tile only after
+its call ``e + 1``, which waited until every peer had entered that call. That is after the arrival of all puts
+of call ``e``: no rank ends a call before all puts to it in that call have arrived.
 
-Who puts: `Nvshmem`, whoever publishes; `Staged`, a relay kernel. The first is for sm_100 only: out-of-line
-NVSHMEM calls make ptxas drop ``setmaxnreg`` and serialise wgmma in the whole kernel. The workspace must be
-NVSHMEM memory, and a kernel that puts initialised with NVSHMEM's ``library_init``.
+Puts are issued by the publishing lane (`Nvshmem`), or by a relay kernel (`Staged`). The first is for sm_100
+only: out-of-line NVSHMEM calls make ptxas drop ``setmaxnreg`` and serialise wgmma in the entire kernel. The
+workspace must be NVSHMEM memory, and a kernel that puts initialised with NVSHMEM's ``library_init``.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ SIGNAL_SET = 9
 
 
 STAGED_UNIT = 16
-"""A staged tile's own flag says above its epoch how much of it is to be put: so many of these bytes."""
+"""Unit in bytes of the size of a staged tile, which its local flag has above the epoch."""
 
 
 @dataclass(frozen=True)
 class _Puts(Transport):
-    """Some peer may be beyond reach: it is put to, from this rank's workspace."""
+    """Base of transports that put to peers without P2P access, from this rank's workspace."""
 
     @cute.jit
     def put(self, route: Route, offset: Int64, stage: cute.Tensor, num_bytes: Int32) -> None:
@@ -51,64 +51,64 @@ class _Puts(Transport):
 
     @abstractmethod
     def publish(self, route: Route, num_bytes: Scalar, epoch: Scalar, fenced: bool = False) -> None:
-        """See `Transport`."""
+        """Releases the tile's flag at its owner; see `Transport.publish`."""
 
     @abstractmethod
     def signal(self, peers: Any, rank: Scalar, peer: Scalar, offset: Address, value: Any) -> None:
-        """See `Transport`."""
+        """Releases ``value`` in a flag of ``peer``; see `Transport.signal`."""
 
     @cute.jit
     def store(self, peers: cute.Tensor, peer: Int32, offset: Int64, values: cute.Tensor) -> None:
-        """Stores at ``offset`` in the workspace of ``peer`` unless it is beyond reach."""
+        """Stores at ``offset`` in the workspace of ``peer`` if it is P2P-accessible."""
         if peers[peer] >= 0:
             store_run(peers[peer] + offset, values)
 
     def num_recipients(self, world: Scalar, itself: bool) -> Any:
-        """This rank always: from its own slot a tile is put to the others."""
+        """Returns all ranks, this one always included: tiles are put from its slot to the others."""
         return world
 
     @cute.jit
     def put_to_each(self, route: Route, offset: Int64, stage: cute.Tensor, num_bytes: Int32) -> None:
-        """To a rank beyond reach the tile is put from the own slot, when it is complete."""
+        """Starts moving a tile to a P2P-accessible rank; others get it from the local slot when complete."""
         if route.peers[route.owner] >= 0:
             self.put(route, offset, stage, num_bytes)
 
     def store_to_all(self, exchange: Any, offset: Address, values: Fragment) -> None:
-        """And at last in the own workspace, from which it may be put."""
+        """Stores in every workspace, at last in this rank's, from which the chunk may be put."""
         store_in_turn(self, exchange, offset, values, exchange.world)
 
     @cute.jit
     def if_absent(self, exists: Predicate, act: cutlass.Constexpr) -> None:
-        """A relay waits for every flag, and so do those it puts to."""
+        """Calls ``act`` for a unit that does not exist: the relay and its receivers wait for every flag."""
         if not exists:
             act()
 
     @cute.jit
     def await_pieces(self, pieces: Int32, wait: cutlass.Constexpr) -> None:
-        """Each piece is followed by a flag."""
+        """Waits for each piece's flag; all lanes."""
         for piece in cutlass.range(cute.arch.lane_idx(), pieces, LANES, unroll=1):
             wait(piece)
 
     def loads_in_flight(self, returns: bool) -> int:
-        """Where sums return, the puts are the bound, and with 8 loads the kernels spill on sm_90a."""
+        """Returns 4 if sums return: puts are the limit, and with 8 loads the kernels spill on sm_90a."""
         return 4 if returns else super().loads_in_flight(returns)
 
 
 @dataclass(frozen=True)
 class Staged(_Puts):
-    """The GEMM's half where NVSHMEM calls must stay out of it: a relay kernel puts what is staged.
+    """The GEMM's part if it must not call NVSHMEM: a relay kernel puts staged data.
 
-    Peers within reach are written to as by ``PeerBulk``. For the others a tile ends in this rank's workspace
-    and its local flag; the relay kernel (``exchange/relay.py``) waits for that flag and puts.
+    P2P-accessible peers are written to as by ``PeerBulk``. For the others a tile ends in this rank's
+    workspace and its local flag; the relay kernel (``exchange/relay.py``) waits for that flag and puts.
     """
 
     @cute.jit
     def publish(
         self, route: Route, num_bytes: Int32, epoch: Uint64, fenced: cutlass.Constexpr = False
     ) -> None:
-        """Releases the tile's flag at its owner; beyond reach, the local one the relay waits for.
+        """Releases the tile's flag at its owner; without P2P access, the local one that the relay awaits.
 
-        Which says above the epoch how much there is to put (`STAGED_UNIT`).
+        The local flag has the number of bytes to put above the epoch (`STAGED_UNIT`).
         """
         peer = route.peers[route.owner]
         address = peer + route.flag
@@ -128,10 +128,10 @@ class Staged(_Puts):
 
 @dataclass(frozen=True)
 class Nvshmem(_Puts):
-    """Chosen per peer by ``peers[peer]``: an address is written to, ``-1 - pe`` is put to.
+    """Transport chosen per peer by ``peers[peer]``: an address is written to, ``-1 - pe`` is put to.
 
-    A put is in thread scope: who publishes is one lane, and to a peer beyond reach a put is one descriptor.
-    Also the put of the relay kernel, there by a whole warp.
+    A put is in thread scope: one lane publishes, and to a peer without P2P access a put is one descriptor.
+    It is also the put of the relay kernel, there by a full warp.
     """
 
     def __post_init__(self) -> None:
@@ -142,7 +142,7 @@ class Nvshmem(_Puts):
     def publish(
         self, route: Route, num_bytes: Int32, epoch: Uint64, fenced: cutlass.Constexpr = False
     ) -> None:
-        """Releases the tile's flag; beyond reach, puts what is staged of it, and its flag."""
+        """Releases the tile's flag; without P2P access, puts the staged tile and its flag."""
         import nvshmem.core.device.cute as nv
 
         peer = route.peers[route.owner]
@@ -155,7 +155,7 @@ class Nvshmem(_Puts):
 
     @cute.jit
     def relay(self, route: Route, num_bytes: Int64, epoch: Uint64) -> None:
-        """All threads of a warp: puts what is staged, and its flag; that alone where nothing is."""
+        """Puts staged data and its flag; the flag alone if nothing is staged; all threads of a warp."""
         import nvshmem.core.device.cute as nv
 
         if num_bytes > 0:
@@ -165,7 +165,7 @@ class Nvshmem(_Puts):
 
     @cute.jit
     def staged_bytes(self, staged: Int64) -> Int64:
-        """How much there is to put of what the flag at ``staged`` tells of; after the wait for it."""
+        """Returns the bytes to put for the flag at ``staged``; after the wait for it."""
         flag = cute.arch.load(
             global_pointer(Uint64, staged, Uint64.width // 8), Uint64, sem="relaxed", scope="sys"
         )
@@ -187,7 +187,7 @@ class Nvshmem(_Puts):
 
 @cute.jit
 def _tell(address: Int64, word: Scalar, fenced: cutlass.Constexpr) -> None:
-    """Raises a flag for what this thread has seen, unless a fence in front of it already releases that."""
+    """Raises a flag for what this thread has seen, unless a fence before it already releases that."""
     if cutlass.const_expr(fenced):
         raise_flag(address, word)
     else:
@@ -195,14 +195,14 @@ def _tell(address: Int64, word: Scalar, fenced: cutlass.Constexpr) -> None:
 
 
 def _put_staged(put: Any, route: Route, num_bytes: Scalar, epoch: Scalar) -> None:
-    """What is staged of a tile, to its owner, and its flag: by one of the bindings' ``put_signal``."""
+    """Puts the staged part of a tile to its owner, and its flag, by one of the bindings' ``put_signal``."""
     own, peer = route.peers[route.rank], route.peers[route.owner]
     words = _words(own + route.slot, num_bytes), _words(route.staging, num_bytes)
     put(*words, _word(own + route.flag), Uint64(epoch), SIGNAL_SET, Int32(-1 - peer))
 
 
 def _words(address: Address, num_bytes: Scalar) -> Any:
-    """``num_bytes`` of symmetric memory as 32-bit words, in the natural alignment the bindings want."""
+    """Returns ``num_bytes`` of symmetric memory as 32-bit words, in the bindings' natural alignment."""
     return cute.make_tensor(global_pointer(Uint32, address, 4), cute.make_layout(num_bytes // 4))
 
 

@@ -1,4 +1,4 @@
-"""Transport ``peer_bulk``: bulk stores from shared memory straight into a peer's mapped memory."""
+"""Transport ``peer_bulk``: bulk stores from shared memory directly into a peer's mapped memory."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ class PeerBulk(Transport):
         bulk_store(stage, route.peers[route.owner] + route.slot + offset, num_bytes)
 
     def store(self, peers: Any, peer: Scalar, offset: Address, values: Fragment) -> None:
-        """One thread stores a chunk's values at ``offset`` in the workspace of ``peer``."""
+        """Stores a chunk's values at ``offset`` in the workspace of ``peer``; one thread."""
         store_run(peers[peer] + offset, values)
