@@ -11,21 +11,21 @@ from overlap_gemm.dispatch import choosing
 from overlap_gemm.runtime import agree
 from overlap_gemm.spec import OPS
 from overlap_gemm.spec.sharding import Shards
-from tests.support.ops import SHARDED
+from tests.support.ops import EVERY, SCALED
 
 M, N, K = 9, 7, 10
 
 
 def calls_of(op, rank, size):
-    own = {extent: Shards.even(extent, size).size(rank) for extent in (M, N, K)}
     call = getattr(overlap_gemm, op)
-    if op == "all_gather_gemm":
-        x, weight, said = (own[M], K), (own[N], K), ({"rows": M}, {"rows": M, "columns": N})
-    elif op == "gemm_all_gather":
-        x, weight, said = (M, K), (own[N], K), ({"columns": N},)
-    else:
-        x, weight, said = (M, own[K]), (N, own[K]), ({}, {"k": K})
-    for extents in said:
+    x, weight = OPS[op].shapes(M, N, K, Shards.owned_by(size, rank))
+    arguments = {
+        "all_gather_gemm": ({"rows": M}, {"rows": M, "columns": N}),
+        "gemm_all_gather": ({"columns": N},),
+        "gemm_all_to_all": ({"rows": M},),
+        "all_to_all_gemm": ({},),
+    }.get(op, ({}, {"k": K}))
+    for extents in arguments:
         given = torch.randn(x, requires_grad=True), torch.randn(weight, requires_grad=True)
         yield lambda given=given, extents=extents: call(*given, **extents), given
 
@@ -47,7 +47,7 @@ def warmed_up(rank, size, op):
     assert overlap_gemm.reserve(max_rows=64, columns=64) == 0  # no fused kernels here
 
 
-@pytest.mark.parametrize("op", SHARDED)
+@pytest.mark.parametrize("op", EVERY)
 def test_a_warm_up_leaves_nothing_to_find_out(ranks, op):
     ranks(2).run(warmed_up, op)
 
@@ -63,7 +63,7 @@ def warmed_up_with_a_promise(rank, size, op):
             getattr(overlap_gemm, op)(torch.ones(x), torch.ones(weight), invariant="batch", **extents)
 
 
-@pytest.mark.parametrize("op", SHARDED)
+@pytest.mark.parametrize("op", EVERY)
 def test_a_warm_up_is_for_calls_with_its_promise(ranks, op):
     ranks(2).run(warmed_up_with_a_promise, op)
 
@@ -71,6 +71,10 @@ def test_a_warm_up_is_for_calls_with_its_promise(ranks, op):
 def warmed_up_in_8_bits(rank, size, op, block):
     e4m3 = torch.float8_e4m3fn
     m, n, k = 8, 32, 25 if block is None else 576
+    if op not in SCALED:
+        with pytest.raises(TypeError, match="operands with scales are not sent in parts of K"):
+            overlap_gemm.warmup(op, (m, n, k), dtype=e4m3, block=block)
+        return
     overlap_gemm.warmup(op, (m, n, k), dtype=e4m3, bias=True, block=block)
     never = mock.Mock(side_effect=AssertionError("found out after the warm-up"))
     x, weight = OPS[op].shapes(m, n, k, Shards.owned_by(size, rank))
@@ -90,7 +94,7 @@ def warmed_up_in_8_bits(rank, size, op, block):
 
 
 @pytest.mark.parametrize("block", [None, 128, "mx"])
-@pytest.mark.parametrize("op", SHARDED)
+@pytest.mark.parametrize("op", EVERY)
 def test_a_warm_up_in_8_bits(ranks, op, block):
     ranks(2).run(warmed_up_in_8_bits, op, block)
 

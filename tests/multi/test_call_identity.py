@@ -10,14 +10,18 @@ import torch.distributed as dist
 import overlap_gemm
 from overlap_gemm.backends import portable_arithmetic as arithmetic
 from overlap_gemm.runtime.agree import DisagreementError
-from tests.support.ops import SHARDED
+from overlap_gemm.spec import OPS
+from tests.support.ops import EVERY
 
 BACKENDS = ("auto", "torch", "sequential", "decomposed")
 ROWS, WIDTH = 12, 6
 
 
 def call(op, backend, group, factor=1.0, rows=ROWS, dtype=torch.float32):
-    x, weight = torch.full((rows, WIDTH), factor, dtype=dtype), torch.ones(WIDTH, WIDTH, dtype=dtype)
+    x, depth = torch.full((rows, WIDTH), factor, dtype=dtype), WIDTH
+    if OPS[op].deals_depth:  # the weight of every rank has all of K
+        depth *= dist.get_world_size(group)
+    weight = torch.ones(WIDTH, depth, dtype=dtype)
     return getattr(overlap_gemm, op)(x, weight, backend=backend, group=group)
 
 
@@ -44,7 +48,11 @@ def another_order(rank, size, backend, first, second):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("first", "second"),
-    [("gemm_all_reduce", "gemm_reduce_scatter"), ("all_gather_gemm", "gemm_all_gather")],
+    [
+        ("gemm_all_reduce", "gemm_reduce_scatter"),
+        ("all_gather_gemm", "gemm_all_gather"),
+        ("gemm_all_to_all", "all_to_all_gemm"),
+    ],
 )
 def test_calls_in_another_order_are_named_on_every_rank(ranks, first, second, backend, world):
     ranks(world).run(another_order, backend, first, second)
@@ -64,7 +72,7 @@ def rows_and_types(rank, size, op, backend):
 
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("op", SHARDED)
+@pytest.mark.parametrize("op", EVERY)
 def test_known_kinds_of_other_rows_or_types_are_named_on_every_rank(ranks, op, backend, world):
     ranks(world).run(rows_and_types, op, backend)
 
@@ -104,7 +112,9 @@ def refused(rank, size, op, backend, fault):
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("op", ["gemm_all_reduce", "gemm_reduce_scatter", "gemm_all_gather"])
+@pytest.mark.parametrize(
+    "op", ["gemm_all_reduce", "gemm_reduce_scatter", "gemm_all_gather", "gemm_all_to_all"]
+)
 def test_a_call_that_one_rank_refused_is_not_taken_for_the_next(ranks, op, backend, fault, world):
     ranks(world).run(refused, op, backend, fault)
 

@@ -14,26 +14,36 @@ from overlap_gemm.runtime.agree import DisagreementError
 from overlap_gemm.spec import OPS
 from overlap_gemm.testing.cases import LAYOUTS, Case
 from overlap_gemm.tuning.settings import settings
-from tests.support.ops import SHARDED
+from tests.support.ops import EVERY
 from tests.support.shares import parts
 
 X, WEIGHT = (8, 6), (10, 6)
 
+DEALT_ROWS = [name for name, op in EVERY.items() if "m" in (op.x, op.out)]
+"""Ops that have `dim`."""
 
-def called(rank, op, what):
+
+def called(rank, size, op, what):
     """What a rank calls: rank 1 something else than the others, in `what`."""
     x, weight, dtype, options = X, WEIGHT, torch.float32, {}
+    if rank == 1 and what == "op":
+        op = list(EVERY)[(list(EVERY).index(op) + 1) % len(EVERY)]
+    if OPS[op].deals_depth:  # the weight of every rank has all of K
+        weight = (WEIGHT[0], WEIGHT[1] * size)
     if rank == 1:
         if what == "rows":
             x = (12, 6)
         elif what == "width":
-            x, weight = ((8, 7), (10, 7)) if op in ("all_gather_gemm", "gemm_all_gather") else (X, (11, 6))
+            if op in ("all_gather_gemm", "gemm_all_gather"):
+                x, weight = (8, 7), (10, 7)
+            elif op == "all_to_all_gemm":
+                x, weight = (8, 7), (10, 7 * size)
+            else:
+                weight = (11, 6)
         elif what == "dtype":
             dtype = torch.bfloat16
         elif what == "bias":
             options["bias"] = torch.ones(weight[0])
-        elif what == "op":
-            op = list(SHARDED)[(list(SHARDED).index(op) + 1) % len(SHARDED)]
         elif what == "backend":
             options["backend"] = "torch"
         elif what == "deterministic":
@@ -55,11 +65,15 @@ SETTINGS = {
 }
 """What `configured` is given on the others and on rank 1."""
 
-NAMES = {"rows": "rows|the ranks hold", "width": "disagree on (k|columns):"}
+NAMES = {
+    "rows": "rows|the ranks hold",
+    "width": "disagree on (k|columns|widths):",
+    "op": "op|how the lengths of shards are determined",
+}
 
 
 def disagree(rank, size, op, what, backend):
-    name, x, weight, options = called(rank, op, what)
+    name, x, weight, options = called(rank, size, op, what)
     errors = [None] * size
     fields = SETTINGS[what][rank == 1] if what in SETTINGS else {}
     if what in SETTINGS:
@@ -78,9 +92,9 @@ def disagree(rank, size, op, what, backend):
 @pytest.mark.parametrize(
     "what", ["rows", "width", "dtype", "bias", "op", "backend", "deterministic", "dim", "configured"]
 )
-@pytest.mark.parametrize("op", SHARDED)
+@pytest.mark.parametrize("op", EVERY)
 def test_every_rank_learns_what_they_disagree_on(ranks, op, what):
-    if what == "dim" and op not in ("all_gather_gemm", "gemm_reduce_scatter"):
+    if what == "dim" and op not in DEALT_ROWS:
         what = "rows"
     for backend in ("sequential", "decomposed", "auto"):
         ranks(3).run(disagree, op, what, backend)
@@ -111,7 +125,7 @@ def drawn_settings(rank, size, seed):
     }
     raised = 0
     for _ in range(60):
-        op, rows = draw.choice(list(SHARDED)), draw.randrange(1, 9)
+        op, rows = draw.choice(list(EVERY)), draw.randrange(1, 9)
         asked = {name: draw.choice(values) for name, values in choices.items()}
         if draw.random() < 0.5:  # a rank's own
             name = draw.choice(list(choices))
@@ -120,7 +134,7 @@ def drawn_settings(rank, size, seed):
             everyone = [None] * size
             dist.all_gather_object(everyone, settings().agreed(OPS[op]))
             try:
-                x, weight = torch.ones(rows, 3), torch.ones(5, 3)
+                x, weight = torch.ones(rows, 3), torch.ones(5, 3 * size if OPS[op].deals_depth else 3)
                 getattr(overlap_gemm, op)(x, weight, backend="sequential")
                 failed = False
             except DisagreementError as error:
@@ -145,10 +159,10 @@ def drawn_calls(rank, size, backend, seed):
     draw, wrong = random.Random(seed), 0
     kinds = [
         (op, rows, dtype, dim)
-        for op in SHARDED
+        for op in EVERY
         for rows, dtype in ((4, torch.float32), (8, torch.float32), (4, torch.bfloat16), (4, torch.float64))
         for dim in (0, 1)
-        if dim == 0 or op in ("all_gather_gemm", "gemm_reduce_scatter")
+        if dim == 0 or op in DEALT_ROWS
     ]
 
     def call(kind, seed):
@@ -159,7 +173,7 @@ def drawn_calls(rank, size, backend, seed):
         options = {**OPS[op].arguments(case.m, case.n, case.k, least=True), "backend": backend}
         if dim == 1:  # [2, rows / 2 of them, K], of which the second is sharded
             x, options = x.view(2, -1, x.shape[-1]), {"backend": backend, "dim": 1}
-            options |= {"rows": "equal"} if op == "all_gather_gemm" else {}
+            options |= {"rows": "equal"} if OPS[op].x == "m" else {}
         out = getattr(overlap_gemm, op)(x, weight, **options)
         if dim == 0:
             exact, largest = (

@@ -11,7 +11,7 @@ import overlap_gemm
 from overlap_gemm.spec import OPS
 from overlap_gemm.spec.sharding import Shards
 from overlap_gemm.testing.cases import LAYOUTS, Case, operands
-from tests.support.ops import SHARDED
+from tests.support.ops import EVERY
 
 BACKENDS = ("sequential", "decomposed")
 
@@ -60,14 +60,19 @@ def test_sums_in_rank_order(ranks, op, dtype, backend, world):
 
 
 def torchs_own_way(rank, size, op):
-    """Backend torch in forward and backward: no rank-order sum, no transfer but torch's one collective."""
+    """Backend torch in forward and backward: no rank-order sum, no transfer but torch's one collective.
+
+    An all-to-all is the collective of the ops that deal columns.
+    """
     case = Case(op, 7, 6, 8)
     x, weight, bias = (
         None if tensor is None else tensor.requires_grad_() for tensor in parts_of(case, rank, size)
     )
     ours = mock.Mock(side_effect=AssertionError("not torch's own way"))
+    is_dealt = "all_to_all" in OPS[op].collectives(in_rank_order=False)
+    exchange = mock.Mock(side_effect=dist.all_to_all_single)
     with (
-        mock.patch.object(dist, "all_to_all_single", ours),
+        mock.patch.object(dist, "all_to_all_single", exchange if is_dealt else ours),
         mock.patch.object(dist, "batch_isend_irecv", ours),
         mock.patch("overlap_gemm.backends.collectives.sum_in_rank_order", ours),
         mock.patch("overlap_gemm.backends.portable_arithmetic.sum_in_rank_order", ours),
@@ -77,9 +82,10 @@ def torchs_own_way(rank, size, op):
         out = getattr(overlap_gemm, op)(x, weight, bias=bias, backend="torch", **options)
         outs = out if isinstance(out, tuple) else (out,)
         sum(part.square().sum() for part in outs).backward()
+    assert exchange.call_count == 2 * is_dealt
 
 
-@pytest.mark.parametrize("op", SHARDED)
+@pytest.mark.parametrize("op", EVERY)
 def test_backend_torch_is_torchs_collective_and_nothing_else(ranks, op):
     ranks(3).run(torchs_own_way, op)
 
@@ -104,7 +110,7 @@ def repeats(rank, size, op, backend, calls):
 
 @pytest.mark.parametrize("world", [4, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("op", SHARDED)
+@pytest.mark.parametrize("op", EVERY)
 def test_200_calls_with_changing_data(ranks, op, backend, world):
     ranks(world).run(repeats, op, backend, 200)
 
@@ -128,17 +134,24 @@ def leading_dimensions(rank, size, op, dim):
         out = overlap_gemm.gemm_all_gather(whole, weight[rows], columns=7)
         torch.testing.assert_close(out, whole @ weight.t())
         return
+    start, stop = Shards.even(whole.shape[dim], size).range(rank)
+    if op == "gemm_all_to_all":
+        x, rows = whole.narrow(dim, start, stop - start), slice(*Shards.even(7, size).range(rank))
+        out = overlap_gemm.gemm_all_to_all(x, weight, dim=dim, rows=whole.shape[dim])
+        torch.testing.assert_close(out, (whole @ weight.t())[..., rows])
+        return
     x, part = whole[..., columns], weight[:, columns]
+    if op == "all_to_all_gemm":
+        part = weight
     if op == "gemm_all_reduce":
         torch.testing.assert_close(overlap_gemm.gemm_all_reduce(x, part), whole @ weight.t())
         return
-    start, stop = Shards.even(whole.shape[dim], size).range(rank)
-    out = overlap_gemm.gemm_reduce_scatter(x, part, dim=dim)
+    out = getattr(overlap_gemm, op)(x, part, dim=dim)
     torch.testing.assert_close(out, (whole @ weight.t()).narrow(dim, start, stop - start))
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("op", SHARDED)
+@pytest.mark.parametrize("op", EVERY)
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_leading_dimensions(ranks, op, dim, world):
     ranks(world).run(leading_dimensions, op, dim)

@@ -243,20 +243,23 @@ class Decomposed(Portable):
         how: Arithmetic,
     ) -> list[Tensor]:
         """Computes each rank's columns in ring order: one block is sent while the next is computed."""
+        columns = [Shards.even(weight.shape[0], group.size) for weight in weights]
+        outs = [x.new_empty(shards.total, of.size(group.rank)) for of in columns]
+        blocks = [
+            [x.new_empty(x.shape[0], of.size(to)) for to, _ in _ring(group, towards=1)] for of in columns
+        ]
         exchange = _Exchange(op, group)
-        outs, steps = [], []
-        for i, weight in enumerate(weights):
-            of = Shards.even(weight.shape[0], group.size)
-            out = x.new_empty(shards.total, of.size(group.rank))
+        steps = []
+        for i, (weight, out) in enumerate(zip(weights, outs, strict=True)):
 
-            def product(rank: int) -> Tensor:
-                place = slice(*of.range(rank))  # noqa: B023
-                return how.product(x, weight[place], biases[i][place] if biases else None)  # noqa: B023
+            def compute(rank: int, block: Tensor) -> Tensor:
+                place = slice(*columns[i].range(rank))  # noqa: B023
+                bias = biases[i][place] if biases else None  # noqa: B023
+                return how.product(x, weight[place], bias, out=block)  # noqa: B023
 
-            for to, source in _ring(group, towards=1):
-                steps.append(exchange.post(product(to), to, out[slice(*shards.range(source))], source))
-            out[slice(*shards.range(group.rank))] = product(group.rank)
-            outs.append(out)
+            for (to, source), block in zip(_ring(group, towards=1), blocks[i], strict=True):
+                steps.append(exchange.post(compute(to, block), to, out[slice(*shards.range(source))], source))
+            compute(group.rank, out[slice(*shards.range(group.rank))])
         for step in steps:
             step.wait()
         return outs
