@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .api.ahead import LayerOp
 from .api.all_to_all import all_to_all_gemm, gemm_all_to_all
 from .api.float8 import Float8
 from .api.functional import Length, column_parallel_gemm
@@ -51,7 +52,7 @@ from .backends.op_call import BackendName
 from .backends.select import check_name
 from .dispatch import moves
 from .runtime.group import GroupLike, group_name, group_size
-from .spec import ALL_GATHER_GEMM, GEMM_ALL_REDUCE, GEMM_REDUCE_SCATTER
+from .spec import ALL_GATHER_GEMM, GEMM_ALL_GATHER, GEMM_ALL_REDUCE, GEMM_REDUCE_SCATTER
 from .spec.promises import Invariant, Partials, Promises, check_promises
 from .tuning.settings import check_reserve_sms
 
@@ -158,6 +159,13 @@ class ColumnParallelLinear(ShardedLinear):
             out = self.products.column_parallel_gemm(x, self.weight, bias, **self.op_keywords)
         return (out, self.bias) if self.skip_bias_add else out
 
+    def layer_ops(self, name: str) -> Iterator[LayerOp]:
+        """Yields the op, if it has one; see `overlap_gemm.explain`."""
+        if self.sequence_parallel:
+            yield LayerOp(name, ALL_GATHER_GEMM.name, self.input_size, self.weight, self.tp_group)
+        elif self.gather_output:
+            yield LayerOp(name, GEMM_ALL_GATHER.name, self.output_size, self.weight, self.tp_group)
+
 
 class RowParallelLinear(ShardedLinear):
     """`nn.Linear` whose input features are divided over the ranks; the ranks' partial results are summed.
@@ -238,6 +246,10 @@ class RowParallelLinear(ShardedLinear):
     def fusions(self, name: str) -> Iterator[Fusion]:
         """Yields whether a residual is applied as an epilogue, for `overlap_gemm.explain`."""
         yield Fusion(name, RESIDUAL, self.op, why_not_fused(self.products, self.fuse, *self.promises))
+
+    def layer_ops(self, name: str) -> Iterator[LayerOp]:
+        """Yields the op; see `overlap_gemm.explain`."""
+        yield LayerOp(name, self.op, self.output_size, self.weight, self.tp_group)
 
 
 class ParallelMLP(nn.Module):

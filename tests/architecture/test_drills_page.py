@@ -10,8 +10,8 @@ FAILURES = 25
 
 def rows(page):
     """Cells of each drill."""
-    table = [line for line in page.splitlines() if line.startswith("| ")]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table[1:]]
+    table = [line for line in page.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line[1:-1].split("|")] for line in table[2:]]
 
 
 def missing(page):
@@ -35,7 +35,7 @@ def test_every_drill_names_tests_that_exist():
 
 
 def test_a_drill_without_a_test_is_noticed():
-    assert missing(PAGE + "| a flood | right | right | |\n") == ["a flood"]
+    assert missing(PAGE + "|a flood|right|right||\n") == ["a flood"]
     line = "| a flood | right | right | `multi/test_drills.py::test_a_flood` |\n"
     assert missing(PAGE + line) == [("multi/test_drills.py", "test_a_flood")]
 

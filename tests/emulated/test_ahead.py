@@ -8,6 +8,7 @@ import torch
 
 import overlap_gemm
 from cute_emulator import Emulator
+from overlap_gemm import nn
 from overlap_gemm.backends.fused import gather_plans as gather
 from overlap_gemm.backends.fused import plan_cache as plans
 from overlap_gemm.backends.fused import ways
@@ -181,3 +182,31 @@ def test_calls_with_scales_of_blocks_get_what_the_model_says_of_them(monkeypatch
     assert chosen[0] == chosen[1] and chosen[2] == chosen[3], "on every rank"
     assert chosen[0][0] == "reduce_scatter" and chosen[2][0] == "one_shot"
     assert chosen[2][1:] == (f"{kernel} b1x128x128",) * 2 and not any("b1x" in key for key in chosen[0])
+
+
+def column(size, **how):
+    return nn.ColumnParallelLinear(size, 4 * size, bias=False, dtype=torch.bfloat16, **how)
+
+
+@pytest.mark.parametrize("rows", [64, 4096])
+def test_explain_of_a_model_names_the_bytes_that_its_calls_then_hold(rows, monkeypatch):
+    """Computes them before the run, by the rule of `reserve`; names an op above the limit."""
+    with Emulator("sm_90a", 2) as emulator, VirtualWorld(2, emulator=emulator) as world:
+        how = {"sequence_parallel": True, "tp_group": world.names[0]}
+        rowwise = nn.RowParallelLinear(1024, 256, bias=False, dtype=torch.bfloat16, **how)
+        model = torch.nn.Sequential(column(256, **how), rowwise)
+        assert "bytes" not in str(overlap_gemm.explain(model))
+        report = overlap_gemm.explain(model, max_rows=rows)
+        assert overlap_gemm.workspace_bytes() == 0, "nothing is allocated"
+        held = overlap_gemm.reserve(GATHER, RS, max_rows=rows, columns=256, group=world.names[0], device=CPU)
+        assert report.total_bytes == held > 0
+        assert list(report.symmetric_bytes) == [("0", GATHER), ("1", RS)]
+        assert f"0: {GATHER} needs {held} bytes of symmetric memory" in str(report)
+        assert "limit" not in str(report)
+        monkeypatch.setenv("OVERLAP_GEMM_WORKSPACE_LIMIT", str(held - 1))
+        lines = str(overlap_gemm.explain(model, max_rows=rows)).splitlines()
+        assert lines[-1] == (
+            f"all ops need {held} bytes of symmetric memory: more than the limit {held - 1} "
+            "(OVERLAP_GEMM_WORKSPACE_LIMIT)"
+        )
+        assert [line[:2] for line in lines if "more than the limit" in line] == ["0:", "1:", "al"]

@@ -4,10 +4,12 @@ overlap_gemm.reserve(max_rows=8192, columns=8192)                      # the wor
 overlap_gemm.warmup("gemm_reduce_scatter", (8192, 8192, 28672), (1, 8192, 28672))
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..backends.autotuning import asking, share
 from ..backends.base import Problem
@@ -16,6 +18,7 @@ from ..backends.fused.fused_backend import Fused
 from ..backends.op_call import OpCall, extents_of
 from ..backends.scales.scaling import FLOAT8, OUT_DTYPES, Block, blocks_named, unit_scales
 from ..backends.select import choose
+from ..config.scale_blocks import Blocks
 from ..runtime.group import Group, GroupLike, find
 from ..runtime.order import forbid_capture
 from ..spec import OPS, op_named
@@ -174,9 +177,22 @@ def reserve(
     ranks = find(group)
     where = _device(ranks, device)
     forbid_capture(where, "reserve cannot allocate")
+    needs = _fused_calls(ops or tuple(OPS), ranks, where, dtype, block, max_rows, columns)
+    return ahead.reserve(ranks, where, dtype, *needs) if needs[0] else 0
+
+
+def _fused_calls(
+    ops: Sequence[str],
+    ranks: Group,
+    where: torch.device,
+    dtype: torch.dtype,
+    block: Block,
+    max_rows: int,
+    columns: int,
+) -> tuple[list[str], int, int, torch.dtype | None, Blocks | None]:
+    """Returns the ops that fused kernels support for these arguments of `reserve`, with their extents."""
     empty = torch.empty(0, dtype=dtype, device=where)
     blocks = blocks_named(block, dtype)
-
     out_dtype = OUT_DTYPES[0] if dtype in FLOAT8 else None  # float16 has the same size
 
     def is_fused(op: str) -> bool:
@@ -186,9 +202,36 @@ def reserve(
         problem = Problem.of(op, call, empty, ranks, empty)
         return Fused().why_not(problem) is None
 
-    fused_ops = [op for op in ops or OPS if is_fused(op)]
-    sizes = max_rows, columns, out_dtype, blocks
-    return ahead.reserve(ranks, where, dtype, fused_ops, *sizes) if fused_ops else 0
+    return [op for op in ops if is_fused(op)], max_rows, columns, out_dtype, blocks
+
+
+class LayerOp(NamedTuple):
+    """Op of a layer, whose gradient calls the op's dual.
+
+    Attributes:
+        module: Name of the module.
+        op: Name of the op.
+        columns: N of the op; for `all_gather_gemm` K.
+        weight: Weight, for its dtype and device.
+        group: ProcessGroup, mesh or None.
+    """
+
+    module: str
+    op: str
+    columns: int
+    weight: Tensor
+    group: GroupLike
+
+    def symmetric_bytes(self, max_rows: int) -> dict[str, int]:
+        """Returns the bytes of each kind of workspace of calls up to `max_rows` rows and of their gradients.
+
+        Peers are assumed to have P2P access. The first call of a group is collective.
+        """
+        ranks, weight = find(self.group), self.weight
+        ops = [op for op in (self.op, OPS[self.op].dual) if op is not None]
+        needs = _fused_calls(ops, ranks, weight.device, weight.dtype, None, max_rows, self.columns)
+        needed = ahead.needed_classes(ranks, weight.device, weight.dtype, *needs) if needs[0] else {}
+        return {kind: size.nbytes(reaches_all=True) for kind, size in needed.items()}
 
 
 def _device(group: Group, requested: torch.device | str | None) -> torch.device:

@@ -1,7 +1,7 @@
 """`explain`: the backend that a call would use, or the fused epilogues of a model, with reasons."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, overload
 
@@ -16,22 +16,55 @@ from ..dispatch.bound import with_scales
 from ..dispatch.lowering import lower
 from ..epilogues import Applied
 from ..runtime.group import GroupLike, group_name, resolve
+from ..runtime.memory.workspace import workspace_limit
 from ..spec import op_named
+from .ahead import LayerOp
 from .layer_epilogues import Fusion
 
 __all__ = ["explain"]
 
 
 class Fusions(list[Fusion]):
-    """Operations of a model's layers that may be epilogues, with reasons; its text is for printing."""
+    """Operations of a model's layers that may be epilogues, with reasons; its text is for printing.
+
+    Attributes:
+        symmetric_bytes: (module, op) -> bytes of workspaces that its calls need, if `max_rows` was passed.
+        total_bytes: Bytes that all of them need: ops share workspaces.
+        limit: Limit of all workspaces in bytes.
+    """
+
+    def __init__(self, fusions: Iterable[Fusion], ops: Iterable[LayerOp], max_rows: int | None) -> None:
+        super().__init__(fusions)
+        self.symmetric_bytes: dict[tuple[str, str], int] = {}
+        self.limit = workspace_limit()
+        largest: dict[tuple[str, str], int] = {}
+        for one in ops if max_rows is not None else ():
+            assert max_rows is not None
+            needed = one.symmetric_bytes(max_rows)
+            self.symmetric_bytes[one.module, one.op] = sum(needed.values())
+            for kind, nbytes in needed.items():
+                place = group_name(one.group), kind
+                largest[place] = max(largest.get(place, 0), nbytes)
+        self.total_bytes = sum(largest.values())
 
     def __str__(self) -> str:
         """Returns a line for each kind of layer, with `*` for layer numbers."""
-        return "\n".join(dict.fromkeys(re.sub(r"\.\d+\b", ".*", str(one)) for one in self))
+        lines = [str(one) for one in self]
+        for (module, op), nbytes in self.symmetric_bytes.items():
+            lines.append(f"{module}: {op} needs {nbytes} bytes of symmetric memory{self._excess(nbytes)}")
+        lines = list(dict.fromkeys(re.sub(r"\.\d+\b", ".*", line) for line in lines))
+        if self.symmetric_bytes:
+            total = self.total_bytes
+            lines.append(f"all ops need {total} bytes of symmetric memory{self._excess(total)}")
+        return "\n".join(lines)
+
+    def _excess(self, nbytes: int) -> str:
+        exceeds = nbytes > self.limit
+        return f": more than the limit {self.limit} (OVERLAP_GEMM_WORKSPACE_LIMIT)" if exceeds else ""
 
 
 @overload
-def explain(op: nn.Module) -> Fusions: ...
+def explain(op: nn.Module, *, max_rows: int | None = None) -> Fusions: ...
 
 
 @overload
@@ -57,6 +90,7 @@ def explain(
     scale_x: Tensor | None = None,
     scale_w: Tensor | Sequence[Tensor] | None = None,
     epilogue: Applied | None = None,
+    max_rows: int | None = None,
     **options: Any,
 ) -> Any:
     """Returns the backend that `op(x, weight, ...)` would use, with the reasons.
@@ -73,6 +107,8 @@ def explain(
         scale_x: Scales of x, as for the op.
         scale_w: Scales of the weight, as for the op.
         epilogue: Epilogue of the call, with its inputs.
+        max_rows: Maximum of M over all ranks, for a model: its ops' bytes of symmetric memory are computed,
+            without allocation, and ops above the limit are named. 8-bit operands of 16-bit weights need less.
         **options: Other arguments of the op. Those that do not affect the choice are ignored.
 
     Returns:
@@ -82,9 +118,14 @@ def explain(
         ValueError, TypeError: The op would raise for these arguments.
     """
     if isinstance(op, nn.Module):
-        parts = ((name, (module, vars(module).get("forward"))) for name, module in op.named_modules())
-        each = ((name, part.fusions) for name, both in parts for part in both if hasattr(part, "fusions"))
-        return Fusions(fusion for name, fusions in each for fusion in fusions(name))
+        parts = [
+            (name, part)
+            for name, module in op.named_modules()
+            for part in (module, vars(module).get("forward"))
+        ]
+        fusions = [one for name, part in parts if hasattr(part, "fusions") for one in part.fusions(name)]
+        ops = [one for name, part in parts if hasattr(part, "layer_ops") for one in part.layer_ops(name)]
+        return Fusions(fusions, ops, max_rows)
     spec = op_named(op if isinstance(op, str) else getattr(op, "__name__", op))
     weights: list[Tensor] = list(weight) if isinstance(weight, (list, tuple)) else [weight]  # type: ignore[list-item]
     known_options = {name: value for name, value in options.items() if name in OpCall._fields}

@@ -59,14 +59,35 @@ def reserve(
     Raises:
         DisagreementError, SymmetricMemoryError: On every rank, if one of them cannot allocate.
     """
-    if group.size == 1:
+    needed = needed_classes(group, device, dtype, ops, rows, width, out_dtype, blocks)
+    if not needed:
         return 0
+    peers = peers_for(group, device)
+    return sum(obtain(peers, size).memory.local.numel() for size in needed.values())
+
+
+def needed_classes(
+    group: Group,
+    device: torch.device,
+    dtype: torch.dtype,
+    ops: Sequence[str],
+    rows: int,
+    width: int,
+    out_dtype: torch.dtype | None = None,
+    blocks: Blocks | None = None,
+) -> dict[str, SizeClass]:
+    """Returns the size class of each kind of workspace that `reserve` allocates; arguments are the same.
+
+    The first call of a group is collective.
+    """
+    if group.size == 1:
+        return {}
     peers, calls = peers_for(group, device), dict.fromkeys((None, blocks))  # with scales of rows, too
     asked, machine = settings(), constants(peers.agreed.arch)
     by_tiles, by_shards = (
         TRANSPORTS.get(name or "") for name in (asked.tile_transport, asked.shard_transport)
     )
-    needed: dict[str, SizeClass] = {}  # of each kind of workspace
+    needed: dict[str, SizeClass] = {}
     for kinds in calls:
         kind, types = kind_of(dtype, out_dtype, (), kinds)
         largest = Facts(ops[0], rows, width, None, kind, group.size, blocks=kinds)
@@ -85,7 +106,7 @@ def reserve(
             each = [shard_bytes(chunk, depth, kinds) for kinds in calls]
             shard = max(chunk * of_row + after for of_row, after in each)
         needed["gather"] = wanted(by_shards).shards_class(group.size * shard)
-    return sum(obtain(peers, size).memory.local.numel() for size in needed.values())
+    return needed
 
 
 def _shapes(ops: Sequence[str], largest: Facts, agreed: Agreed) -> Iterator[ExchangeShape]:

@@ -14,13 +14,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from ...api.ahead import LayerOp
 from ...api.float8 import COPIES, Float8, Products, products
 from ...api.functional import Length
 from ...api.kept_weights import STORED, Stored
 from ...api.layer_epilogues import Fusion, plus_residual
 from ...backends.op_call import BackendName
 from ...backends.select import check_name
-from ...spec import ALL_GATHER_GEMM, GEMM_ALL_REDUCE, GEMM_REDUCE_SCATTER
+from ...spec import ALL_GATHER_GEMM, GEMM_ALL_GATHER, GEMM_ALL_REDUCE, GEMM_REDUCE_SCATTER
 from ...spec.promises import Invariant, Partials, Promises, check_promises
 from .kept_linears import weight_of
 from .layouts import Rows, as_output, default_rows, distribute, extent, local, local_part
@@ -221,6 +222,11 @@ class _SharedGatherForward:
             what = self.gating.name if is_pattern else "the activation"
             yield Fusion(name, what, ALL_GATHER_GEMM.name, why)
 
+    def layer_ops(self, name: str) -> Iterator[LayerOp]:
+        """Yields the op; see `overlap_gemm.explain`."""
+        first: Any = self.linears[0]
+        yield LayerOp(name, ALL_GATHER_GEMM.name, extent(first, 1), first.weight, self.mesh)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Multiplies, then runs the module's own forward on the stand-in."""
         argument = self.style.argument
@@ -337,6 +343,14 @@ class ColwiseForward:
             out = products.column_parallel_gemm(x, weight, bias, self.mesh, **style.keywords)
         return self._output(out)
 
+    def layer_ops(self, name: str) -> Iterator[LayerOp]:
+        """Yields the op, if it has one; see `overlap_gemm.explain`."""
+        style, weight = self.style, self.module.weight
+        if isinstance(style.input_layout, Shard):
+            yield LayerOp(name, ALL_GATHER_GEMM.name, extent(self.module, 1), weight, self.mesh)
+        elif isinstance(style.output_layout, Replicate):
+            yield LayerOp(name, GEMM_ALL_GATHER.name, extent(self.module, 0), weight, self.mesh)
+
     def operands(self) -> tuple[Any, Tensor | None, int]:
         """Returns this rank's weight and bias, and the number of columns over all ranks."""
         module = self.module
@@ -387,6 +401,10 @@ class RowwiseForward:
         """Returns the name of the op."""
         is_sharded = isinstance(self.style.output_layout, Shard)
         return (GEMM_REDUCE_SCATTER if is_sharded else GEMM_ALL_REDUCE).name
+
+    def layer_ops(self, name: str) -> Iterator[LayerOp]:
+        """Yields the op; see `overlap_gemm.explain`."""
+        yield LayerOp(name, self.op, extent(self.module, 0), self.module.weight, self.mesh)
 
 
 def _products(style: Any, weight: Any) -> Products:

@@ -261,8 +261,13 @@ def why_no_put_memory(group: Group) -> str | None:
     return NvshmemSymmetric.why_not(group)
 
 
+def workspace_limit() -> int:
+    """Returns the limit in bytes of all workspaces of this process."""
+    return environment.nbytes("OVERLAP_GEMM_WORKSPACE_LIMIT", DEFAULT_LIMIT)
+
+
 def _check_limit(nbytes: int) -> None:
-    limit = environment.nbytes("OVERLAP_GEMM_WORKSPACE_LIMIT", DEFAULT_LIMIT)
+    limit = workspace_limit()
     if workspace_bytes() + nbytes > limit:
         raise ValueError(
             f"workspaces hold {workspace_bytes()} bytes and {nbytes} more are needed; the limit is {limit} "
