@@ -1,12 +1,12 @@
 """Pipelines between an epilogue and a communicating warp, for any CuTe DSL kernel; no torch.
 
-- :class:`EpilogueRing`: epilogue warps fill shared-memory stages, one lane of a comm warp empties them as a
-  :class:`TileSender` says; :class:`LaggedPublication`: when a tile whose stores still drain may be announced.
-- :class:`PipelineTmaStoreAsync`: the TMA store stays in the epilogue warp; a comm warp gets what is written.
-- For the comm warp: :func:`bulk_store` and :func:`global_pointer` reach any rank's memory by its address,
-  :func:`release_flag` announces (to several peers: :func:`raise_flag` after one :func:`release_fence`),
-  :func:`wait_flag` waits within a :class:`WaitBound`. A wait that expires leaves ``RECORD_WORDS`` words,
-  which :func:`read_record` reads as a :class:`Failure`.
+- :class:`EpilogueRing`: epilogue warps fill shared-memory stages; one lane of a comm warp empties them
+  through a :class:`TileSender`. :class:`LaggedPublication`: the commit after which a tile may be signalled.
+- :class:`PipelineTmaStoreAsync`: the TMA store stays in the epilogue warp; a comm warp gets written stores.
+- For the comm warp: :func:`bulk_store` and :func:`global_pointer` access any rank's memory by its address.
+  :func:`release_flag` signals (to several peers: :func:`raise_flag` after one :func:`release_fence`), and
+  :func:`wait_flag` waits within a :class:`WaitBound`. A wait that expires writes ``RECORD_WORDS`` words,
+  which :func:`read_record` returns as a :class:`Failure`.
 """
 
 from overlap_gemm.device.failure import RECORD_WORDS, Failure, FailureSite, read_record

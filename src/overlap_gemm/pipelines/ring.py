@@ -34,28 +34,28 @@ from overlap_gemm.pipelines.publication import LaggedPublication
 
 
 class TileSender(Protocol):
-    """What the comm lane does with tiles, counted from 0; each method is traced into the kernel."""
+    """Interface by which the comm lane sends tiles, numbered from 0; methods are traced into kernels."""
 
     def has(self, tile: Scalar) -> Any:
-        """Whether there is a tile of this number: asked of one after the other, until there is none.
+        """Returns whether there is a tile of this number; called for each number until there is none.
 
-        So how many there are need not be known before the last one.
+        So the number of tiles need not be known before the last one.
         """
 
     def locate(self, tile: Scalar) -> Any:
-        """Everything about ``tile`` that its subtiles share: a run-time value, or a tuple of them.
+        """Returns the values that the subtiles of ``tile`` share: a run-time value, or a tuple of them.
 
         It may wait for a peer, but not for its answer to one of the last `LaggedPublication.lag` tiles: they
-        are not published yet. Of tile 0 it is asked twice, as `has` is.
+        are not published yet. It is called twice for tile 0, as `has` is.
         """
 
     def send(self, place: Any, subtile: Scalar, stage: Any) -> None:
-        """Starts the bulk stores of one subtile, found in ring stage ``stage``; neither commits nor waits."""
+        """Starts the bulk stores of one subtile from ring stage ``stage``; neither commits nor waits."""
 
     def publish(self, tile: Scalar, place: Any) -> None:
-        """Called once all stores of ``tile`` are written and visible to the calling thread.
+        """Signals that all stores of ``tile`` are written and visible to the calling thread.
 
-        ``place`` is what `locate` returned for it: nothing has to be computed between the wait and the flag.
+        ``place`` is the result of `locate` for the tile: nothing is computed between the wait and the flag.
         """
 
 
@@ -108,15 +108,15 @@ class EpilogueRing:
         return EpilogueRing(pipe, num_stages, inflight)
 
     def producer_state(self) -> pipeline.PipelineState:
-        """State of an epilogue thread at the start: all stages empty."""
+        """Returns the initial state of an epilogue thread: all stages empty."""
         return pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.num_stages)
 
     def consumer_state(self) -> pipeline.PipelineState:
-        """State of the comm lane at the start."""
+        """Returns the initial state of the comm lane."""
         return pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.num_stages)
 
     def acquire(self, state: pipeline.PipelineState) -> None:
-        """Waits until ``state``'s stage is empty; all epilogue threads do, before they write it."""
+        """Waits until ``state``'s stage is empty; all epilogue threads, before they write it."""
         self.pipe.producer_acquire(state)
 
     @cute.jit
@@ -134,15 +134,15 @@ class EpilogueRing:
     def drain(
         self, state: pipeline.PipelineState, subtiles: cutlass.Constexpr[int], sender: Any
     ) -> pipeline.PipelineState:
-        """The comm lane's loop over tiles: wait, send, commit, free what is written, publish what is due.
+        """Runs the comm lane's loop over tiles: wait, send, commit, free written stages, publish due tiles.
 
-        On return every store has been written, every tile published, and every stage freed. To be called by
-        one thread.
+        On return every store has been written, every tile published, and every stage freed. One thread calls
+        it.
 
         Args:
-            state: consumer state of the first subtile.
-            subtiles: stages per tile.
-            sender: a :class:`TileSender`.
+            state: Consumer state of the first subtile.
+            subtiles: Stages per tile.
+            sender: A :class:`TileSender`.
 
         Returns:
             The consumer state after the last subtile. The caller must rebind it.
@@ -155,9 +155,9 @@ class EpilogueRing:
     def _drain(
         self, state: pipeline.PipelineState, subtiles: cutlass.Constexpr[int], sender: Any
     ) -> pipeline.PipelineState:
-        """`drain` of one tile at least."""
+        """Runs `drain` for one tile at least."""
         due = LaggedPublication(subtiles, self.inflight)
-        # Places of the tiles before, that of the last one last; what is there at first is never published.
+        # Places of the preceding tiles, the last one's last; the initial values are never published.
         sent = (sender.locate(Int32(0)),) * due.lag
         tile = Int32(0)
         while sender.has(tile):
@@ -187,11 +187,11 @@ class EpilogueRing:
     def drain_by_warp(
         self, state: pipeline.PipelineState, subtiles: cutlass.Constexpr[int], sender: Any
     ) -> pipeline.PipelineState:
-        """The loop of a whole comm warp that stores by itself: wait, send, free. Nothing is published.
+        """Runs the loop of a full comm warp that stores by itself: wait, send, free. Nothing is published.
 
-        A stage is free once all lanes have read it, whatever their stores do: so nothing is in flight here.
-        Arguments and result are `drain`'s, but that the sender's ``send`` is for all lanes, which have read
-        the stage when it returns.
+        A stage is free once all lanes have read it, independent of their stores: so nothing is in flight
+        here. Arguments and result are `drain`'s, but all lanes call the sender's ``send``, and have read the
+        stage when it returns.
         """
         tile = Int32(0)
         while sender.has(tile):

@@ -1,9 +1,9 @@
 """The TMA store stays in the epilogue; a communicating warp gets each store once it is really in memory.
 
-For kernels that store with TMA from an epilogue warp and want another warp to send on what was stored while
-the next tile is computed and stored (NVIDIA/cutlass issue #2900). A TMA store cannot complete on an mbarrier,
-only on the bulk groups of the thread that issued it; so that thread arrives on the mbarrier itself, after a
-full wait.
+For kernels that store with TMA from an epilogue warp while another warp sends what was stored
+(NVIDIA/cutlass issue #2900). The sending overlaps the computation and stores of the next tile. A TMA store
+cannot complete on an mbarrier, only on the bulk groups of the thread that issued it. So that thread arrives
+on the mbarrier itself, after a full wait.
 
     issuing lane of the epilogue                      comm warp
     ----------------------------                      ---------
@@ -25,9 +25,9 @@ State of a stage (``num_stages`` of them, used in order; one TMA store each, how
     | storing | TMA           | a full wait_group of the issuing lane retired the store; the lane arrives    |
     | full    | comm warp     | every consumer thread has arrived on empty                                   |
 
-A stage stands for what the comm warp reads: a staging buffer per stage, or, where the epilogue stores to
-memory that nobody overwrites, merely how many stores it may be ahead. Shared memory needs ``Q + 1`` buffers:
-after ``producer_commit`` of store ``g`` the buffer of store ``g - Q`` is free.
+A stage stands for what the comm warp reads: a staging buffer per stage. If the epilogue stores to memory that
+no thread overwrites, it is merely the number of stores by which the epilogue may be ahead. Shared memory
+needs ``Q + 1`` buffers: after ``producer_commit`` of store ``g`` the buffer of store ``g - Q`` is free.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class PipelineTmaStoreAsync(pipeline.PipelineAsync):
 
     @cute.jit
     def producer_commit(self, state: pipeline.PipelineState, *, loc: Any = None, ip: Any = None) -> None:
-        """Issuing lane, after a stage's store: commits it, and hands over the store now known to be written.
+        """Commits a stage's store, and signals the store now known to be written; issuing lane.
 
         After the call the shared-memory buffer of the store ``inflight`` ago may be overwritten.
         """
@@ -100,7 +100,7 @@ class PipelineTmaStoreAsync(pipeline.PipelineAsync):
 
     @cute.jit
     def producer_tail(self, state: pipeline.PipelineState, *, loc: Any = None, ip: Any = None) -> None:
-        """Issuing lane, at the end: waits for all stores and hands over those still kept back.
+        """Waits for all stores and signals the remaining ones; issuing lane, at the end.
 
         ``state`` is after the last store. Without this call the consumer waits for ever.
         """
@@ -110,6 +110,6 @@ class PipelineTmaStoreAsync(pipeline.PipelineAsync):
                 self._hand_over(state, ago)
 
     def _hand_over(self, state: pipeline.PipelineState, ago: int) -> None:
-        """The store ``ago`` before ``state``'s is written; an arrival needs no phase."""
+        """Signals that the store ``ago`` before ``state``'s is written; an arrival needs no phase."""
         stage = (state.index + (self.num_stages - ago)) % self.num_stages
         self.sync_object_full.arrive(stage, self.producer_mask)

@@ -257,7 +257,13 @@ def check_owner(path: Path) -> None:
 
 
 def store(folder: Path, key: str, name: str, function: Any) -> None:
-    """Writes an entry.
+    """Writes an entry: object file ``{key}.o`` and description ``{key}.json``.
+
+    Args:
+        folder: Folder of the entries.
+        key: Key of the entry.
+        name: Name of the kernel, for the description.
+        function: Compiled function of the DSL.
 
     Raises:
         OSError: The entry could not be written.

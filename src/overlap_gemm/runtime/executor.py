@@ -192,7 +192,7 @@ def cuda_executor(index: int) -> CudaExecutor:
 
 
 def cuda_record() -> torch.Tensor:
-    """Returns a new `Executor.record`, pinned and therefore mapped into the devices' address space."""
+    """Returns a zeroed `Executor.record`, int32 ``[RECORD_WORDS]``, pinned so that devices can access it."""
     return torch.zeros(RECORD_WORDS, dtype=torch.int32, pin_memory=True)
 
 

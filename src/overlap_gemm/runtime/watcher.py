@@ -27,7 +27,9 @@ _watchers: dict[int, threading.Thread] = {}
 
 
 def watch(words: Array[c_uint32], address: int, describe: Callable[[], str]) -> None:
-    """Starts the thread of a record, unless it exists or ``OVERLAP_GEMM_WATCH=0``.
+    """Starts a thread that prints a failure to stderr when its record is complete.
+
+    It does nothing if the record has a thread, or if ``OVERLAP_GEMM_WATCH=0``.
 
     Args:
         words: Failure record; its first word is not 0 when it is complete.
