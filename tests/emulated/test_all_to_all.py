@@ -96,6 +96,21 @@ def test_heads_of_a_batch_with_several_weights():
         assert ((made - exact).abs() <= 2**-8 * exact.abs() + 1e-4).all()
 
 
+def test_few_heads_are_replicated_and_no_head_is_cut():
+    """Compares one head of 72 columns on both ranks, and three of 40, of which the first rank has two."""
+    torch.manual_seed(0)
+    x, weights = torch.randn(50, 72).bfloat16(), [torch.randn(n, 72).bfloat16() for n in (72, 120)]
+    with world_of("sm_90a", 2) as world:
+        outs = calls_of(world, x, weights, heads=[1, 3])
+        world.synchronize()
+    columns = (slice(0, 72), slice(0, 80)), (slice(0, 72), slice(80, 120))
+    for of_rank, of_each in zip(outs, columns, strict=True):
+        for out, weight, of in zip(of_rank, weights, of_each, strict=True):
+            exact = (x.double() @ weight.double().t())[:, of]
+            assert out.shape == exact.shape
+            assert ((out.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-4).all()
+
+
 def test_operands_of_8_bits_with_scales_of_rows():
     torch.manual_seed(0)
     (x, scale_x), (weight, scale_w) = (
