@@ -299,6 +299,7 @@ NOT_TIMED = {
     ("docs/stability.md", "3.11"): "the Python of the suite, and of a trial",
     ("docs/stability.md", "3.10"): "the Python of a trial",
     ("docs/stability.md", "3.13"): "the Python of a trial",
+    ("docs/invariance.md", "4 us"): "tests/cpu/test_model.py holds it",
     ("docs/planner.md", "9 %"): "tests/cpu/test_model.py holds it",
     ("docs/planner.md", "15 %"): "tests/cpu/test_model.py holds it",
     ("docs/planner.md", "12 %"): "tests/cpu/test_model.py holds it",

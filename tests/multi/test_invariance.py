@@ -1,7 +1,9 @@
 """`invariant=` on the portable backends: bits that depend neither on the batch nor on the number of ranks."""
 
 import random
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -9,6 +11,9 @@ import torch
 
 import overlap_gemm
 from overlap_gemm.backends import portable_arithmetic as arithmetic
+from overlap_gemm.backends.op_call import OpCall
+from overlap_gemm.dispatch import gather_gradients
+from overlap_gemm.runtime.group import group_name
 from overlap_gemm.testing.cases import LAYOUTS, Case
 from tests.support.gradients import forward_and_backward
 from tests.support.invariance import adversarial, differing, shares, wholes
@@ -96,6 +101,30 @@ def test_one_changed_order_is_noticed(change, ranks):
     assert any(differing(found[0], other) for other in found[1:])
     honest = wholes(ranks(2).run(shares, case, "sequential", "ranks"))
     assert differing(honest, wholes(ranks(4).run(shares, case, "sequential", "ranks"))) == {}
+
+
+def gradients_alongside(rank, size):
+    """Returns how many elements of a weight's gradient are not those of the ordered product.
+
+    The gathered rows are copied alongside the product, as on GPUs with copy engines.
+    """
+    x, grad, weight = torch.randn(132, 64), torch.randn(132, 3), torch.randn(3, 64)
+    call = OpCall(group=group_name(None), rows=132, chunk=132, columns=3, k=64, invariant="batch")
+    copies = SimpleNamespace(alongside=lambda own, scattered, *_: nullcontext((scattered(), own)))
+    with (
+        mock.patch.object(gather_gradients, "chosen", lambda *_: ("fused", lambda *_: x)),
+        mock.patch.object(gather_gradients, "pays_alongside", lambda *_: True),
+        mock.patch.object(gather_gradients, "copies_for", lambda *_: copies),
+    ):
+        run = gather_gradients._bind_all_gather_gemm_gradients(x, [grad], [weight], *call)
+        _, gradient = run(x, [grad], [weight])
+    ordered = arithmetic.ordered_product(grad.t(), x.t())
+    return int((gradient != ordered).sum()), int((grad.t() @ x != ordered).sum())
+
+
+def test_weight_gradients_next_to_copies_are_ordered_products(ranks):
+    ((number, of_torchs),) = ranks(1).run(gradients_alongside)
+    assert number == 0 < of_torchs
 
 
 # --- batch ---

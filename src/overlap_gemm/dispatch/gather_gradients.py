@@ -57,7 +57,7 @@ def _bind_all_gather_gemm_gradients(
             gathered = gather_rows(own, shards, gathering)
             return [grad_x, *(product(grad.t(), gathered.t()) for grad in grads)]
         with copies_for(ranks, own, shards).alongside(own, scattered, *grads) as (grad_x, gathered):
-            return [grad_x, *(grad.t() @ gathered for grad in grads)]
+            return [grad_x, *(product(grad.t(), gathered.t()) for grad in grads)]
 
     return run
 
