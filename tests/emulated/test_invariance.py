@@ -10,6 +10,7 @@ from cute_emulator import Emulator
 from overlap_gemm.build import compile_kernel, make_kernel
 from overlap_gemm.config.gemm_config import GemmConfig
 from overlap_gemm.runtime.virtual import VirtualWorld
+from tests.support.emulated.float32_sums import float32_sums
 from tests.support.emulated.kernel_cases import KernelCase
 from tests.support.emulated.op_runs import world_of
 from tests.support.invariance import same_bits
@@ -144,3 +145,14 @@ def test_a_kernel_that_cuts_k_is_refused():
     ):
         x, weight = torch.ones(2, 64).bfloat16(), torch.ones(64, 64).bfloat16()
         overlap_gemm.gemm_all_reduce(x, weight, group=world.names[0], backend="fused", invariant="batch")
+
+
+@pytest.mark.parametrize("arch", SHAPES)
+def test_swapped_kernels_sum_k_in_the_same_order_unless_they_split_it(arch):
+    """Compares float32 sums, of which bfloat16 hides most differences."""
+    sizes, swapped = (8, 72, 640), ("swap_ab", (16, 64), (1, 1))
+    reference = float32_sums((arch, *SHAPES[arch][0]), *sizes)
+    assert same_bits(reference, float32_sums((arch, *swapped), *sizes))
+    split = [float32_sums((arch, *swapped), *sizes, k_split=parts) for parts in (2, 4)]
+    for one, other in ((reference, split[0]), (reference, split[1]), (split[0], split[1])):
+        assert (one != other).float().mean() > 0.05
