@@ -1,27 +1,15 @@
-"""Tensor-parallel layers with Megatron's names. Each equals the unsharded `nn.Linear` of which it is a shard.
+"""Column- and row-parallel linear layers, and an MLP of them."""
 
-Parameters are plain tensors, this rank's shards. Code that is not aware of that treats them as full tensors:
-
-- torch's distributed checkpoints would store them as copies of one tensor: use `full_state_dict`.
-- torch's `clip_grad_norm_` would use one rank's norm: use `clip_grad_norm_` of this module.
-- `torch.amp.GradScaler` would skip a step only on ranks with an infinity: use `ShardedGradScaler` of
-  `torch.distributed.fsdp.sharded_grad_scaler`, with the group.
-
-`overlap_gemm.parallel` has styles that make DTensors.
-"""
-
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .api.ahead import LayerOp
-from .api.all_to_all import all_to_all_gemm, gemm_all_to_all
-from .api.float8 import Float8
-from .api.functional import Length, column_parallel_gemm
-from .api.layer_epilogues import (
+from ..api.ahead import LayerOp
+from ..api.float8 import Float8
+from ..api.functional import Length
+from ..api.layer_epilogues import (
     GATINGS,
     LOCAL_PRODUCTS,
     RESIDUAL,
@@ -32,47 +20,18 @@ from .api.layer_epilogues import (
     plus_residual,
     why_not_fused,
 )
-from .api.linears import (
+from ..api.linears import (
     InitMethod,
     ShardedLinear,
-    broadcast_from_rank_zero,
-    clip_grad_norm_,
-    full_state_dict,
 )
-from .api.norms import (
-    LayerNorm,
-    RMSNorm,
-    SequenceParallelWarning,
-    sequence_parallel_parameters,
-    sum_sequence_parallel_gradients,
+from ..api.norms import (
     warn_unmarked_parameters,
 )
-from .api.random_numbers import Dropout, per_rank_random
-from .backends.op_call import BackendName
-from .backends.select import check_name
-from .dispatch import moves
-from .runtime.group import GroupLike, group_name, group_size
-from .spec import ALL_GATHER_GEMM, GEMM_ALL_GATHER, GEMM_ALL_REDUCE, GEMM_REDUCE_SCATTER
-from .spec.promises import Invariant, Partials, Promises, check_promises
-from .tuning.settings import check_reserve_sms
-
-__all__ = [
-    "ColumnParallelLinear",
-    "Dropout",
-    "Float8",
-    "LayerNorm",
-    "ParallelMLP",
-    "RMSNorm",
-    "RowParallelLinear",
-    "SequenceParallelWarning",
-    "UlyssesAttention",
-    "clip_grad_norm_",
-    "column_parallel_gemm",
-    "full_state_dict",
-    "per_rank_random",
-    "sequence_parallel_parameters",
-    "sum_sequence_parallel_gradients",
-]
+from ..backends.op_call import BackendName
+from ..dispatch import moves
+from ..runtime.group import GroupLike
+from ..spec import ALL_GATHER_GEMM, GEMM_ALL_GATHER, GEMM_ALL_REDUCE, GEMM_REDUCE_SCATTER
+from ..spec.promises import Invariant, Partials
 
 
 class ColumnParallelLinear(ShardedLinear):
@@ -337,7 +296,7 @@ class ParallelMLP(nn.Module):
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Multiplies, and adds a residual of the output's shape. The class describes the shapes."""
         first, second, gating = self.gate_proj, self.up_proj, GATINGS[self.activation]
-        if _is_bare(first) and _is_bare(second) and first.sequence_parallel:
+        if is_bare(first) and is_bare(second) and first.sequence_parallel:
             warn_unmarked_parameters(first, x)
             biases = None if first.bias is None else [first.bias, second.bias]
             operands, columns = (x, [first.weight, second.weight]), first.output_size + second.output_size
@@ -354,7 +313,7 @@ class ParallelMLP(nn.Module):
     def fusions(self, name: str) -> Iterator[Fusion]:
         """Yields whether the activation is applied as an epilogue, for `overlap_gemm.explain`."""
         gate = self.gate_proj
-        if not (_is_bare(gate) and _is_bare(self.up_proj)):
+        if not (is_bare(gate) and is_bare(self.up_proj)):
             why: str | None = "gate or up has hooks or is wrapped"
         elif not gate.sequence_parallel:
             why = LOCAL_PRODUCTS
@@ -363,7 +322,7 @@ class ParallelMLP(nn.Module):
         yield Fusion(name, gating_of(self.activation), ALL_GATHER_GEMM.name, why)
 
 
-def _is_bare(layer: nn.Module) -> bool:
+def is_bare(layer: nn.Module) -> bool:
     """Returns whether calling the layer only calls its op: it has no hooks, no wrapper, no other forward."""
     hooks = (layer._forward_pre_hooks, layer._forward_hooks, layer._backward_pre_hooks, layer._backward_hooks)
     is_replaced = "forward" in layer.__dict__ or type(layer).forward not in _FORWARDS
@@ -371,196 +330,3 @@ def _is_bare(layer: nn.Module) -> bool:
 
 
 _FORWARDS = (ColumnParallelLinear.forward, RowParallelLinear.forward, nn.Linear.forward)
-
-
-class UlyssesAttention(nn.Module):
-    """Attention whose sequence is sharded outside, and whose heads are sharded inside.
-
-    Queries, keys and values are projected and exchanged by one call of `gemm_all_to_all`; the result returns
-    by `all_to_all_gemm`. Every rank of `group` has all of each weight; gradients of weights and biases are
-    summed over these ranks. The children have Llama's names: q_proj, k_proj, v_proj, o_proj.
-
-    Input and output: this rank's rows of `[S, B, hidden_size]`, or with `sequence_dim=1` of `[B, S,
-    hidden_size]`.
-
-    Heads of queries that share a key stay on one rank: a rank gets ceil(num_kv_heads / P) of these groups, as
-    `torch.chunk` divides them. Fewer key and value heads than ranks are replicated: rank r gets head
-    `r * num_kv_heads // P`.
-
-    Args:
-        hidden_size: Width of input and output.
-        num_heads: Heads of queries over all ranks.
-        num_kv_heads: Heads of keys and values, which divides `num_heads`. Default: `num_heads`.
-        head_dim: Columns of a head. Default: `hidden_size // num_heads`.
-        bias: Add biases to queries, keys and values.
-        out_bias: Add a bias to the output.
-        attention: Function of `q [B, heads of this rank, S, head_dim]`, k and v, which returns a tensor of
-            q's shape; it may rotate or normalise q and k first. Default: torch's
-            `scaled_dot_product_attention`. It is not called on a rank without heads.
-        init_method: Function that fills a full weight, as in `ColumnParallelLinear`.
-        sequence_dim: 0 for `[s, b, h]`, 1 for `[b, s, h]`.
-        group: Ranks over which the sequence is sharded: ProcessGroup, 1-D DeviceMesh, or None for the world.
-        tp_group: Ranks over which heads are divided in addition, which have the same rows of the input; the
-            weights are then shards. Default: none.
-        rows: S, as in `overlap_gemm.gemm_all_to_all`, if the ranks do not divide it.
-        backend: Backend of the ops, as in `overlap_gemm.all_gather_gemm`.
-        reserve_sms: SMs that kernels leave free, as in `overlap_gemm.all_gather_gemm`.
-        partials: Type of partial sums, as in `overlap_gemm.gemm_reduce_scatter`.
-        invariant: Bitwise invariance, as in `overlap_gemm.gemm_reduce_scatter`.
-        device: Device of the parameters.
-        dtype: dtype of the parameters.
-    """
-
-    def __init__(
-        self,
-        hidden_size: int,
-        num_heads: int,
-        *,
-        num_kv_heads: int | None = None,
-        head_dim: int | None = None,
-        bias: bool = False,
-        out_bias: bool = False,
-        attention: Callable[..., Tensor] | None = None,
-        init_method: InitMethod | None = None,
-        sequence_dim: int = 0,
-        group: GroupLike = None,
-        tp_group: GroupLike = None,
-        rows: Length = None,
-        backend: BackendName = "auto",
-        reserve_sms: int | None = None,
-        partials: Partials | None = None,
-        invariant: Invariant | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ):
-        super().__init__()
-        if sequence_dim not in (0, 1):
-            raise ValueError(f"sequence_dim must be 0 ([s, b, h]) or 1 ([b, s, h]), got {sequence_dim!r}")
-        check_promises(Promises(partials, invariant))
-        check_name(backend, promises=Promises(partials, invariant))
-        check_reserve_sms(reserve_sms)
-        self.group = group_name(group)
-        self.tp_group = None if tp_group is None else group_name(tp_group)
-        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads or num_heads
-        self.head_dim = head_dim or hidden_size // num_heads
-        self.sequence_dim, self.rows, self.attention = sequence_dim, rows, attention
-        self.heads = self._heads()
-        self.op_keywords: dict[str, Any] = {
-            "group": self.group, "backend": backend, "reserve_sms": reserve_sms, "partials": partials,
-            "invariant": invariant,
-        }  # fmt: skip
-        widths = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        where: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.q_proj = self._linear(hidden_size, widths[0], True, init_method, bias=bias, **where)
-        self.k_proj = self._linear(hidden_size, widths[1], True, init_method, bias=bias, **where)
-        self.v_proj = self._linear(hidden_size, widths[1], True, init_method, bias=bias, **where)
-        self.o_proj = self._linear(widths[0], hidden_size, False, init_method, bias=out_bias, **where)
-        for parameter in self.parameters():
-            broadcast_from_rank_zero(parameter.data, self.group)
-
-    @classmethod
-    def from_linears(
-        cls, q: nn.Linear, k: nn.Linear, v: nn.Linear, o: nn.Linear, num_heads: int, **options: Any
-    ) -> "UlyssesAttention":
-        """Returns the layer with the parameters of four `nn.Linear`, which are the same on every rank.
-
-        Options are the constructor's, `group` among them. The width of k determines `num_kv_heads`.
-        """
-        if len({linear.bias is None for linear in (q, k, v)}) > 1:
-            raise ValueError("q, k and v must all have a bias, or none")
-        head_dim = q.out_features // num_heads
-        attention = cls(
-            q.in_features,
-            num_heads,
-            num_kv_heads=k.out_features // head_dim,
-            head_dim=head_dim,
-            bias=q.bias is not None,
-            out_bias=o.bias is not None,
-            device="meta",
-            dtype=q.weight.dtype,
-            **options,
-        )
-        for layer, linear in zip(attention.children(), (q, k, v, o), strict=True):
-            if isinstance(layer, ShardedLinear):
-                layer.adopt(linear)
-            else:
-                for name, full in linear.named_parameters(recurse=False):
-                    copy = nn.Parameter(full.detach().clone(), requires_grad=full.requires_grad)
-                    layer.register_parameter(name, copy)
-        return attention
-
-    def forward(self, x: Tensor, **options: Any) -> Tensor:
-        """Attends. The class describes the shapes; options are passed to the attention function."""
-        for name, layer in self.named_children():
-            if not _is_bare(layer):
-                raise TypeError(f"UlyssesAttention: {name} must have no hooks and no other forward: {layer}")
-        projections = self.q_proj, self.k_proj, self.v_proj
-        if self.tp_group is not None:
-            x = moves.for_each_rank(x, self.tp_group)
-        how: dict[str, Any] = {"dim": self.sequence_dim, **self.op_keywords}
-        projected = gemm_all_to_all(
-            x,
-            [layer.weight for layer in projections],
-            bias=None if self.q_proj.bias is None else [layer.bias for layer in projections],
-            heads=self.heads,
-            rows=self.rows,
-            **how,
-        )
-        q, k, v = (one.unflatten(-1, (-1, self.head_dim)).transpose(-3, -2) for one in projected)
-        if self.sequence_dim == 0:  # [s, heads, b, d]
-            q, k, v = (one.permute(2, 1, 0, 3) for one in (q, k, v))
-        out = q
-        if q.shape[1]:
-            if self.attention is not None:
-                out = self.attention(q, k, v, **options)
-            else:
-                out = F.scaled_dot_product_attention(q, k, v, enable_gqa=True, **options)
-        out = out.permute(2, 0, 1, 3) if self.sequence_dim == 0 else out.transpose(1, 2)
-        bias = self.o_proj.bias
-        operands = out.flatten(2), self.o_proj.weight
-        if self.tp_group is None:
-            return all_to_all_gemm(*operands, bias=bias, heads=self.heads[0], **how)  # type: ignore[no-any-return]
-        total = moves.sum_over_ranks(all_to_all_gemm(*operands, heads=self.heads[0], **how), self.tp_group)
-        return total if bias is None else total + moves.for_each_rank(bias, self.group)  # type: ignore[no-any-return]
-
-    def extra_repr(self) -> str:
-        """Returns the arguments for `print(module)`."""
-        return (
-            f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}, "
-            f"ranks={group_size(self.group)}, sequence_dim={self.sequence_dim}"
-        )
-
-    def _heads(self) -> list[int]:
-        """Returns `heads` of q, k and v in `gemm_all_to_all`."""
-        world = group_size(self.group)
-        tp = 1 if self.tp_group is None else group_size(self.tp_group)
-        heads, kv_heads = self.num_heads, self.num_kv_heads
-        if heads % kv_heads or heads % tp or kv_heads % tp:
-            raise ValueError(
-                f"num_heads={heads} must be a multiple of num_kv_heads={kv_heads}, and both multiples of the "
-                f"{tp} ranks of tp_group"
-            )
-        heads, kv_heads = heads // tp, kv_heads // tp
-        if kv_heads >= world:
-            return [kv_heads] * 3
-        if heads % world or world % kv_heads:
-            raise ValueError(
-                f"{kv_heads} key and value heads are fewer than the {world} ranks: they must divide the "
-                f"number of ranks, which must divide the {heads} heads of queries"
-            )
-        return [heads, kv_heads, kv_heads]
-
-    def _linear(
-        self, width: int, columns: int, by_columns: bool, init_method: InitMethod | None, **options: Any
-    ) -> nn.Module:
-        """Returns the layer that holds a weight and a bias: all of them, or the shards of `tp_group`."""
-        if self.tp_group is not None:
-            kind = ColumnParallelLinear if by_columns else RowParallelLinear
-            return kind(width, columns, init_method=init_method, tp_group=self.tp_group, **options)
-        linear = nn.Linear(width, columns, **options)
-        if init_method is not None:
-            with torch.no_grad():
-                init_method(linear.weight)
-                if linear.bias is not None:
-                    linear.bias.zero_()
-        return linear
