@@ -174,7 +174,7 @@ FIGURES = {
     ],
     "docs/design/host.md": [
         lambda: (
-            f"takes {host('fused')} us of host time, its launch included, where `torch.mm` takes "
+            f"takes {host('fused')} us of host time, its launch included. `torch.mm` takes "
             f"{host('product')} us, torch's two calls {host('torch')} us "
             f"and `sequential` {host('sequential')} us"
         ),

@@ -180,8 +180,8 @@ FIGURES = {
         ),
         lambda: (
             "take {:.2f} of the time of the fastest of torch's ways (asynchronous tensor parallelism, "
-            "compiled) forward, and {:.2f} with backward; ".format(*layer(8192))
-            + "of 2048 tokens {:.2f} and {:.2f}".format(*layer(2048))
+            "compiled), and {:.2f} with backward. ".format(*layer(8192))
+            + "Of 2048 tokens they take {:.2f} and {:.2f}.".format(*layer(2048))
         ),
         lambda: (
             f"take {said(float8_beside_every_way())} of it on two H200, captured "
@@ -236,21 +236,21 @@ FIGURES = {
             f"torch's own ways for 512 to 8192 rows"
         ),
         lambda: (
-            f"eagerly it takes {said(against('h200x2-shapes', 'eager', 512))} from 512 rows on "
-            f"({slower(against('h200x2-shapes', 'eager', 512))} are slower) and "
-            f"{said(against('h200x2-shapes', 'eager', 0, 511))} below "
+            f"Eagerly it takes {said(against('h200x2-shapes', 'eager', 512))} from 512 rows on "
+            f"({slower(against('h200x2-shapes', 'eager', 512))} are slower). "
+            f"Below it takes {said(against('h200x2-shapes', 'eager', 0, 511))} "
             f"({slower(against('h200x2-shapes', 'eager', 0, 511))} are slower)"
         ),
         lambda: (
-            "took {} us (K = 8192) and {} (K = 28672), the all-reduce {} and {}, "
+            "took {} us (K = 8192) and {} (K = 28672). The all-reduce took {} and {}, "
             "torch's two calls {} and {}".format(*few_rows())
         ),
     ],
     "docs/fp8.md": [
         lambda: (
-            "took {} us on one H200 eagerly, where a copy of as many bytes takes {}, {} compiled, "
-            "and {} by torch's operations".format(
-                *quantised("eager", "copy of as many bytes", "compiled", "eager, torch's operations")
+            "took {} us on one H200 eagerly, {} compiled, and {} by torch's operations; a copy of as many "
+            "bytes takes {}".format(
+                *quantised("eager", "compiled", "eager, torch's operations", "copy of as many bytes")
             )
         ),
         lambda: "(`dynamic=True`) it took {}.".format(*quantised("compiled for any shape")),
@@ -267,7 +267,7 @@ FIGURES = {
             f"take {said(float8_beside_every_way())} of the time of the fastest of torch's ways "
             f"({slower(float8_beside_every_way())} are slower)"
         ),
-        lambda: f"and {said(float8_beside_bfloat16())} of their time with bfloat16",
+        lambda: f"They take {said(float8_beside_bfloat16())} of their time with bfloat16",
     ],
     "docs/evidence.md": [
         lambda: (

@@ -324,6 +324,7 @@ def compiled(rank, ranks, folder):
         torch.testing.assert_close(bare(IDS, use_cache=False).logits, expected)
 
 
-def test_traced_by_the_compiler(ranks, tmp_path):
+def test_traced_by_the_compiler(ranks, tmp_path, monkeypatch):
+    monkeypatch.setitem(SIZES, "num_hidden_layers", 1)  # tracing is what takes the time
     make(tmp_path, "compressed-tensors FP8_DYNAMIC")
     ranks(2).run(compiled, str(tmp_path))
