@@ -7,6 +7,7 @@ import pytest
 
 from overlap_gemm.config.scale_blocks import PROMOTED
 from overlap_gemm.spec import OPS
+from overlap_gemm.spec.promises import Promises
 from overlap_gemm.tuning.machine import SHIPPED, Machine, load
 from overlap_gemm.tuning.prediction import predict_on
 from overlap_gemm.tuning.time_model import Facts
@@ -39,12 +40,22 @@ CALLS = [
 ] + [Facts(op, 8192, 8192, 8192, "e4m3", 2, blocks=PROMOTED[0]) for op in OPS]
 
 
+PROMISED = [
+    call for call in CALLS if call.dtype == "bf16" and call.op in ("gemm_reduce_scatter", "gemm_all_reduce")
+]
+
+
 def predictions(machine: Machine) -> list[tuple[str, float]]:
+    calls = [(call, Promises()) for call in CALLS] + [
+        (call, Promises(invariant="ranks")) for call in PROMISED
+    ]
     return [
         way
-        for call in CALLS
+        for call, promises in calls
         for captured in (False, True)
-        for way in sorted(predict_on(call, machine, machine.archs[0], machine.sms, captured).seconds.items())
+        for way in sorted(
+            predict_on(call, machine, machine.archs[0], machine.sms, captured, promises).seconds.items()
+        )
     ]
 
 
