@@ -13,7 +13,7 @@ from overlap_gemm.backends.fused import gather_plans as gather
 from overlap_gemm.backends.fused import plan_cache as plans
 from overlap_gemm.backends.fused import ways
 from overlap_gemm.backends.fused.plan_cache import plan_for
-from overlap_gemm.backends.fused.reserved import reserve
+from overlap_gemm.backends.fused.reserved import allocate, needed_classes
 from overlap_gemm.config.scale_blocks import MX, PROMOTED
 from overlap_gemm.exchange.geometry import ExchangeShape
 from overlap_gemm.runtime.memory.workspace import workspaces
@@ -27,6 +27,10 @@ from tests.support.ops import FUSED
 
 CPU, E4M3 = torch.device("cpu"), torch.float8_e4m3fn
 RS, GATHER = "gemm_reduce_scatter", "all_gather_gemm"
+
+
+def reserve(group, device, *sizes):
+    return allocate(group, device, needed_classes(group, device, *sizes))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from ..backends.autotuning import asking, share
 from ..backends.base import Problem
-from ..backends.fused import reserved as ahead
+from ..backends.fused import reserved
 from ..backends.fused.fused_backend import Fused
 from ..backends.op_call import OpCall, extents_of
 from ..backends.scales.scaling import FLOAT8, OUT_DTYPES, Block, blocks_named, unit_scales
 from ..backends.select import choose
-from ..config.scale_blocks import Blocks
 from ..runtime.group import Group, GroupLike, find
+from ..runtime.memory.workspace import SizeClass
 from ..runtime.order import forbid_capture
 from ..spec import OPS, op_named
 from ..spec.promises import Invariant, Partials, Promises, check_promises
@@ -177,11 +177,11 @@ def reserve(
     ranks = find(group)
     where = _device(ranks, device)
     forbid_capture(where, "reserve cannot allocate")
-    needs = _fused_calls(ops or tuple(OPS), ranks, where, dtype, block, max_rows, columns)
-    return ahead.reserve(ranks, where, dtype, *needs) if needs[0] else 0
+    needed = _needed_classes(ops or tuple(OPS), ranks, where, dtype, block, max_rows, columns)
+    return reserved.allocate(ranks, where, needed)
 
 
-def _fused_calls(
+def _needed_classes(
     ops: Sequence[str],
     ranks: Group,
     where: torch.device,
@@ -189,8 +189,8 @@ def _fused_calls(
     block: Block,
     max_rows: int,
     columns: int,
-) -> tuple[list[str], int, int, torch.dtype | None, Blocks | None]:
-    """Returns the ops that fused kernels support for these arguments of `reserve`, with their extents."""
+) -> dict[str, SizeClass]:
+    """Returns the size classes that fused kernels need for these arguments of `reserve`, by kind."""
     empty = torch.empty(0, dtype=dtype, device=where)
     blocks = blocks_named(block, dtype)
     out_dtype = OUT_DTYPES[0] if dtype in FLOAT8 else None  # float16 has the same size
@@ -202,7 +202,10 @@ def _fused_calls(
         problem = Problem.of(op, call, empty, ranks, empty)
         return Fused().why_not(problem) is None
 
-    return [op for op in ops if is_fused(op)], max_rows, columns, out_dtype, blocks
+    fused_ops = [op for op in ops if is_fused(op)]
+    if not fused_ops:
+        return {}
+    return reserved.needed_classes(ranks, where, dtype, fused_ops, max_rows, columns, out_dtype, blocks)
 
 
 class LayerOp(NamedTuple):
@@ -229,8 +232,7 @@ class LayerOp(NamedTuple):
         """
         ranks, weight = find(self.group), self.weight
         ops = [op for op in (self.op, OPS[self.op].dual) if op is not None]
-        needs = _fused_calls(ops, ranks, weight.device, weight.dtype, None, max_rows, self.columns)
-        needed = ahead.needed_classes(ranks, weight.device, weight.dtype, *needs) if needs[0] else {}
+        needed = _needed_classes(ops, ranks, weight.device, weight.dtype, None, max_rows, self.columns)
         return {kind: size.nbytes(reaches_all=True) for kind, size in needed.items()}
 
 

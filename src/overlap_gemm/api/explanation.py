@@ -31,16 +31,18 @@ class Fusions(list[Fusion]):
         symmetric_bytes: (module, op) -> bytes of workspaces that its calls need, if `max_rows` was passed.
         total_bytes: Bytes that all of them need: ops share workspaces.
         limit: Limit of all workspaces in bytes.
+
+    Args:
+        fusions: Operations of all layers.
+        needs: Ops of the layers, with the bytes of each kind of workspace.
     """
 
-    def __init__(self, fusions: Iterable[Fusion], ops: Iterable[LayerOp], max_rows: int | None) -> None:
+    def __init__(self, fusions: Iterable[Fusion], needs: Iterable[tuple[LayerOp, dict[str, int]]]) -> None:
         super().__init__(fusions)
         self.symmetric_bytes: dict[tuple[str, str], int] = {}
         self.limit = workspace_limit()
         largest: dict[tuple[str, str], int] = {}
-        for one in ops if max_rows is not None else ():
-            assert max_rows is not None
-            needed = one.symmetric_bytes(max_rows)
+        for one, needed in needs:
             self.symmetric_bytes[one.module, one.op] = sum(needed.values())
             for kind, nbytes in needed.items():
                 place = group_name(one.group), kind
@@ -124,8 +126,10 @@ def explain(
             for part in (module, vars(module).get("forward"))
         ]
         fusions = [one for name, part in parts if hasattr(part, "fusions") for one in part.fusions(name)]
+        if max_rows is None:
+            return Fusions(fusions, [])
         ops = [one for name, part in parts if hasattr(part, "layer_ops") for one in part.layer_ops(name)]
-        return Fusions(fusions, ops, max_rows)
+        return Fusions(fusions, [(one, one.symmetric_bytes(max_rows)) for one in ops])
     spec = op_named(op if isinstance(op, str) else getattr(op, "__name__", op))
     weights: list[Tensor] = list(weight) if isinstance(weight, (list, tuple)) else [weight]  # type: ignore[list-item]
     known_options = {name: value for name, value in options.items() if name in OpCall._fields}

@@ -228,8 +228,7 @@ def cost_of_promises(problem: Problem) -> list[str]:
 
 def _times_of_promises(problem: Problem) -> tuple[float, float] | None:
     """Returns the predicted seconds of the fused kernel with and without promises; None if unknown."""
-    fused = next(backend for backend in BACKENDS if backend.name == "fused")
-    if fused.why_not(problem):
+    if Fused().why_not(problem):
         return None
     try:
         both = predicted(problem, problem.promises), predicted(problem)

@@ -87,10 +87,11 @@ def plan(
     )
     if invariant:  # bits depend on the backend, so no time decides
         console.print(f"choice: [bold]{'sequential' if refused else 'fused'}[/], invariant={invariant!r}")
-    for what, prediction in (("captured in a CUDA graph", captured), ("eager", eager)) * (not invariant):
-        if why_not_timed:
-            prediction = _without(prediction, "fused")
-        console.print(f"choice, {what}: [bold]{prediction.best}[/], {_why(prediction)}")
+    else:
+        for what, prediction in (("captured in a CUDA graph", captured), ("eager", eager)):
+            if why_not_timed:
+                prediction = _without(prediction, "fused")
+            console.print(f"choice, {what}: [bold]{prediction.best}[/], {_why(prediction)}")
     if constants.source != "measured":
         console.print("constants not measured: on such a machine `auto` measures each call signature")
     if why_not_timed:

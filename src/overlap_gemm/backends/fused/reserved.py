@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -26,46 +26,6 @@ DEPTHS = (1 << 10, 1 << 13, 1 << 15, 1 << 17)
 """Values of K for which the model decides whether an all-reduce may be one-shot."""
 
 
-def reserve(
-    group: Group,
-    device: torch.device,
-    dtype: torch.dtype,
-    ops: Sequence[str],
-    rows: int,
-    width: int,
-    out_dtype: torch.dtype | None = None,
-    blocks: Blocks | None = None,
-) -> int:
-    """Allocates the workspaces of all calls up to a size, for any configuration of theirs. Collective.
-
-    One-shot all-reduces with more rows than the model selects them for are not included (`configured`).
-
-    Calls of fewer rows or columns then allocate nothing. The ops that exchange tiles share one workspace,
-    kernels for few rows another one, all-gather GEMMs a third.
-
-    Args:
-        group: Ranks that take part.
-        device: Device of this rank's tensors.
-        dtype: Dtype of the operands.
-        ops: Names of the ops.
-        rows: Largest M over all ranks.
-        width: Largest N of ops that exchange tiles, largest K of all-gather GEMMs.
-        out_dtype: Dtype of results if operands have scales.
-        blocks: Blocks that may share a scale; None: rows.
-
-    Returns:
-        Bytes of this rank's workspaces.
-
-    Raises:
-        DisagreementError, SymmetricMemoryError: On every rank, if one of them cannot allocate.
-    """
-    needed = needed_classes(group, device, dtype, ops, rows, width, out_dtype, blocks)
-    if not needed:
-        return 0
-    peers = peers_for(group, device)
-    return sum(obtain(peers, size).memory.local.numel() for size in needed.values())
-
-
 def needed_classes(
     group: Group,
     device: torch.device,
@@ -76,9 +36,21 @@ def needed_classes(
     out_dtype: torch.dtype | None = None,
     blocks: Blocks | None = None,
 ) -> dict[str, SizeClass]:
-    """Returns the size class of each kind of workspace that `reserve` allocates; arguments are the same.
+    """Returns the size class of each kind of workspace of calls up to a size, of any configuration.
 
+    One-shot all-reduces with more rows than the model selects them for are not included (`configured`). The
+    ops that exchange tiles share one workspace, kernels for few rows another one, all-gather GEMMs a third.
     The first call of a group is collective.
+
+    Args:
+        group: Ranks that take part.
+        device: Device of this rank's tensors.
+        dtype: Dtype of the operands.
+        ops: Names of the ops; at least one.
+        rows: Largest M over all ranks.
+        width: Largest N of ops that exchange tiles, largest K of all-gather GEMMs.
+        out_dtype: Dtype of results if operands have scales.
+        blocks: Blocks that may share a scale; None: rows.
     """
     if group.size == 1:
         return {}
@@ -107,6 +79,26 @@ def needed_classes(
             shard = max(chunk * of_row + after for of_row, after in each)
         needed["gather"] = wanted(by_shards).shards_class(group.size * shard)
     return needed
+
+
+def allocate(group: Group, device: torch.device, needed: Mapping[str, SizeClass]) -> int:
+    """Allocates workspaces of the classes; calls that fit into them then allocate nothing. Collective.
+
+    Args:
+        group: Ranks that take part.
+        device: Device of this rank's tensors.
+        needed: Size classes from `needed_classes`, the same on all ranks.
+
+    Returns:
+        Bytes of this rank's workspaces.
+
+    Raises:
+        DisagreementError, SymmetricMemoryError: On every rank, if one of them cannot allocate.
+    """
+    if not needed:
+        return 0
+    peers = peers_for(group, device)
+    return sum(obtain(peers, size).memory.local.numel() for size in needed.values())
 
 
 def _shapes(ops: Sequence[str], largest: Facts, agreed: Agreed) -> Iterator[ExchangeShape]:
