@@ -13,7 +13,7 @@ from torch import Tensor
 from ..dispatch.head_shards import Heads, HeadShards, heads_of_each, refuse
 from ..runtime.group import group_name, group_rank, group_size
 from ..spec import ALL_TO_ALL_GEMM, GEMM_ALL_TO_ALL, PatternSpec
-from .registration import register
+from .registration import listed, register
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -60,7 +60,7 @@ def gemm_all_to_all(
     if heads is None:
         return _gemm_all_to_all(x, weight, **options)
     is_list = isinstance(weight, (list, tuple))
-    weights: list[Any] = list(weight) if is_list else [weight]  # type: ignore[arg-type]
+    weights = listed(weight)
     name, group = GEMM_ALL_TO_ALL.name, group_name(options.get("group"))
     numbers = heads_of_each(name, heads, weights)
     shards = [
@@ -73,9 +73,8 @@ def gemm_all_to_all(
     for of in shards:
         refuse(of, how, ("block", "epilogue"))
     for option in ("bias", "scale_w"):
-        values = how.get(option)
-        values = [values] if isinstance(values, Tensor) else values
-        if values is not None and len(values) == len(shards):
+        values = [] if how.get(option) is None else listed(how[option])
+        if len(values) == len(shards):
             how[option] = [  # a scale of all of the weight is one number
                 of.expanded(one, 0) if len(one) == of.columns else one
                 for of, one in zip(shards, values, strict=True)
@@ -113,7 +112,7 @@ def all_to_all_gemm(
     if heads is None:
         return _all_to_all_gemm(x, weight, **options)
     is_list = isinstance(weight, (list, tuple))
-    weights: list[Any] = list(weight) if is_list else [weight]  # type: ignore[arg-type]
+    weights = listed(weight)
     name, group = ALL_TO_ALL_GEMM.name, group_name(options.get("group"))
     of = HeadShards(name, weights[0].shape[1], heads, group_size(group))
     if of.replicas > 1:
@@ -125,7 +124,7 @@ def all_to_all_gemm(
             f"on {of.world} ranks, got {list(x.shape)}"
         )
     if not of.is_chunked:
-        refuse(of, {**options}, ("scale_x", "scale_w"))
+        refuse(of, options, ("scale_x", "scale_w"))
         x = F.pad(x, (0, of.shards.chunk - size))
         weights = [of.expanded(one, 1) for one in weights]
     outs = _all_to_all_gemm(x, weights, **options)

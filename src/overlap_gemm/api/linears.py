@@ -34,6 +34,17 @@ class OpKeywords(TypedDict):
     invariant: Invariant | None
 
 
+def check_options(
+    sequence_dim: int, backend: BackendName, promises: Promises, reserve_sms: int | None
+) -> None:
+    """Raises ValueError for an invalid option of a layer; the class of the layer describes them."""
+    if sequence_dim not in (0, 1):
+        raise ValueError(f"sequence_dim must be 0 ([s, b, h]) or 1 ([b, s, h]), got {sequence_dim!r}")
+    check_promises(promises)
+    check_name(backend, promises=promises)
+    check_reserve_sms(reserve_sms)
+
+
 class ShardedLinear(nn.Module):
     """`nn.Linear` whose parameters are sharded over the ranks. Arguments are those of the layers in `nn`."""
 
@@ -63,12 +74,8 @@ class ShardedLinear(nn.Module):
         dtype: torch.dtype | None,
     ):
         super().__init__()
-        if sequence_dim not in (0, 1):
-            raise ValueError(f"sequence_dim must be 0 ([s, b, h]) or 1 ([b, s, h]), got {sequence_dim!r}")
         self.promises = Promises(partials, invariant)
-        check_promises(self.promises)
-        check_name(backend, promises=self.promises)
-        check_reserve_sms(reserve_sms)
+        check_options(sequence_dim, backend, self.promises, reserve_sms)
         self.input_size, self.output_size = input_size, output_size
         self.init_method, self.skip_bias_add = init_method, skip_bias_add
         self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim

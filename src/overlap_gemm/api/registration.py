@@ -99,8 +99,8 @@ def _function_of(op: GemmOp) -> Function:
         call = OpCall(**options, keep=spec.operand_is_sent)
         several = isinstance(weight, (list, tuple))
         if op.takes_lists:
-            weight, bias = _listed(weight), [] if bias is None else _listed(bias)
-            scale_w = None if scale_w is None else _listed(scale_w)
+            weight, bias = listed(weight), [] if bias is None else listed(bias)
+            scale_w = None if scale_w is None else listed(scale_w)
         if epilogue is not None:
             results = call_with_epilogue(op, x, weight, bias, group, call, epilogue, scale_x, scale_w)
             results = results[1:] if op.takes_lists else results
@@ -122,5 +122,6 @@ def _function_of(op: GemmOp) -> Function:
     return function
 
 
-def _listed(tensors: Any) -> list[Any]:
+def listed(tensors: Any) -> list[Any]:
+    """Returns the tensors of a list, or a list of the only one."""
     return list(tensors) if isinstance(tensors, (list, tuple)) else [tensors]

@@ -10,9 +10,8 @@ The ops cut columns as `torch.chunk` does. Where that would cut a head, the weig
 Both copy the weight.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -75,9 +74,8 @@ class HeadShards:
         """Returns the matrix with replicas of heads, and padding, along a dimension (0 or 1)."""
         if self.is_chunked:
             return matrix
-        if (
-            matrix.is_floating_point() and matrix.dtype.itemsize == 1
-        ):  # torch's operations do not support all types of 8 bits
+        # torch's operations do not support all types of 8 bits.
+        if matrix.is_floating_point() and matrix.dtype.itemsize == 1:
             return self.expanded(matrix.view(torch.int8), dim).view(matrix.dtype)
         if self.replicas > 1:
             by_heads = matrix.unflatten(dim, (self.heads, -1))
@@ -99,7 +97,7 @@ def heads_of_each(op: str, heads: Heads, weights: Sequence[Tensor]) -> list[int]
     return numbers  # type: ignore[return-value]
 
 
-def refuse(shards: HeadShards, options: dict[str, Any], names: Sequence[str]) -> None:
+def refuse(shards: HeadShards, options: Mapping[str, object], names: Sequence[str]) -> None:
     """Raises TypeError for options that a changed weight does not support."""
     if shards.is_chunked:
         return

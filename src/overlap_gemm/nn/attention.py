@@ -13,13 +13,12 @@ from ..api.linears import (
     InitMethod,
     ShardedLinear,
     broadcast_from_rank_zero,
+    check_options,
 )
 from ..backends.op_call import BackendName
-from ..backends.select import check_name
 from ..dispatch import moves
 from ..runtime.group import GroupLike, group_name, group_size
-from ..spec.promises import Invariant, Partials, Promises, check_promises
-from ..tuning.settings import check_reserve_sms
+from ..spec.promises import Invariant, Partials, Promises
 from .layers import ColumnParallelLinear, RowParallelLinear, is_bare
 
 
@@ -84,11 +83,7 @@ class UlyssesAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        if sequence_dim not in (0, 1):
-            raise ValueError(f"sequence_dim must be 0 ([s, b, h]) or 1 ([b, s, h]), got {sequence_dim!r}")
-        check_promises(Promises(partials, invariant))
-        check_name(backend, promises=Promises(partials, invariant))
-        check_reserve_sms(reserve_sms)
+        check_options(sequence_dim, backend, Promises(partials, invariant), reserve_sms)
         self.group = group_name(group)
         self.tp_group = None if tp_group is None else group_name(tp_group)
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads or num_heads
