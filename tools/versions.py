@@ -22,22 +22,20 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "docs/integrations/versions.json"
 
 STACKS = ("vllm", "sglang", "axolotl", "verl", "trl", "llamafactory")
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "nvidia-cutlass-dsl", "apache-tvm-ffi", "numpy")
-"""What both a stack and this library name."""
+"""Packages that both a stack and this library require."""
 
 TESTS = ["pytest", "pytest-timeout", "pytest-xdist", "pytest-mpi", "hypothesis", "compressed-tensors"]
 OURS = ["typer", "rich", "filelock", "platformdirs"]
 SELECTED = ("test_hugging_face.py", "test_kept_lora.py", "test_float8.py", "test_compile.py")
 """Files of tests/multi that run in an environment, and those of models."""
-
-
-def name_of(requirement: str) -> str:
-    """Returns the name of the package of a requirement."""
-    return re.split(r"[ \[<>=!;~(]", requirement)[0].lower().replace("_", "-")
 
 
 def requirements_of(stack: str) -> dict[str, Any]:
@@ -51,7 +49,7 @@ def requirements_of(stack: str) -> dict[str, Any]:
     return {
         "version": metadata["version"],
         "date": datetime.date.today().isoformat(),
-        "requires": sorted(one for one in required if name_of(one) in PACKAGES),
+        "requires": sorted(one for one in required if canonicalize_name(Requirement(one).name) in PACKAGES),
     }
 
 

@@ -22,6 +22,7 @@ from overlap_gemm.runtime.group import LOCAL, find, group_name, resolve
 from overlap_gemm.spec import OPS
 from overlap_gemm.tuning.settings import settings
 from tests.support.counting import python_calls
+from tests.support.dispatching import Watch
 
 X, WEIGHT, BIAS = torch.randn(6, 4), torch.randn(8, 4), torch.randn(8)
 
@@ -213,16 +214,9 @@ def under_profiler():
 
 
 def under_dispatch_mode():
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-        names = []
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            self.names.append(str(func))
-            return func(*args, **(kwargs or {}))
-
-    with Watch():
+    with Watch() as watch:
         overlap_gemm.gemm_all_reduce(X, WEIGHT)
-    assert "overlap_gemm.gemm_all_reduce.default" in Watch.names
+    assert "overlap_gemm.gemm_all_reduce.default" in watch.names
 
 
 def under_autocast():

@@ -18,7 +18,7 @@ PAGE = (FOLDER / "versions.md").read_text()
 tomllib = pytest.importorskip("tomllib")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 APART = {("llamafactory", package) for package in ("transformers", "accelerate", "peft")}
-"""What our ranges do not meet, which the page names."""
+"""Requirements that our ranges do not meet; the page names them."""
 
 
 def ranges() -> dict[str, SpecifierSet]:

@@ -11,7 +11,7 @@ from tests.support.emulated.kernel_cases import TORCH, KernelCase
 
 RESIDUAL = Visitor(add_residual, ("f32",))
 EXPONENTS = {"bf16": 4, "e4m3": 4, "e5m2": 8}
-"""Of operands, from minus so many: far apart, but in the type's range."""
+"""Largest exponent of operands by type, the smallest is its negative: far apart, but in range."""
 
 
 def spread(rows, depth, seed, dtype="bf16"):
