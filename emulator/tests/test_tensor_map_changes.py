@@ -44,7 +44,7 @@ def test_values_that_do_not_fit():
         ("element_stride", 9, "element_stride of 9 does not fit its 3 bits"),
         ("global_stride", 8, "stride 8 of ordinal 0: a multiple of 16"),
         ("global_stride", 1 << 40, "stride 1099511627776 of ordinal 0: .* below 2\\*\\*40"),
-        ("elemtype", 16, "16 is no CUtensorMapDataType"),
+        ("elemtype", 16, "CUtensorMapDataType 16 is not modelled"),
     ):
         with pytest.raises(ValueError, match=says):
             field_bits(name, 0, value)

@@ -1,7 +1,7 @@
-"""Runs the PTX that CuTe DSL compiles for Hopper and Blackwell GPUs on a CPU, several ranks at once.
+"""Execution of PTX, as CuTe DSL compiles it for Hopper and Blackwell GPUs, on a CPU, for several ranks.
 
 As a library: `Emulator`, and `run` for any other PTX. As a command: ``python -m cute_emulator script.py``.
-The public names load on first use (PEP 562): a library can `clients.register` without paying for them.
+The public names are imported at first use (PEP 562), so that `clients.register` does not import them.
 """
 
 from importlib import import_module
@@ -27,7 +27,7 @@ HOMES = (
     "host.nvrtc",
     "execution.scheduler",
 )
-"""The modules that the public names come from."""
+"""Modules that define the public names."""
 
 __all__ = [
     "Emulator",
@@ -42,14 +42,14 @@ __all__ = [
     "run",
 ]
 
-if not TYPE_CHECKING:  # a type checker that saw __getattr__ would accept every name
+if not TYPE_CHECKING:  # with __getattr__ a type checker would accept every name
 
     def __getattr__(name: str) -> object:
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         for home in HOMES:
-            found = vars(import_module(f".{home}", __name__))
-            globals().update({public: found[public] for public in __all__ if public in found})
+            names = vars(import_module(f".{home}", __name__))
+            globals().update({public: names[public] for public in __all__ if public in names})
         return globals()[name]
 
     def __dir__() -> list[str]:

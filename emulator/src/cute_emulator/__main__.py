@@ -39,13 +39,13 @@ SILENT_SECONDS = 3.0
 
 
 class Progress:
-    """Says on a terminal, once a second, how far a long run is; for `Machine`'s `progress`."""
+    """Progress display of a long run on a terminal, once a second; the argument `progress` of `Machine`."""
 
     def __init__(self) -> None:
         self._shown = time.monotonic() + SILENT_SECONDS
 
     def __call__(self, instructions: int) -> None:
-        """Told now and then of the warp instructions run so far."""
+        """Prints the number of warp instructions run so far, at most once a second."""
         now = time.monotonic()
         if now > self._shown and sys.stderr.isatty():
             self._shown = now + 1.0
@@ -66,15 +66,15 @@ def run(
     mode: Annotated[str, typer.Option(help="When async operations complete: immediate, random, lazy.")] = (
         "immediate"
     ),
-    seed: Annotated[int, typer.Option(help="Of every random choice.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of every random choice.")] = 0,
     num_sms: NumSms = None,
-    schedule: Annotated[str, typer.Option(help=f"How warps take turns: {SCHEDULES}.")] = "round_robin",
+    schedule: Annotated[str, typer.Option(help=f"Order in which warps run: {SCHEDULES}.")] = "round_robin",
     strict: Strict = False,
     also: Also = None,
-    limit: Annotated[int | None, typer.Option(help="Warp instructions after which it is broken off.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Largest number of warp instructions.")] = None,
     keep_ptx: Annotated[Path | None, typer.Option(help="Write the PTX that runs to this folder.")] = None,
     roles: RoleNames = "",
-    fault: Annotated[list[str] | None, typer.Option(help=f"A fault on purpose: {WORDS}.")] = None,
+    fault: Annotated[list[str] | None, typer.Option(help=f"Fault to inject: {WORDS}.")] = None,
     collect: Annotated[bool, typer.Option(help="Print findings at the end, do not stop at them.")] = False,
     ignore: Ignore = None,
     poison_symmetric: Annotated[
@@ -82,16 +82,16 @@ def run(
     ] = False,
     usage: Annotated[
         bool,
-        typer.Option(help="Print what launches took, what of them ran and was judged."),
+        typer.Option(help="Print resources, coverage and judged instructions of launches."),
     ] = False,
     trace: Annotated[
         list[Path] | None,
-        typer.Option(help="Write what each warp did when: .html, a page; .json, for Perfetto; .png."),
+        typer.Option(help="Write a timeline of warps: .html, a page; .json, for Perfetto; .png."),
     ] = None,
 ) -> None:
     """Runs SCRIPT with ARGUMENTS on emulated GPUs, unchanged.
 
-    `check --help` and `mutate --help` tell of the other commands.
+    `check --help` and `mutate --help` describe the other commands.
     """
     keep = _keeper(keep_ptx) if keep_ptx else None
     with as_user_error():
@@ -114,15 +114,15 @@ def run(
             emulator.faults.by_words(words)
     report = emulator.report
     try:
-        # A script's ValueError is the script's own; that of a kernel's launch is the user's.
+        # A script's ValueError is an error of the script; that of a kernel's launch is a user error.
         outer = as_user_error() if script.endswith(SUFFIXES) else contextlib.nullcontext()
         with outer, as_verdict(), with_line_information(), emulator:
             run_script(emulator, script, arguments or [], poison_symmetric)
-    except BaseException:  # what was found before says why the script's own comparison fails
+    except BaseException:  # earlier findings explain why a comparison of the script fails
         for finding in report.findings if collect else ():
             typer.echo(f"emulator: {finding}", err=True)
         raise
-    finally:  # a trace is wanted most where the run broke off
+    finally:  # a trace is most useful if the run failed
         if recorder is not None and recorder.spans:
             for path in trace or ():
                 getattr(recorder, f"save_{path.suffix[1:]}")(path)
@@ -140,7 +140,7 @@ def run(
 
 
 def check_trace(path: Path) -> None:
-    """Raises `ValueError` where no trace can be written to a file of this name."""
+    """Raises `ValueError` if no trace can be written to a file of this name."""
     if path.suffix not in (".html", ".json", ".png"):
         raise ValueError(f"--trace {path} must end in .html (a page), .json (for Perfetto) or .png")
     if path.suffix == ".png" and find_spec("matplotlib") is None:
@@ -151,7 +151,7 @@ def check_trace(path: Path) -> None:
 
 
 def _keeper(folder: Path) -> Callable[[str], str]:
-    """Writes each different module that is launched to a file named after its first kernel."""
+    """Returns a function that writes each launched module once, to a file named after its first kernel."""
     folder.mkdir(parents=True, exist_ok=True)
     kept: set[str] = set()
 
@@ -166,7 +166,7 @@ def _keeper(folder: Path) -> Callable[[str], str]:
 
 
 def main() -> None:
-    """Runs a script (`run`, which need not be said), `check`, or `mutate`."""
+    """Runs a script (`run`, the default command), `check`, or `mutate`."""
     if sys.argv[1:2] == ["check"]:
         check_command.app(sys.argv[2:], prog_name="python -m cute_emulator check")
     elif sys.argv[1:2] == ["mutate"]:

@@ -1,4 +1,4 @@
-"""Findings by what they come from: one missing barrier may leave a hundred accesses unordered."""
+"""Findings grouped by cause: one missing barrier may leave a hundred accesses unordered."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from cute_emulator.errors import EmulatorError, Finding, Report
 
 @dataclass(frozen=True)
 class Cause:
-    """Findings of one kind that miss the same, and are linked by lines that they share.
+    """Findings of one kind with the same missing synchronisation, linked by lines that they share.
 
     Attributes:
-        finding: The first of them.
-        others: The rest.
+        finding: First finding of the group.
+        others: Other findings of the group.
     """
 
     finding: Finding
@@ -32,11 +32,11 @@ class Cause:
 
 
 SHOWN = 8
-"""Lines of the findings that follow which are named."""
+"""Number of lines of the other findings that a message lists."""
 
 
 def causes(findings: Iterable[Finding]) -> list[Cause]:
-    """Groups findings; the order is that of the first of each."""
+    """Groups findings; groups are in the order of their first findings."""
     groups: list[tuple[set[object], list[Finding]]] = []
     for finding in findings:
         missing = finding.message.partition(":")[0] if finding.message.startswith("no ") else ""
@@ -52,11 +52,11 @@ def causes(findings: Iterable[Finding]) -> list[Cause]:
             first[0].update(other[0])
             first[1].extend(other[1])
             groups.remove(other)
-    return [Cause(found[0], tuple(found[1:])) for _, found in groups]
+    return [Cause(members[0], tuple(members[1:])) for _, members in groups]
 
 
 def _places(finding: Finding) -> list[tuple[str, int]]:
-    """Lines of the source, or of the PTX where these are not known."""
+    """Returns the lines of the source, or of the PTX if these are not known."""
     return list(finding.places) or ([("PTX", finding.line)] if finding.line else [])
 
 
@@ -65,15 +65,15 @@ def _named(place: tuple[str, int]) -> str:
 
 
 class FindingsError(EmulatorError):
-    """A run ended, and the checks found something.
+    """Error for a run that ended with findings of the checks.
 
     Attributes:
-        report: What the run recorded.
+        report: Record of the run.
     """
 
     def __init__(self, report: Report) -> None:
-        found = causes(report.findings)
-        of = f", of {len(found)} cause(s)" if len(found) < len(report.findings) else ""
-        lines = [f"{len(report.findings)} finding(s) in the emulated kernels{of}:", *map(str, found)]
+        groups = causes(report.findings)
+        of = f", of {len(groups)} cause(s)" if len(groups) < len(report.findings) else ""
+        lines = [f"{len(report.findings)} finding(s) in the emulated kernels{of}:", *map(str, groups)]
         super().__init__("\n  ".join(lines))
         self.report = report

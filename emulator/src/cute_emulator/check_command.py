@@ -39,7 +39,7 @@ from cute_emulator.host.dsl import shared_compiles
 from cute_emulator.host.emulator import Emulator
 from cute_emulator.host.script import run_script
 from cute_emulator.machine.roles import parse_roles
-from cute_emulator.report_files import SUFFIXES, Outcome, check_suffix, told_once, verdict, write
+from cute_emulator.report_files import SUFFIXES, Outcome, check_suffix, distinct_messages, verdict, write
 from cute_emulator.rules import RULES
 from cute_emulator.settings import Setting, settings
 
@@ -50,12 +50,12 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 def attempt(run: Callable[[], None]) -> tuple[str, list[str], list[Cause]]:
-    """Verdict, messages and causes of one run."""
+    """Runs a check; returns its verdict, messages and causes."""
     try:
         run()
     except FindingsError as error:
-        found = error.report.findings
-        return "findings", [str(finding) for finding in found], causes(found)
+        findings = error.report.findings
+        return "findings", [str(finding) for finding in findings], causes(findings)
     except EmulatorError as error:
         return "broke off", [f"{type(error).__name__}: {error}"], []
     except SystemExit as end:
@@ -68,7 +68,7 @@ def attempt(run: Callable[[], None]) -> tuple[str, list[str], list[Cause]]:
 
 @contextlib.contextmanager
 def each_warning_once() -> Iterator[None]:
-    """The runs of a script warn alike; inside, a warning that was shown before is not shown again."""
+    """Suppresses, inside, warnings that an earlier run of the script has already shown."""
     seen: set[tuple[str, str, int]] = set()
     with warnings.catch_warnings():
         show = warnings.showwarning
@@ -90,18 +90,18 @@ def main(
     arch: Arch = "sm_100a",
     ranks: Ranks = 1,
     num_sms: NumSms = None,
-    seeds: Annotated[int, typer.Option(help="Seeds per mode of shuffled turns.")] = 2,
+    seeds: Annotated[int, typer.Option(help="Seeds per mode of shuffled order.")] = 2,
     warps: Warps = 0,
-    limit: Annotated[int, typer.Option(help="Warp instructions after which a run is broken off.")] = 10**8,
+    limit: Annotated[int, typer.Option(help="Largest number of warp instructions of a run.")] = 10**8,
     strict: Strict = False,
     also: Also = None,
     roles: RoleNames = "",
     ignore: Ignore = None,
     report: Annotated[
         list[Path] | None,
-        typer.Option("--report", "--json", help=f"Write what was found: {', '.join(SUFFIXES)}."),
+        typer.Option("--report", "--json", help=f"Write the findings: {', '.join(SUFFIXES)}."),
     ] = None,
-    jobs: Annotated[int, typer.Option("--jobs", "-j", help="Runs side by side, in processes.")] = 1,
+    jobs: Annotated[int, typer.Option("--jobs", "-j", help="Concurrent runs, in processes.")] = 1,
 ) -> None:
     """Runs SCRIPT in every mode, in round robin and shuffled, with ranks and CTAs starved.
 
@@ -149,7 +149,7 @@ def _run(
     arch: str, ranks: int, options: dict[str, Any], strict: bool, also: tuple[str, ...], words: list[str],
     script: str, arguments: list[str], setting: Setting,
 ) -> tuple[Outcome, Counter[str]]:  # fmt: skip
-    """One run, and how many instructions each rule had to judge."""
+    """Runs a check once; returns the outcome and the number of instructions that each rule judged."""
     begin = time.perf_counter()
     emulator = Emulator(arch, ranks, **options, **setting.options(strict, also))
 
@@ -166,14 +166,14 @@ def _run(
 
 
 def show(outcomes: list[Outcome]) -> None:
-    """Prints the runs, each different message once with the command that repeats it, and the verdict."""
+    """Prints the runs, each different message once with the command that reproduces it, and the verdict."""
     table = Table("setting", "verdict", "seconds")
     for outcome in outcomes:
         style = None if outcome.verdict == "clean" else "bold red"
         table.add_row(outcome.setting, outcome.verdict, f"{outcome.seconds:.1f}", style=style)
     console = Console(width=120)
     console.print(table)
-    for text, _, command in told_once(outcomes):
+    for text, _, command in distinct_messages(outcomes):
         console.print(text, markup=False, highlight=False, soft_wrap=True)
         console.print(f"  repeat: {command}", markup=False, highlight=False, soft_wrap=True)
     console.print(verdict(outcomes))

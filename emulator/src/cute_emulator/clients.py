@@ -1,10 +1,10 @@
-"""What a library says to an emulator that may open in its process; imports nothing, so it costs nothing.
+"""Registration of libraries with an emulator that may open in their process; imports nothing.
 
-A library that has something to do where its kernels are emulated names a module for it, when it is imported:
+A library that has work to do when its kernels are emulated registers a module for it when it is imported:
 
     cute_emulator.clients.register("library.emulated")
 
-and that module is imported when an emulator opens, not before. It has `opened(emulator)` and `closed()`.
+The module is imported when an emulator opens, not before. It defines `opened(emulator)` and `closed()`.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from cute_emulator.host.emulator import Emulator
 
 owned: dict[tuple[str, str], Callable[[], Any]] = {}
-"""Globals that each rank has for itself, by module and name: how they begin."""
+"""Initial values of globals that each rank has separately, by module and name."""
 
 _modules: dict[str, None] = {}
 _open: Emulator | None = None
 
 
 def register(module: str) -> None:
-    """Lets a module's `opened(emulator)` be called when an emulator opens, and `closed()` when it ends.
+    """Registers a module: `opened(emulator)` is called when an emulator opens, and `closed()` when it ends.
 
-    Where one is open already, `opened` is called at once. A second time changes nothing.
+    If an emulator is already open, `opened` is called at once. A second registration has no effect.
     """
     if module not in _modules:
         _modules[module] = None
@@ -35,25 +35,27 @@ def register(module: str) -> None:
 
 
 def per_process(module: str, **begins: Callable[[], Any]) -> None:
-    """Says which globals of a module are a process's own: ranks that are threads of one have one each.
+    """Declares which globals of a module are per process.
+
+    Ranks that are threads of one process have one each.
 
     Args:
-        module: Its full name; it need not be imported yet.
-        **begins: By the global's name, what makes its first value: ``known=dict, is_open=bool``.
+        module: Full name of the module; it need not be imported yet.
+        **begins: Factory of the first value, by the global's name: ``known=dict, is_open=bool``.
     """
     owned.update({(module, name): begin for name, begin in begins.items()})
 
 
-def tell_opened(emulator: Emulator) -> None:
-    """The emulator's own call, when it opens."""
+def call_opened(emulator: Emulator) -> None:
+    """Calls `opened` of each registered module; called by the emulator when it opens."""
     global _open
     _open = emulator
     for module in list(_modules):
         import_module(module).opened(emulator)
 
 
-def tell_closed() -> None:
-    """The emulator's own call, when it ends."""
+def call_closed() -> None:
+    """Calls `closed` of each registered module; called by the emulator when it ends."""
     global _open
     _open = None
     for module in _modules:

@@ -1,4 +1,4 @@
-"""What the emulator's commands share."""
+"""Arguments, options and error handling that the emulator's commands share."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from cute_emulator.execution.launch import SM_COUNT
 from cute_emulator.host.replace import environment
 from cute_emulator.rules import OPTIONAL_CHECKS
 
-# Their arguments and options.
+# Arguments and options of the commands.
 Script = Annotated[
     str, typer.Argument(help="Script that fails where kernels are wrong, or a kernel (.ptx, .cu).")
 ]
-Arguments = Annotated[list[str] | None, typer.Argument(help="Its arguments.")]
+Arguments = Annotated[list[str] | None, typer.Argument(help="Arguments of the script.")]
 Arch = Annotated[str, typer.Option(help=f"Architecture: {', '.join(SM_COUNT)}.")]
 Ranks = Annotated[int, typer.Option(help="Run the script once per rank.")]
-NumSms = Annotated[int | None, typer.Option(help="Multiprocessors the device claims.")]
-Strict = Annotated[bool, typer.Option(help="Also the checks that kernels may break on purpose.")]
-Also = Annotated[list[str] | None, typer.Option(help=f"A further check: {', '.join(OPTIONAL_CHECKS)}.")]
+NumSms = Annotated[int | None, typer.Option(help="Number of multiprocessors of the device.")]
+Strict = Annotated[bool, typer.Option(help="Enable checks that correct kernels may violate, too.")]
+Also = Annotated[list[str] | None, typer.Option(help=f"Additional check: {', '.join(OPTIONAL_CHECKS)}.")]
 Warps = Annotated[int, typer.Option(help="Also starve each of this many warps in turn.")]
 RoleNames = Annotated[str, typer.Option(help="Names of warps: 0-3=epilogue,4=mma,5=load.")]
-Ignore = Annotated[list[str] | None, typer.Option(help="A kind of findings not to report.")]
+Ignore = Annotated[list[str] | None, typer.Option(help="Kind of findings to discard.")]
 
 
 def with_line_information() -> contextlib.AbstractContextManager[None]:
-    """Kernels compiled inside say in their PTX which Python line each instruction comes from."""
+    """Adds the Python line of each instruction to the PTX of kernels compiled inside."""
     return environment("CUTE_DSL_LINEINFO", "1")
 
 
 @contextlib.contextmanager
 def as_user_error() -> Iterator[None]:
-    """A `ValueError` or a missing file is the user's: one line and exit code 2, no traceback."""
+    """Reports a `ValueError` or a missing file as a user error: one line and exit code 2, no traceback."""
     try:
         yield
     except (ValueError, FileNotFoundError) as error:
@@ -47,7 +47,10 @@ def as_user_error() -> Iterator[None]:
 
 @contextlib.contextmanager
 def as_verdict() -> Iterator[None]:
-    """An `EmulatorError` inside is about the kernels: what it says, where the script was, and exit code 1."""
+    """Reports an `EmulatorError` inside as a verdict on the kernels.
+
+    Prints the message and the script's traceback, and exits with code 1.
+    """
     try:
         yield
     except EmulatorError as error:
@@ -64,4 +67,4 @@ _MACHINERY = {
     "cute_emulator", "typer", "cutlass", "nvidia_cutlass_dsl", "triton", "<frozen runpy>", "runpy.py",
     "contextlib.py", "<ptx>",
 }  # fmt: skip
-"""Parts of paths of files that are not the script's."""
+"""Parts of paths of files that do not belong to the script."""

@@ -1,4 +1,4 @@
-"""What can go wrong in an emulated kernel, as exceptions and as findings of the report."""
+"""Errors of an emulated kernel, as exceptions and as findings of the report."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from cute_emulator import source
 
 
 class EmulatorError(RuntimeError):
-    """The kernel did something that ends the run: the message names rank, CTA, warp, PTX line and address.
+    """Error that ends the run; the message contains rank, CTA, warp, PTX line and address.
 
     Attributes:
-        line: of the instruction in its PTX, 0 where none is known.
+        line: PTX line of the instruction, 0 if unknown.
     """
 
     def __init__(self, message: str = "", line: int = 0) -> None:
@@ -22,7 +22,7 @@ class EmulatorError(RuntimeError):
         self._shown = False
 
     def show(self, ptx: str) -> None:
-        """Adds the instructions around its line to the message, once."""
+        """Adds the instructions around the error's line to the message, once."""
         if self.line and not self._shown:
             self._shown = True
             self.add(source.excerpt(ptx, self.line))
@@ -33,38 +33,38 @@ class EmulatorError(RuntimeError):
 
 
 class CooperativeLaunchTooLargeError(ValueError):
-    """A cooperative launch of more CTAs than can be resident at once: CUDA's error 720."""
+    """Error for a cooperative launch of more CTAs than can be resident at once: CUDA's error 720."""
 
     code, name = 720, "cudaErrorCooperativeLaunchTooLarge"
 
 
 class MemoryFault(EmulatorError):
-    """An access that is out of bounds, misaligned, or to memory that is not (or no longer) allocated."""
+    """Error for an access that is out of bounds, misaligned, or to memory that is not allocated."""
 
 
 class Deadlock(EmulatorError):
-    """No warp can go on; the message lists every warp's position and what it waits for."""
+    """Error for a state in which no warp can continue; the message lists each warp's position and wait."""
 
 
 class UnsupportedInstruction(EmulatorError):
-    """An instruction (or a form of one) that the emulator does not model was executed."""
+    """Error for an executed instruction (or a form of one) that the emulator does not model."""
 
 
 class KernelTrap(EmulatorError):
-    """The kernel executed `trap`."""
+    """Error for a kernel that executed `trap`."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that a check found without ending the run.
+    """Violation of a rule that a check reports without ending the run.
 
     Attributes:
         kind: Short name of the check, the name of a rule.
-        message: Who, where and what, both parties named.
-        line: PTX line, 0 where none applies.
-        excerpt: The instruction there and three on either side, the line of the Python source above them
-            and the other party's instruction below, as far as they are known.
-        places: Path and line of the source of the instruction and of the other party's, if they are known.
+        message: Description with both parties and the location.
+        line: PTX line, 0 if none applies.
+        excerpt: Instruction at the line and three on either side, as far as known. The line of the Python
+            source is above them, the other party's instruction below.
+        places: Path and line of the source of the instruction and of the other party's, if known.
     """
 
     kind: str
@@ -80,18 +80,18 @@ class Finding:
 
 @dataclass(frozen=True)
 class Usage:
-    """What a launch took of the device.
+    """Resources of the device that a launch uses.
 
     Attributes:
-        entry: The kernel's name.
+        entry: Name of the kernel.
         grid: CTAs along x, y, z.
         block: Threads of a CTA along x, y, z.
         cluster: CTAs of a cluster along x, y, z.
-        smem: Bytes of shared memory a CTA asked for, static and dynamic.
-        registers: Of a thread; 0 where the PTX does not tell (`.maxnreg`, `setmaxnreg`): they are the
-            assembler's choice.
-        per_sm: CTAs that fit on one SM, by all that is known.
-        bound: What lets no more of them fit.
+        smem: Bytes of shared memory of a CTA, static and dynamic.
+        registers: Registers of a thread; 0 if the PTX does not define them (`.maxnreg`, `setmaxnreg`): the
+            assembler chooses them.
+        per_sm: CTAs that fit on one SM, as far as known.
+        bound: Resource that limits the number of CTAs.
     """
 
     entry: str
@@ -114,14 +114,14 @@ class Usage:
 
 @dataclass(frozen=True)
 class Coverage:
-    """What of a kernel ran, in all launches together.
+    """Coverage of a kernel over all its launches.
 
     Attributes:
-        entry: The kernel's name.
+        entry: Name of the kernel.
         ran: Instructions of the PTX that some warp executed.
-        instructions: Those that there are, of the kernel and the functions that it called.
+        instructions: Instructions of the kernel and the functions that it called.
         missed: Lines of the Python source of which no instruction ran: file and number.
-        judged: Kind of a finding -> instructions that ran and that it judges.
+        judged: Number of executed instructions that a rule judges, by kind of finding.
     """
 
     entry: str
@@ -133,31 +133,31 @@ class Coverage:
     def __str__(self) -> str:
         lines = ", ".join(f"{name}:{line}" for name, line in self.missed[:20])
         more = f" and {len(self.missed) - 20} more" if len(self.missed) > 20 else ""
-        said = f"; of these Python lines none did: {lines}{more}" if lines else ""
+        missed = f"; Python lines that did not run: {lines}{more}" if lines else ""
         judged = ", ".join(f"{kind} {self.judged[kind]}" for kind in sorted(self.judged))
         return (
-            f"{self.entry[:60]}: {self.ran} of {self.instructions} instructions ran{said}; "
-            f"rules had to judge {judged or 'none'}"
+            f"{self.entry[:60]}: {self.ran} of {self.instructions} instructions ran{missed}; "
+            f"instructions judged by rules: {judged or 'none'}"
         )
 
 
 @dataclass
 class Report:
-    """What a machine observed.
+    """Observations of a machine.
 
     Attributes:
-        findings: Distinct findings in the order they were made.
+        findings: Distinct findings in the order of their detection.
         instructions: Warp instructions executed.
         seconds: Wall-clock time spent in `run`.
-        output: Lines the kernels printed.
-        sent: (rank, another rank) -> bytes that the one's kernels stored into the other's memory; what is
-            stored through a multicast address counts for each rank.
-        usage: What launches took of the device, and how many took the same.
-        measure: Gives `coverage`.
-        ignore: Kinds of findings that are not kept.
-        ignored_in: The same of kernels, by the text of their module.
-        ptx: Text of the kernel that is running now.
-        launched: The line of the script that launched it, where the host is a party.
+        output: Lines that the kernels printed.
+        sent: (rank, other rank) -> bytes that kernels of the first stored into memory of the second. A store
+            through a multicast address counts for each rank.
+        usage: Resources of launches, with the number of launches that used the same.
+        measure: Function that computes `coverage`.
+        ignore: Kinds of findings that are discarded.
+        ignored_in: Kinds of findings that are discarded for a kernel, by the PTX text of its module.
+        ptx: PTX text of the running kernel.
+        launched: Line of the script that launched the running kernel, if the host is recorded.
     """
 
     findings: list[Finding] = field(default_factory=list)
@@ -175,16 +175,16 @@ class Report:
 
     @property
     def coverage(self) -> list[Coverage]:
-        """What of each kernel ran, and what the rules had to judge there."""
+        """Returns, for each kernel, what ran and how many instructions the rules judged."""
         return self.measure()
 
     def stored(self, rank: int, owner: int, nbytes: int) -> None:
-        """Counts a store of a rank, if it is into another one's memory."""
+        """Counts a store of a rank if it is into another rank's memory."""
         if owner != rank:
             self.sent[rank, owner] += nbytes
 
     def place(self, line: int) -> str:
-        """Names a line of the kernel that is running now, with its place in the source if known."""
+        """Returns a line of the running kernel, with its position in the source if known."""
         return source.place(self.ptx, line)
 
     def add(
@@ -201,12 +201,12 @@ class Report:
 
         Args:
             kind: Name of the check.
-            message: Who, where and what.
-            line: PTX line of the instruction, 0 where none applies.
-            key: What makes it different from another of its kind; the line by default.
+            message: Description with both parties and the location.
+            line: PTX line of the instruction, 0 if none applies.
+            key: Identity of the finding among those of its kind; the line by default.
             other: PTX line of the other party's instruction, 0 for none.
-            other_ptx: The other party's kernel, where that may not be the one that is running.
-            places: Lines of the source, where no instructions tell them.
+            other_ptx: PTX text of the other party's kernel, if it may differ from the running one.
+            places: Lines of the source, if no instruction determines them.
         """
         if kind in self.ignore or kind in self.ignored_in.get(self.ptx, ()):
             return
@@ -226,5 +226,5 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing was found."""
+        """Returns whether there are no findings."""
         return not self.findings

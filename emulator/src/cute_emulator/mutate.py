@@ -1,8 +1,9 @@
-"""Removes or weakens one synchronisation operation of a kernel at a time, and sees whether a test notices.
+"""Mutation test of synchronisation.
 
-A test that passes says little about synchronisation unless it fails without it. `enumerate_mutations` lists
-the operations of a PTX module and how each can be broken, `apply` breaks one, and `run` does so for all of
-them::
+Removes or weakens one operation at a time and checks that a test notices.
+
+A passing test shows little about synchronisation unless it fails without it. `enumerate_mutations` lists the
+operations of a PTX module and how each can be broken, `apply` breaks one, and `run` breaks each in turn::
 
     def check(options):
         with Emulator("sm_100a", **options):
@@ -12,9 +13,9 @@ them::
     for outcome in mutate.run(check, mutate.settings(warps=6)):
         print(outcome)
 
-A mutation is detected when the check raises under at least one setting: a wrong result, a deadlock, a fault
-or a finding of the emulator's own checks. One that is never detected means a gap in the test, an operation
-that is not needed, or one that only documents itself: `reasons` is the place to say which.
+A mutation is detected if the check raises under at least one setting: a wrong result, a deadlock, a fault or
+a finding of the emulator's checks. An undetected mutation shows a gap in the test, an operation that is not
+needed, or one that only documents. `reasons` records which of these applies.
 """
 
 from __future__ import annotations
@@ -34,22 +35,22 @@ __all__ = ["Mutation", "Outcome", "Setting", "apply", "enumerate_mutations", "ru
 
 Check = Callable[[dict[str, Any]], object]
 
-# -- what can be broken --------------------------------------------------------------------------------
+# -- mutations -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Mutation:
-    """One way to break one operation.
+    """One change that breaks one operation.
 
     Attributes:
-        function: the function it is in.
-        opcode: the operation.
-        ordinal: its number among those of the same opcode in the module, from 0.
-        change: `remove`, or what is weakened: `wait for one group less`, `.sys -> .gpu`, ...
-        line: its line in the PTX.
-        start: where the statement begins in the text.
-        end: where it ends, its semicolon included.
-        replacement: the text to put there.
+        function: Function that contains the operation.
+        opcode: Opcode of the operation.
+        ordinal: Number among the operations of the same opcode in the module, from 0.
+        change: `remove`, or the weakened property: `wait for one group less`, `.sys -> .gpu`, ...
+        line: PTX line of the operation.
+        start: Start of the statement in the text.
+        end: End of the statement, its semicolon included.
+        replacement: Text that replaces the statement.
     """
 
     function: str
@@ -63,7 +64,7 @@ class Mutation:
 
     @property
     def key(self) -> str:
-        """A name that survives recompiling: opcode, number and change."""
+        """Returns a name that does not change when the kernel is recompiled: opcode, number and change."""
         return f"{self.opcode}#{self.ordinal}: {self.change}"
 
 
@@ -75,7 +76,7 @@ def _remove(guard: str, opcode: str, operands: str) -> str:
 
 
 def _succeed(guard: str, opcode: str, operands: str) -> str:
-    """A wait that is over at once: its predicate is true."""
+    """Returns a wait that completes at once: its predicate is true."""
     return f"{guard}setp.eq.u32 {operands.split(',')[0].split('|')[0]}, 0, 0;"
 
 
@@ -95,7 +96,7 @@ def _replace(old: str, new: str) -> Rewrite:
 
 
 _MEMORY = r"(ld|st|atom|red|multimem\.\w+)\b.*"
-# (opcode, change, how); every rule that matches an opcode gives a mutation.
+# (opcode, change, rewrite); every rule that matches an opcode yields a mutation.
 _RULES: tuple[tuple[re.Pattern[str], str, Rewrite], ...] = tuple(
     (re.compile(pattern), change, rewrite)
     for pattern, change, rewrite in (
@@ -119,19 +120,19 @@ _RULES: tuple[tuple[re.Pattern[str], str, Rewrite], ...] = tuple(
 )
 _STATEMENT = re.compile(r"(?P<guard>@\s*!?\s*[\w$%]+\s+)?(?P<opcode>[A-Za-z_][\w.:]*)\s*(?P<operands>[^;]*);")
 _STRONG_LOAD = re.compile(r"ld\.(volatile|relaxed|acquire)\b.*|multimem\.ld_reduce\.(relaxed|acquire)\b.*")
-_SPIN_LENGTH = 24  # instructions: a longer loop around a strong load does more than wait
+_SPIN_LENGTH = 24  # instructions; a longer loop around a strong load is not only a wait
 
 
 def enumerate_mutations(ptx: str) -> list[Mutation]:
-    """All mutations of a PTX module, in the order of its text."""
-    found: list[Mutation] = []
+    """Returns all mutations of a PTX module, in the order of its text."""
+    mutations: list[Mutation] = []
     counts: Counter[str] = Counter()
     place = _Places(ptx)
 
     def add(function: str, line: int, opcode: str, change: str, rewrite: Rewrite, ordinal: int) -> None:
         match = place.of(line, opcode, ordinal)
         text = rewrite(match["guard"] or "", opcode, match["operands"].strip())
-        found.append(Mutation(function, opcode, ordinal, change, line, match.start(), match.end(), text))
+        mutations.append(Mutation(function, opcode, ordinal, change, line, match.start(), match.end(), text))
 
     for function in parse(ptx).functions.values():
         for index, instruction in enumerate(function.instructions):
@@ -144,17 +145,17 @@ def enumerate_mutations(ptx: str) -> list[Mutation]:
                     add(function.name, instruction.line, opcode, change, rewrite, ordinal)
             if _ends_spin(function, index):
                 add(function.name, instruction.line, opcode, "leave the spin loop at once", _remove, ordinal)
-    return found
+    return mutations
 
 
 def apply(ptx: str, mutation: Mutation) -> str:
-    """The module with one operation broken; line numbers stay as they are."""
+    """Returns the module with one operation broken; line numbers do not change."""
     removed = ptx[mutation.start : mutation.end]
     return ptx[: mutation.start] + mutation.replacement + "\n" * removed.count("\n") + ptx[mutation.end :]
 
 
 def _ends_spin(function: Any, index: int) -> bool:
-    """Whether an instruction is the backward branch of a loop that waits for memory to change."""
+    """Returns whether an instruction is the backward branch of a loop that waits for memory to change."""
     branch = function.instructions[index]
     if branch.guard is None or not branch.opcode.startswith("bra"):
         return False
@@ -168,7 +169,7 @@ def _ends_spin(function: Any, index: int) -> bool:
 
 
 class _Places:
-    """Finds an instruction's statement in the text, which may hold several of one opcode on a line."""
+    """Search for an instruction's statement in the text, where a line may contain several of one opcode."""
 
     def __init__(self, ptx: str) -> None:
         self.ptx = ptx
@@ -190,19 +191,19 @@ class _Places:
         raise AssertionError(f"no {opcode} on PTX line {line}")
 
 
-# -- what comes of it ----------------------------------------------------------------------------------
+# -- outcomes ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one mutation.
+    """Outcome of one mutation.
 
     Attributes:
-        mutation: the mutation.
-        detections: per setting that noticed, how: the exception's kind and first line.
-        tried: settings that were run.
-        reached: whether the operation was executed at all.
-        reason: why going undetected is right, where `reasons` says so.
+        mutation: Mutation that was tried.
+        detections: Settings that detected it, each with the exception's kind and first line.
+        tried: Number of settings that were run.
+        reached: Whether the operation was executed.
+        reason: Reason why no detection is correct, from `reasons`.
     """
 
     mutation: Mutation
@@ -213,7 +214,7 @@ class Outcome:
 
     @property
     def verdict(self) -> str:
-        """`detected`, `not reached`, `explained` or `NOT DETECTED`."""
+        """Returns `detected`, `not reached`, `explained` or `NOT DETECTED`."""
         if self.detections:
             return "detected"
         if self.reason:
@@ -240,51 +241,51 @@ def run(
     """Tries every mutation of every kernel that a check launches.
 
     Args:
-        check: runs the kernels in emulators opened as `Emulator(arch, ranks, **options)` and raises where a
-            result is wrong. It must be a function of its options alone.
-        tried: how to run it, usually `settings(...)`; those that detect most come first.
-        select: only mutations whose key matches this pattern (`fnmatch`), or one of these.
-        reasons: for mutations that may go undetected, why: pattern of keys -> reason.
-        exhaustive: go on after the first setting that detects a mutation.
-        part: (i, n): the i-th of n parts that together are the whole run, for processes side by side. A part
+        check: Function that runs the kernels in emulators opened as `Emulator(arch, ranks, **options)` and
+            raises if a result is wrong. It must depend on its options alone.
+        tried: Settings of the runs, usually `settings(...)`; put those that detect most first.
+        select: Pattern (`fnmatch`) or list of patterns of the keys of mutations to try.
+        reasons: Reasons why mutations may remain undetected: pattern of keys -> reason.
+        exhaustive: Whether to try all settings, also after a detection.
+        part: (i, n): the i-th of n parts that together are the complete run, for concurrent processes. A part
             tries the unmodified check under every n-th setting, and every n-th mutation under all settings.
-        progress: called before each mutation, once for the first setting and once for the others, with a
-            number that counts up, the total of these and the mutation.
+        progress: Callback before each mutation, once for the first setting and once for the others. Its
+            arguments are a running number, the total and the mutation.
 
     Returns:
         One outcome per mutation.
 
     Raises:
-        Exception: what the unmodified check raised.
-        ValueError: the check launched no kernel.
+        Exception: The unmodified check raised it.
+        ValueError: The check launched no kernel.
     """
     modules, longest = _launched(check, tried[part[0] :: part[1]] or tried[:1])
     trials = _Trials(check, _Watchdog(20 * max(longest, 1_000_000)), exhaustive)
     work = _chosen(modules, select)[part[0] :: part[1]]
-    say = progress if progress is not None else lambda number, total, mutation: None
+    report = progress if progress is not None else lambda number, total, mutation: None
     detections: dict[tuple[str, Mutation], list[tuple[Setting, str]]] = {}
     for number, (ptx, mutation) in enumerate(work):
-        say(number, 2 * len(work), mutation)
+        report(number, 2 * len(work), mutation)
         detections[ptx, mutation] = trials.detect(ptx, mutation, tried[:1])
-    # What is not executed cannot be noticed, under no setting: only the others are tried on.
+    # A mutation that is not executed cannot be detected: only the others are tried under more settings.
     reached = {
         ptx: trials.reached(ptx, [m for p, m in work if p == ptx and not detections[p, m]], tried)
         for ptx in modules
     }
     outcomes = []
     for number, (ptx, mutation) in enumerate(work, len(work)):
-        say(number, 2 * len(work), mutation)
-        found = detections[ptx, mutation]
-        is_reached = bool(found) or mutation.start in reached[ptx]
-        if is_reached and (exhaustive or not found):
-            found += trials.detect(ptx, mutation, tried[1:])
-        reason = "" if found else _reason(mutation, reasons or {})
-        outcomes.append(Outcome(mutation, tuple(found), trials.runs[mutation], is_reached, reason))
+        report(number, 2 * len(work), mutation)
+        detected = detections[ptx, mutation]
+        is_reached = bool(detected) or mutation.start in reached[ptx]
+        if is_reached and (exhaustive or not detected):
+            detected += trials.detect(ptx, mutation, tried[1:])
+        reason = "" if detected else _reason(mutation, reasons or {})
+        outcomes.append(Outcome(mutation, tuple(detected), trials.runs[mutation], is_reached, reason))
     return outcomes
 
 
 def _launched(check: Check, tried: Sequence[Setting]) -> tuple[list[str], int]:
-    """The modules that a check launches, and the most warp instructions that it executes."""
+    """Returns the modules that a check launches, and the largest number of warp instructions of a run."""
     modules: dict[str, None] = {}
     watchdog = _Watchdog(None)
 
@@ -300,7 +301,7 @@ def _launched(check: Check, tried: Sequence[Setting]) -> tuple[list[str], int]:
 
 
 def _chosen(modules: Iterable[str], select: str | Sequence[str]) -> list[tuple[str, Mutation]]:
-    """The mutations of modules whose key matches one of some patterns."""
+    """Returns the mutations of modules whose key matches one of some patterns."""
     patterns = [select] if isinstance(select, str) else select
     return [
         (ptx, mutation)
@@ -312,13 +313,13 @@ def _chosen(modules: Iterable[str], select: str | Sequence[str]) -> list[tuple[s
 
 @dataclass
 class _Trials:
-    """A check, run with one module changed.
+    """Runs of a check with one module changed.
 
     Attributes:
-        check: The check.
-        watchdog: Ends what a mutation made endless.
-        exhaustive: Whether to go on after the first setting that notices.
-        runs: Settings tried, by mutation.
+        check: Check to run.
+        watchdog: Limit that ends runs which a mutation made endless.
+        exhaustive: Whether to continue after the first setting that detects the mutation.
+        runs: Number of settings tried, by mutation.
     """
 
     check: Check
@@ -327,32 +328,33 @@ class _Trials:
     runs: Counter[Mutation] = field(default_factory=Counter)
 
     def attempt(self, setting: Setting, ptx: str, changed: str) -> Exception | None:
-        """What the check raises where the module `ptx` is `changed`."""
+        """Returns the exception that the check raises if the module `ptx` is replaced by `changed`."""
 
         def rewrite(text: str) -> str:
             return changed if text == ptx else text
 
         try:
             self.check({**setting.options(), "rewrite": rewrite, "progress": self.watchdog})
-        except Exception as error:  # whatever the check says is a detection
+        except Exception as error:  # every exception of the check is a detection
             return error
         return None
 
     def detect(self, ptx: str, mutation: Mutation, under: Iterable[Setting]) -> list[tuple[Setting, str]]:
-        """The settings that notice a mutation, and how."""
-        changed, found = apply(ptx, mutation), []
+        """Returns the settings that detect a mutation, each with its description."""
+        changed, detections = apply(ptx, mutation), []
         for setting in under:
             self.runs[mutation] += 1
             if (error := self.attempt(setting, ptx, changed)) is not None:
-                found.append((setting, describe(error)))
+                detections.append((setting, describe(error)))
                 if not self.exhaustive:
                     break
-        return found
+        return detections
 
     def reached(self, ptx: str, mutations: Iterable[Mutation], tried: Iterable[Setting]) -> set[int]:
-        """Where the statements begin that are executed under some setting.
+        """Returns the start of each statement that is executed under some setting.
 
-        All of them trap; the one that a run ends at is taken out, until a run ends by itself.
+        All statements are replaced by traps. The trap that ends a run is removed, until a run ends without a
+        trap.
         """
         traps = {}
         for mutation in mutations:
@@ -375,7 +377,7 @@ class _Trials:
 
 
 def describe(error: Exception) -> str:
-    """An exception as one line: a finding's kind, or the class and its first line."""
+    """Returns an exception as one line: a finding's kind, or the class and the first line of its message."""
     findings = getattr(getattr(error, "report", None), "findings", None)
     if findings:
         return "finding: " + ", ".join(dict.fromkeys(f.kind for f in findings))
@@ -390,7 +392,7 @@ def _reason(mutation: Mutation, reasons: Mapping[str, str]) -> str:
 
 
 class _Watchdog:
-    """Ends runs that a mutation made endless, by their number of warp instructions."""
+    """Limit on the number of warp instructions: ends runs that a mutation made endless."""
 
     def __init__(self, limit: int | None) -> None:
         self.limit, self.most = limit, 0

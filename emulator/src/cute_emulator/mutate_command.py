@@ -1,4 +1,4 @@
-"""``python -m cute_emulator mutate``: does a script notice missing synchronisation?"""
+"""``python -m cute_emulator mutate``: tests whether a script detects missing synchronisation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 class ScriptFailed(Exception):
-    """The script ended with an exit code other than 0."""
+    """Error for a script that ended with an exit code other than 0."""
 
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -33,7 +33,7 @@ def main(
     arguments: Arguments = None,
     arch: Arch = "sm_100a",
     ranks: Ranks = 1,
-    seeds: Annotated[int, typer.Option(help="Seeds per mode, besides one run in round robin.")] = 2,
+    seeds: Annotated[int, typer.Option(help="Seeds per mode, in addition to a run in round robin.")] = 2,
     warps: Warps = 0,
     select: Annotated[str, typer.Option(help="Only mutations whose name matches, e.g. 'fence*'.")] = "*",
     reasons: Annotated[
@@ -75,17 +75,17 @@ def main(
 
 
 def table(outcomes: Sequence[mutate.Outcome]) -> Table:
-    """The outcomes as a table, with a count of each verdict as its caption."""
-    found = Table("line", "operation", "verdict", "noticed", "how", title="Mutations")
+    """Returns the outcomes as a table, with a count of each verdict as its caption."""
+    rows = Table("line", "operation", "verdict", "noticed", "how", title="Mutations")
     for outcome in outcomes:
         noticed = f"{len(outcome.detections)} of {outcome.tried}"
         how = "; ".join(f"{setting}: {what}" for setting, what in outcome.detections[:3]) or outcome.reason
         line, name = str(outcome.mutation.line), outcome.mutation.key
         style = "bold red" if outcome.verdict == "NOT DETECTED" else None
-        found.add_row(line, name, outcome.verdict, noticed, how, style=style)
+        rows.add_row(line, name, outcome.verdict, noticed, how, style=style)
     counts = Counter(outcome.verdict for outcome in outcomes)
-    found.caption = ", ".join(f"{count} {verdict}" for verdict, count in counts.most_common())
-    return found
+    rows.caption = ", ".join(f"{count} {verdict}" for verdict, count in counts.most_common())
+    return rows
 
 
 if __name__ == "__main__":

@@ -1,22 +1,22 @@
-"""pytest: tests of kernels on emulated GPUs, once per mode and schedule.
+"""pytest plug-in that runs tests of kernels on emulated GPUs, once per mode and schedule.
 
-In `conftest.py`, ``pytest_plugins = ["cute_emulator.pytest_plugin"]``, or ``pytest -p`` the same.
+Enable it by ``pytest_plugins = ["cute_emulator.pytest_plugin"]`` in `conftest.py`, or by ``pytest -p``.
 Then
 
     @pytest.mark.emulated(arch="sm_100a", modes=("immediate", "lazy"), schedules=("round_robin", "shuffled"))
     def test_copy(emulator):
         ...  # tensors on "cuda", cute.compile and calls as on a GPU
 
-runs four times. A fault, a deadlock or a finding of the checks fails the test; its name in brackets says how
-it was run, and `pytest` with that name repeats it. Arguments of the mark, all optional:
+runs four times. A fault, a deadlock or a finding of the checks fails the test. Its name in brackets contains
+the setting, and `pytest` with that name reproduces it. Arguments of the mark, all optional:
 
 - `arch`: `sm_90a`, `sm_100a`, `sm_103a` or `sm_120a`;
 - `ranks`: with more than one, calls inside ``with emulator.rank(r):`` are queued and run by `emulator.run()`;
 - `modes`: of `immediate`, `random`, `lazy`; all three by default;
-- `schedules`: names as `--schedule` takes them; round robin and shuffled by default;
-- `seeds`: how many, for what has random choices;
-- `strict`: also the checks that kernels may break on purpose;
-- further ones are `Emulator`'s.
+- `schedules`: names as for `--schedule`; round robin and shuffled by default;
+- `seeds`: number of seeds, for settings with random choices;
+- `strict`: whether to enable checks that correct kernels may violate, too;
+- other arguments are passed to `Emulator`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MARK = "emulated"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Makes the mark known."""
+    """Registers the mark."""
     config.addinivalue_line(
         "markers", "emulated(arch, ranks, modes, schedules, seeds, strict): once per mode, on emulated GPUs"
     )
@@ -47,17 +47,17 @@ def settings_of(
     seeds: int = 1,
     **_: Any,
 ) -> list[Setting]:
-    """What a mark asks for; a seed that changes nothing is not tried twice."""
-    found = []
+    """Returns the settings of a mark; a seed without effect is not tried twice."""
+    settings = []
     for mode in (modes,) if isinstance(modes, str) else modes:
         for schedule in (schedules,) if isinstance(schedules, str) else schedules:
             random = mode != "immediate" or schedule == "shuffled"
-            found += [Setting.of(mode, seed, schedule) for seed in range(seeds if random else 1)]
-    return found
+            settings += [Setting.of(mode, seed, schedule) for seed in range(seeds if random else 1)]
+    return settings
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """One test per setting."""
+    """Parametrizes a test with one case per setting."""
     mark = metafunc.definition.get_closest_marker(MARK)
     if mark is None:
         return
@@ -70,7 +70,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 def emulator(request: pytest.FixtureRequest) -> Iterator[Emulator]:
-    """An open emulator; with one rank, torch's "cuda" device is its."""
+    """Provides an open emulator; with one rank, torch's "cuda" device is emulated by it."""
     mark = request.node.get_closest_marker(MARK)
     if mark is None:
         raise pytest.UsageError(f"{request.node.nodeid} takes `emulator` but is not marked `emulated`")

@@ -1,4 +1,4 @@
-"""What `check` has found, as a file: JSON, text, a page to share, or SARIF for code review."""
+"""Findings of `check` as a file: JSON, text, a page to share, or SARIF for code review."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ SUFFIXES = (".html", ".json", ".sarif", ".txt")
 
 @dataclass
 class Outcome:
-    """What one run showed.
+    """Outcome of one run.
 
     Attributes:
-        setting: how it was run.
+        setting: Setting of the run.
         verdict: `clean`, `findings`, `broke off` (fault, deadlock, trap) or `failed` (the script itself).
-        messages: the findings, or what it broke off with.
-        causes: the findings by what they come from.
-        command: repeats the run.
-        seconds: wall time.
+        messages: Findings, or the error that ended the run.
+        causes: Findings grouped by cause.
+        command: Command that reproduces the run.
+        seconds: Wall time.
     """
 
     setting: str
@@ -36,34 +36,34 @@ class Outcome:
     seconds: float = 0.0
 
 
-def told_once(outcomes: Iterable[Outcome]) -> list[tuple[str, Cause | None, str]]:
-    """Each different message with its cause, if it is a finding's, and the command that repeats it first."""
+def distinct_messages(outcomes: Iterable[Outcome]) -> list[tuple[str, Cause | None, str]]:
+    """Returns each different message with its cause, if any, and the first command that reproduces it."""
     seen: set[str] = set()
-    found: list[tuple[str, Cause | None, str]] = []
+    distinct: list[tuple[str, Cause | None, str]] = []
     for outcome in outcomes:
-        told: list[tuple[str, str, Cause | None]] = [(str(c.finding), str(c), c) for c in outcome.causes]
-        told += [(text, text, None) for text in (() if outcome.causes else outcome.messages)]
-        for key, text, cause in told:
+        messages: list[tuple[str, str, Cause | None]] = [(str(c.finding), str(c), c) for c in outcome.causes]
+        messages += [(text, text, None) for text in (() if outcome.causes else outcome.messages)]
+        for key, text, cause in messages:
             if key not in seen:
                 seen.add(key)
-                found.append((text, cause, outcome.command))
-    return found
+                distinct.append((text, cause, outcome.command))
+    return distinct
 
 
 def verdict(outcomes: list[Outcome]) -> str:
-    """The last line."""
+    """Returns the last line of a report."""
     bad = sum(outcome.verdict != "clean" for outcome in outcomes)
     return f"{bad} of {len(outcomes)} runs are not clean" if bad else f"{len(outcomes)} runs, all clean"
 
 
 def check_suffix(path: Path) -> None:
-    """Raises `ValueError` where no report can be written to a file of this name."""
+    """Raises `ValueError` if no report can be written to a file of this name."""
     if path.suffix not in SUFFIXES:
         raise ValueError(f"--report {path} must end in one of {', '.join(SUFFIXES)}")
 
 
 def write(path: Path, outcomes: list[Outcome], script: str) -> None:
-    """Writes a report; the suffix tells which."""
+    """Writes a report in the format of the suffix."""
     makes = {".json": _json, ".txt": _text, ".html": _page, ".sarif": _sarif}
     path.write_text(makes[path.suffix](outcomes, script))
 
@@ -75,7 +75,7 @@ def _json(outcomes: list[Outcome], _: str) -> str:
 def _text(outcomes: list[Outcome], script: str) -> str:
     lines = [f"{script}: {verdict(outcomes)}", ""]
     lines += [f"{o.setting:40} {o.verdict:12} {o.seconds:.1f} s" for o in outcomes]
-    for text, _, command in told_once(outcomes):
+    for text, _, command in distinct_messages(outcomes):
         lines += ["", text, f"  repeat: {command}"]
     return "\n".join(lines) + "\n"
 
@@ -97,7 +97,7 @@ def _page(outcomes: list[Outcome], script: str) -> str:
     parts = [
         f"<h2>{html.escape(text.splitlines()[0])}</h2><pre>{html.escape(text)}</pre>"
         f"<p>Repeat: <code>{html.escape(command)}</code></p>"
-        for text, _, command in told_once(outcomes)
+        for text, _, command in distinct_messages(outcomes)
     ]
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{html.escape(script)}</title>'
@@ -119,9 +119,9 @@ def _location(place: tuple[str, int]) -> Mapping[str, Any]:
 
 
 def _sarif(outcomes: list[Outcome], script: str) -> str:
-    """SARIF 2.1.0: a result for each cause, and for each way in which a run broke off."""
+    """Returns SARIF 2.1.0: a result for each cause, and for each error that ended a run."""
     results = []
-    for text, cause, command in told_once(outcomes):
+    for text, cause, command in distinct_messages(outcomes):
         places = list(cause.finding.places) if cause is not None else []
         first, *related = places or [(script, 1)]
         results.append(

@@ -1,4 +1,4 @@
-"""The ways to run a check: when asynchronous operations complete, and who takes turns how."""
+"""Settings of a check: when asynchronous operations complete, and in which order warps run."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ SCHEDULES = "round_robin, shuffled, starve:RANK, starve:warp:NUMBER, starve:cta:
 
 @dataclass(frozen=True)
 class Setting:
-    """One way to run a check.
+    """One setting of a check.
 
     Attributes:
         mode: `immediate`, `random` or `lazy`.
-        seed: of every random choice.
-        shuffled: random order of warps, of divergent lane groups and of grids, instead of round robin.
-        starved_rank: this rank runs only when no other can.
-        starved_warp: this warp of every CTA runs only when no other can.
-        starved_cta: CTAs with this x % 2 + 2 * (y % 2), so one of up to four neighbours in a cluster, run
-            only when no other can.
+        seed: Seed of every random choice.
+        shuffled: Random order of warps, of divergent lane groups and of grids, instead of round robin.
+        starved_rank: Rank that runs only when no other can.
+        starved_warp: Warp of every CTA that runs only when no other can.
+        starved_cta: Value of x % 2 + 2 * (y % 2). CTAs with this value, one of up to four neighbours in a
+            cluster, run only when no other can.
     """
 
     mode: str
@@ -36,10 +36,10 @@ class Setting:
 
     @staticmethod
     def of(mode: str, seed: int, schedule: str) -> Setting:
-        """From a schedule's name on the command line, one of `SCHEDULES`.
+        """Returns the setting of a schedule's name on the command line, one of `SCHEDULES`.
 
         Raises:
-            ValueError: Unknown mode or schedule.
+            ValueError: The mode or the schedule is unknown.
         """
         if mode not in MODES:
             raise ValueError(f"mode {mode!r} must be one of {', '.join(MODES)}")
@@ -58,7 +58,7 @@ class Setting:
 
     @property
     def schedule(self) -> str:
-        """The schedule's name on the command line."""
+        """Returns the schedule's name on the command line."""
         for what, which in (
             ("", self.starved_rank),
             ("cta:", self.starved_cta),
@@ -69,11 +69,11 @@ class Setting:
         return "shuffled" if self.shuffled else "round_robin"
 
     def options(self, strict: bool = True, also: Sequence[str] = ()) -> dict[str, Any]:
-        """The arguments of `Emulator` that make it so.
+        """Returns the arguments of `Emulator` for the setting.
 
         Args:
-            strict: Adds the checks that kernels may break.
-            also: Further checks by name.
+            strict: Whether to add the checks that correct kernels may violate.
+            also: Names of additional checks.
         """
         parties = (self.starved_rank, self.starved_cta, self.starved_warp)
 
@@ -103,11 +103,13 @@ class Setting:
 
 
 def settings(seeds: int = 2, ranks: int = 1, warps: int = 0) -> list[Setting]:
-    """Every mode in round robin, then shuffled with each seed, then with ranks, CTAs and warps starved."""
+    """Returns every mode in round robin, shuffled with each seed, and with ranks, CTAs and warps starved."""
     modes = ("immediate", "lazy", "random")
-    found = [Setting(mode) for mode in modes]
-    found += [Setting(mode, seed, shuffled=True) for seed in range(1, seeds + 1) for mode in modes]
+    chosen = [Setting(mode) for mode in modes]
+    chosen += [Setting(mode, seed, shuffled=True) for seed in range(1, seeds + 1) for mode in modes]
     if ranks > 1:
-        found += [Setting(mode, starved_rank=rank) for mode in ("lazy", "immediate") for rank in range(ranks)]
-    found += [Setting("lazy", starved_cta=number) for number in range(4)]
-    return found + [Setting(mode, starved_warp=w) for mode in ("immediate", "lazy") for w in range(warps)]
+        chosen += [
+            Setting(mode, starved_rank=rank) for mode in ("lazy", "immediate") for rank in range(ranks)
+        ]
+    chosen += [Setting("lazy", starved_cta=number) for number in range(4)]
+    return chosen + [Setting(mode, starved_warp=w) for mode in ("immediate", "lazy") for w in range(warps)]

@@ -1,7 +1,7 @@
-"""``python -m cute_emulator`` for tests: a process for each, forked where the imports are done.
+"""``python -m cute_emulator`` for tests: one forked process for each command.
 
-Importing torch, CuTe DSL and the emulator takes three seconds of processor time, most of what a command of a
-test costs. A process that has imported them, and nothing else, waits for commands and forks for each.
+Importing torch, CuTe DSL and the emulator takes three seconds of processor time, most of the time of a test's
+command. A server process that has imported them, and nothing else, forks for each command.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from typing import Any
 def emulator_command(
     *words: object, env: Mapping[str, str] | None = None, timeout: int = 300
 ) -> subprocess.CompletedProcess[str]:
-    """Runs the command, in the current directory.
+    """Runs the command in the current directory.
 
     Args:
-        *words: After ``python -m cute_emulator``.
-        env: Changes of its environment.
-        timeout: Seconds that it may take.
+        *words: Arguments after ``python -m cute_emulator``.
+        env: Changes of the command's environment.
+        timeout: Time limit in seconds.
 
     Raises:
-        subprocess.TimeoutExpired: It took longer.
+        subprocess.TimeoutExpired: The command exceeded the time limit.
     """
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder, "out"), Path(folder, "err")
-        asked = {
+        request = {
             "words": [*map(str, words)],
             "env": {**os.environ, **(env or {})},
             "cwd": str(Path.cwd()),
@@ -45,11 +45,13 @@ def emulator_command(
         }
         server = _server()
         assert server.stdin is not None and server.stdout is not None
-        server.stdin.write(json.dumps(asked) + "\n")
+        server.stdin.write(json.dumps(request) + "\n")
         server.stdin.flush()
         try:
             code = int(server.stdout.readline())
-        except BaseException:  # a test's time limit, say: what comes now would be taken for the next one's
+        except (
+            BaseException
+        ):  # such as a test's time limit: a late answer would be read as the next command's
             _end(server)
             _server.cache_clear()
             raise
@@ -60,8 +62,8 @@ def emulator_command(
 
 @functools.cache
 def _server() -> subprocess.Popen[str]:
-    """Waits for commands as long as this process holds the pipe."""
-    # The DSL reads this when it is imported; every command asks for it before that.
+    """Returns a process that waits for commands until this process closes the pipe."""
+    # The DSL reads this variable at its import; every command sets it before.
     env = {**os.environ, "CUTE_DSL_LINEINFO": "1"}
     pipe = subprocess.PIPE
     server = subprocess.Popen([sys.executable, "-m", __name__], stdin=pipe, stdout=pipe, text=True, env=env)
@@ -70,7 +72,7 @@ def _server() -> subprocess.Popen[str]:
 
 
 def _end(server: subprocess.Popen[str]) -> None:
-    """At once; a command that it waits for ends by its time-out."""
+    """Kills the server at once; a command that it waits for ends by its time limit."""
     with server:
         server.kill()
 
@@ -91,18 +93,18 @@ def _serve() -> None:
         answers.flush()
 
 
-def _command(asked: dict[str, Any]) -> None:
-    """What ``python -m cute_emulator WORDS`` does, in a forked process."""
-    signal.alarm(asked["timeout"])
-    os.chdir(asked["cwd"])
+def _command(request: dict[str, Any]) -> None:
+    """Executes ``python -m cute_emulator WORDS`` in a forked process."""
+    signal.alarm(request["timeout"])
+    os.chdir(request["cwd"])
     os.environ.clear()
-    os.environ.update(asked["env"])
-    for number, (name, mode) in enumerate(((os.devnull, "r"), (asked["out"], "w"), (asked["err"], "w"))):
+    os.environ.update(request["env"])
+    for number, (name, mode) in enumerate(((os.devnull, "r"), (request["out"], "w"), (request["err"], "w"))):
         with Path(name).open(mode) as file:
             os.dup2(file.fileno(), number)
-    path = filter(None, asked["env"].get("PYTHONPATH", "").split(os.pathsep))
-    sys.path[:0] = [asked["cwd"], *path]
-    sys.argv = ["cute_emulator", *asked["words"]]
+    path = filter(None, request["env"].get("PYTHONPATH", "").split(os.pathsep))
+    sys.path[:0] = [request["cwd"], *path]
+    sys.argv = ["cute_emulator", *request["words"]]
     runpy.run_module("cute_emulator", run_name="__main__", alter_sys=True)
     sys.exit()
 

@@ -1,8 +1,8 @@
-"""What each warp and each asynchronous operation did when, as a Chrome/Perfetto trace and as a picture.
+"""Timeline of warps and asynchronous operations, as a Chrome/Perfetto trace and as a picture.
 
-Time is that of a simple model (`machine.clocks`): each warp has a clock, async work a latency and a rate, and
-who waits goes on at the latest of what it waited for. It shows what overlaps; it is no estimate of the time a
-GPU would take::
+Time is that of a simple model (`machine.clocks`). Each warp has a clock; async work has a latency and a rate.
+A waiting warp continues at the latest time of the operations that it waited for. A timeline shows what
+overlaps; it is no estimate of the time of a GPU::
 
     trace = Trace(roles={4: "mma", 5: "load"})
     with Emulator("sm_100a", trace=trace):
@@ -34,11 +34,11 @@ _COLOURS = {
 
 @dataclass
 class Trace:
-    """Records a run; give it to the emulator as `trace=`.
+    """Recorder of a run, the argument `trace=` of the emulator.
 
     Attributes:
-        roles: names of warps by their number in the CTA, or a function of the number.
-        clocks: the model of time that fills it.
+        roles: Names of warps by their number in the CTA, or a function of the number.
+        clocks: Model of time that records the spans.
     """
 
     roles: Roles = field(default_factory=dict)
@@ -46,20 +46,20 @@ class Trace:
 
     @property
     def spans(self) -> list[Span]:
-        """What was recorded, in the order it ended."""
+        """Returns the recorded spans, in the order in which they ended."""
         return self.clocks.spans
 
     # -- output
 
     def name(self, row: int | str) -> str:
-        """What a row is called: `warp 4 (mma)`, `tensor`."""
+        """Returns the name of a row: `warp 4 (mma)`, `tensor`."""
         if isinstance(row, str):
             return row
         role = role_of(self.roles, row)
         return f"warp {row} ({role})" if role else f"warp {row}"
 
     def chrome(self) -> dict[str, Any]:
-        """The trace in Chrome's JSON format; one cycle of the model is shown as one microsecond."""
+        """Returns the trace in Chrome's JSON format; one cycle of the model is shown as one microsecond."""
         events: list[dict[str, Any]] = []
         for pid, (place, rows) in enumerate(self._by_row().items()):
             launch, rank, cta = place
@@ -75,13 +75,13 @@ class Trace:
         Path(path).write_text(json.dumps(self.chrome()))
 
     def save_html(self, path: str | Path, title: str = "Who does what when") -> None:
-        """Writes a page with the timeline, which zooms; it needs no network and no other file.
+        """Writes a page with a timeline that zooms; the page needs no network and no other file.
 
         Raises:
-            ValueError: nothing was recorded.
+            ValueError: Nothing was recorded.
         """
         if not self.spans:
-            raise ValueError("the trace is empty: was it given to an emulator that ran a kernel?")
+            raise ValueError("the trace is empty: pass it as trace= to an emulator that runs a kernel")
         groups = [
             {
                 "name": f"rank {rank}, launch {launch}, CTA {cta}",
@@ -105,10 +105,10 @@ class Trace:
         """Draws one row per warp and kind of operation of the first `max_ctas` CTAs.
 
         Raises:
-            ValueError: nothing was recorded.
+            ValueError: Nothing was recorded.
         """
         if not self.spans:
-            raise ValueError("the trace is empty: was it given to an emulator that ran a kernel?")
+            raise ValueError("the trace is empty: pass it as trace= to an emulator that runs a kernel")
         import matplotlib
 
         matplotlib.use("Agg", force=False)
@@ -116,7 +116,7 @@ class Trace:
         from matplotlib.patches import Patch
 
         shown = list(self._by_row().items())[:max_ctas]
-        rows = [(place, row, spans) for place, found in shown for row, spans in found.items()]
+        rows = [(place, row, spans) for place, by_row in shown for row, spans in by_row.items()]
         figure, axes = pyplot.subplots(figsize=(14, 1 + 0.28 * len(rows)), layout="constrained")
         for y, (_, _, spans) in enumerate(rows):
             for kind in sorted({s.kind for s in spans}):
@@ -135,11 +135,11 @@ class Trace:
         pyplot.close(figure)
 
     def _by_row(self) -> dict[Place, dict[int | str, list[Span]]]:
-        """Spans by CTA and row: warps first, in order, then asynchronous work."""
-        found: dict[Place, dict[int | str, list[Span]]] = {}
+        """Returns spans by CTA and row: warps first, in order, then asynchronous work."""
+        grouped: dict[Place, dict[int | str, list[Span]]] = {}
         for span in sorted(self.spans, key=lambda s: (s.place, isinstance(s.row, str), str(s.row).zfill(3))):
-            found.setdefault(span.place, {}).setdefault(span.row, []).append(span)
-        return found
+            grouped.setdefault(span.place, {}).setdefault(span.row, []).append(span)
+        return grouped
 
 
 def _metadata(name: str, pid: int, tid: int, value: str) -> dict[str, Any]:

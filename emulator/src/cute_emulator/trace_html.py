@@ -1,4 +1,4 @@
-"""The page that `Trace.save_html` writes: a timeline in one file that zooms and needs no network."""
+"""Page that `Trace.save_html` writes: a timeline in one file that zooms and needs no network."""
 
 from __future__ import annotations
 
@@ -102,14 +102,14 @@ draw();
 
 
 def page(title: str, groups: list[dict[str, Any]], end: int, colours: dict[str, str]) -> str:
-    """The page.
+    """Returns the page.
 
     Args:
-        title: Its title.
-        groups: One for each CTA: `name` and `rows`, each with `name`, `separate` (whether its spans are
-            operations of their own) and `spans`: begin, end, kind, what and instructions.
+        title: Title of the page.
+        groups: One group per CTA: `name` and `rows`. Each row has `name`, `separate` (whether its spans are
+            individual operations) and `spans`: begin, end, kind, what and instructions.
         end: Last time.
-        colours: Of each kind.
+        colours: Colour of each kind.
     """
     data = json.dumps({"groups": groups, "end": end, "colours": colours}).replace("<", "\\u003c")
     text = title.replace("&", "&amp;").replace("<", "&lt;")

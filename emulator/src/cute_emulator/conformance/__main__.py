@@ -1,4 +1,4 @@
-"""``python -m cute_emulator.conformance``: runs every pair, and says which is not as it should be."""
+"""``python -m cute_emulator.conformance``: runs every pair, and prints which pairs fail."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cute_emulator.conformance import CASES, findings
 
 
 def main() -> int:
-    """Prints one line for each pair; ends with 1 if a bug was not found or a fixed twin was."""
+    """Prints one line for each pair; returns 1 if a bug has no finding or a fixed twin has one."""
     begin, bad = time.perf_counter(), 0
     for case in CASES:
         wrong, right = findings(case.broken, case.strict), findings(case.fixed, case.strict)

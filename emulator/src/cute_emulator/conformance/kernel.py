@@ -1,4 +1,4 @@
-"""Hand-written kernels: PTX text, its memory and launches, and running it on the machine."""
+"""Hand-written kernels: PTX text, its memory and launches, and their execution on the machine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ cvt.u32.u64 %r14, %d4;
 setp.eq.b32 %p0, %r0, 0; setp.eq.b32 %p1, %r1, 0; setp.eq.b32 %p2, %r1, 1; setp.eq.b32 %p3, %r2, 0;
 setp.eq.b32 %p4, %r13, 0; setp.eq.b32 %p5, %r14, 0;
 """
-"""What every kernel of a case begins with.
+"""First instructions of every kernel of a case.
 
 %d0, %d1, %d2: data, output and flags in global memory; %d3: the tensor map; %d4 and %r14: the rank. %d10 to
 %d12: this thread's word of the first three. %r0 to %r2: thread, warp, lane; %r10, %r12: `buf` and the
@@ -39,11 +39,11 @@ rank 0.
 SMEM = ".shared .align 1024 .b8 buf[{buf}]; .shared .align 8 .b64 bar; .shared .align 8 .b64 bar2; "
 SMEM += ".shared .align 4 .b32 slot;"
 WORDS = 2048
-"""Of each array in global memory."""
+"""Words of each array in global memory."""
 
 
 def module(body: str, nparams: int, smem: str = "", target: str = "sm_100a", head: str = "") -> str:
-    """A module with one entry `k`, whose 64-bit parameters are loaded into %d0, %d1, .."""
+    """Returns a module with one entry `k`, whose 64-bit parameters are loaded into %d0, %d1, ..."""
     params = ", ".join(f".param .u64 k_{n}" for n in range(nparams))
     loads = "".join(f"ld.param.u64 %d{n}, [k_{n}];\n" for n in range(nparams))
     directives, head = (head, "") if head.startswith((".max", ".req")) else ("", head)
@@ -54,7 +54,7 @@ def module(body: str, nparams: int, smem: str = "", target: str = "sm_100a", hea
 
 
 def aligned(count: int, dtype: Any = np.uint32, fill: Any = 0) -> np.ndarray:
-    """An array that starts at a multiple of 128 bytes."""
+    """Returns an array that starts at a multiple of 128 bytes."""
     size = count * np.dtype(dtype).itemsize
     raw = np.empty(size + 128, np.uint8)
     start = -raw.ctypes.data % 128
@@ -64,7 +64,7 @@ def aligned(count: int, dtype: Any = np.uint32, fill: Any = 0) -> np.ndarray:
 
 
 def launch(ptx: str, args: list[Any], **shape: Any) -> Launch:
-    """A launch of `k` whose parameters are arrays (their addresses) or ints."""
+    """Returns a launch of `k` whose parameters are arrays (their addresses) or ints."""
     values = [a.ctypes.data if isinstance(a, np.ndarray) else a for a in args]
     params = tuple(struct.pack("<Q", v & (1 << 64) - 1) for v in values)
     shape = {"grid": (1, 1, 1), "block": (32, 1, 1), **shape}
@@ -84,15 +84,15 @@ class Kernel:
 
     Attributes:
         bodies: PTX after the prelude, one for each launch of the stream, in order.
-        shape: Of the launch, as `Launch` has it; of the launches after the first `programmatic` is what
-            their place says in `dependent`.
-        dependent: For each launch whether it is a programmatic dependent launch.
-        ranks: How many run the same launches; the memory is the last rank's.
+        shape: Launch shape, in the names of `Launch`. For launches after the first, `programmatic` is taken
+            from `dependent`.
+        dependent: Whether each launch is a programmatic dependent launch.
+        ranks: Number of ranks that run the same launches; the memory is the last rank's.
         buf: Bytes of `buf` in shared memory.
-        options: Of the machine.
+        options: Options of the machine.
         head: Directives of the entry, such as `.maxnreg 64`.
-        arch: The architecture.
-        tensor_map: Makes the 128 bytes of the tensor map from the address of the output.
+        arch: Architecture.
+        tensor_map: Function of the address of the output that returns the 128 bytes of the tensor map.
         multicast: Whether %d2 is a multicast address, of the output and a copy of it on another rank.
     """
 
@@ -108,7 +108,7 @@ class Kernel:
     multicast: bool = False
 
     def ptx(self, number: int = 0) -> str:
-        """The text of one of its launches."""
+        """Returns the PTX text of one launch."""
         return module(
             PRELUDE + self.bodies[number], 5, SMEM.format(buf=self.buf), target=self.arch, head=self.head
         )
@@ -116,10 +116,10 @@ class Kernel:
     def run(
         self, mode: str = "immediate", seed: int = 0, shuffled: bool = False, strict: bool = False
     ) -> Machine:
-        """Runs it once.
+        """Runs the launches once.
 
         Raises:
-            EmulatorError: What ends a run: a fault, a deadlock.
+            EmulatorError: A fault or a deadlock ended the run.
         """
         m = Machine(self.arch, self.ranks, **options(mode, seed, shuffled, strict), **self.options)
         data, out, flags, tmap = (aligned(n) for n in (WORDS, WORDS, WORDS, 32))
@@ -149,12 +149,12 @@ class Case:
     """A bug and its fixed twin.
 
     Attributes:
-        name: What is wrong, unique.
-        rule: The rule's name on the page of rules.
-        kinds: What finds it, one of these: kinds of findings, or names of errors that end a run.
-        broken: The kernel, or script of the host, with the bug.
-        fixed: The same without it.
-        strict: Whether only checks that must be asked for find it.
+        name: Description of the bug, unique.
+        rule: Name of the rule on the page of rules.
+        kinds: Kinds of findings, or names of errors that end a run; one of them must occur.
+        broken: Kernel, or script of the host, with the bug.
+        fixed: Kernel or script without the bug.
+        strict: Whether only checks that are not enabled by default detect the bug.
     """
 
     name: str
@@ -170,19 +170,19 @@ RUNS: tuple[dict[str, Any], ...] = (
     {"mode": "lazy"},
     {"mode": "random", "seed": 1, "shuffled": True},
 )
-"""How each kernel is run: the default first, then as `check` does."""
+"""Settings of each kernel's runs: the default first, then those of `check`."""
 
 
 def findings(
     kernel: Kernel | Script, strict: bool = False, runs: Iterable[Mapping[str, Any]] = RUNS
 ) -> list[str]:
-    """Kinds of what was found in some runs of a kernel or script, errors by name; sorted."""
-    found = set()
-    for how in runs:
+    """Returns the sorted kinds of findings in some runs of a kernel or script, errors by name."""
+    kinds = set()
+    for setting in runs:
         try:
-            machine = kernel.run(**how, strict=strict)
+            machine = kernel.run(**setting, strict=strict)
         except EmulatorError as error:
-            found.add(type(error).__name__)
+            kinds.add(type(error).__name__)
         else:
-            found |= {finding.kind for finding in machine.report.findings}
-    return sorted(found)
+            kinds |= {finding.kind for finding in machine.report.findings}
+    return sorted(kinds)

@@ -1,4 +1,4 @@
-"""A launch that is running: its clusters, and what they share."""
+"""A launch in flight: its clusters and the state that they share."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ def max_smem(arch: str) -> int:
 
 
 class Grid:
-    """One running launch.
+    """One launch in flight.
 
     Attributes:
-        program: The translated entry.
+        program: Translated entry.
         symbols: Addresses of the module's variables on this rank.
         params: Parameter space.
         const: Constant bank of this rank.
         smem_bytes: End of a CTA's shared memory, the system's first KiB included.
-        number: Counts the launches that have begun.
-        launch_order: Counts the launches in order of submission.
-        footprint: What a CTA takes of an SM.
-        triggers: CTAs that have executed `griddepcontrol.launch_dependents`.
-        prerequisite: The grid beside which this one may run, as its programmatic dependent.
-        over: Groups that wait for its end.
-        pairs: Whether its tcgen05 instructions name CTA pairs; None before the first.
-        is_over: Whether it has ended, its bulk stores included.
-        final: What it has known in the end.
+        number: Position of the launch in the order of beginning.
+        launch_order: Position of the launch in the order of submission.
+        footprint: Resources of an SM that one CTA occupies.
+        triggers: Number of CTAs that have executed `griddepcontrol.launch_dependents`.
+        prerequisite: Grid that this grid may overlap as its programmatic dependent.
+        over: Groups that wait for the grid's end.
+        pairs: Whether the grid's tcgen05 instructions name CTA pairs; None before the first.
+        is_over: Whether the grid has ended, its bulk stores included.
+        final: Happens-before state at the end of the grid.
     """
 
     machine: Machine
@@ -132,10 +132,10 @@ class Grid:
             )
 
     def usage(self) -> Usage:
-        """What it takes of the device."""
+        """Returns the resources of the device that the grid uses."""
         launch, need = self.launch, self.footprint
-        asked, registers = self.smem_bytes - SMEM_BASE, need.registers // need.threads
-        return Usage(launch.entry, launch.grid, launch.block, launch.cluster, asked, registers, *need.bound())
+        smem, registers = self.smem_bytes - SMEM_BASE, need.registers // need.threads
+        return Usage(launch.entry, launch.grid, launch.block, launch.cluster, smem, registers, *need.bound())
 
     def _origins(self) -> Iterator[tuple[int, int, int]]:
         (gx, gy, gz), (cx, cy, cz) = self.launch.grid, self.launch.cluster
@@ -146,7 +146,7 @@ class Grid:
 
     @property
     def exhausted(self) -> bool:
-        """Whether every cluster has become resident, or been cancelled."""
+        """Returns whether every cluster has become resident or was cancelled."""
         return not self._waiting
 
     def start_cluster(self, sms: list[int]) -> None:
@@ -169,7 +169,7 @@ class Grid:
         return self._waiting.popleft()
 
     def depend(self, before: Grid) -> None:
-        """It may run beside the grid before it, of which it knows nothing until `griddepcontrol.wait`.
+        """Lets the grid overlap an earlier one; only `griddepcontrol.wait` orders it after that grid's work.
 
         PTX ISA 9.7.13.13: "If the prerequisite grid is using griddepcontrol.launch_dependents, then the
         dependent grid must use griddepcontrol.wait to ensure correct functional execution."
@@ -179,12 +179,12 @@ class Grid:
 
     @property
     def lets_dependents_begin(self) -> bool:
-        """Whether each of its CTAs has said so or has ended."""
+        """Returns whether each CTA of the grid has triggered its dependents or has ended."""
         running = sum(cta.triggers and bool(cta.live_warps) for c in self._running for cta in c.ctas)
         return running + self.ended >= self.total
 
     def trigger(self, cta: Cta) -> None:
-        """A CTA lets dependents begin (`griddepcontrol.launch_dependents`)."""
+        """Records that a CTA lets dependents begin (`griddepcontrol.launch_dependents`)."""
         if not cta.triggers:
             cta.triggers = True
             self.triggers += 1
@@ -192,7 +192,7 @@ class Grid:
                 self.triggered(self)
 
     def cta_exited(self, cta: Cta) -> None:
-        """Counts a CTA out; its cluster's memory goes when all of them have ended."""
+        """Records the end of a CTA; the cluster's memory is released when all its CTAs have ended."""
         self.checks.cta_exit(cta)
         for first in {*cta.tmem_owner.tolist()} - {0}:
             cta.columns.free(first - 1, int((cta.tmem_owner == first).sum()))
@@ -211,7 +211,7 @@ class Grid:
             self.triggered(self)
 
     def joined(self, slot: int, mask: int, new: Any, old: Any) -> Any:
-        """`new` in the lanes of `mask`, `old` elsewhere, for register `slot`."""
+        """Returns `new` in the lanes of `mask`, `old` elsewhere, for register `slot`."""
         return new if new is old else _joined(self.program.widths[slot], mask, new, old)
 
     def __str__(self) -> str:
@@ -219,7 +219,7 @@ class Grid:
 
 
 def bank(nbytes: int, pieces: dict[int, bytes]) -> bytes:
-    """A constant bank with initial contents."""
+    """Returns a constant bank with initial contents."""
     out = np.zeros(nbytes, np.uint8)
     for at, data in pieces.items():
         if at + len(data) > nbytes:

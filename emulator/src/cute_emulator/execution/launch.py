@@ -1,4 +1,4 @@
-"""A kernel launch, and the machine that runs launches of several ranks side by side."""
+"""A kernel launch, and the machine that runs launches of several ranks concurrently."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ Dim3 = tuple[int, int, int]
 SM_COUNT = {"sm_90a": 132, "sm_100a": 148, "sm_103a": 148, "sm_120a": 188}
 SUMS = ("device", "exact", "bitwise")
 TRIGGER = "griddepcontrol.launch_dependents"
-COPY_ENGINES = 16  # of each rank; as many copies as streams, for all that can be told
+COPY_ENGINES = 16  # of each rank: copies of that many streams run concurrently
 
 
 @contextmanager
 def _collecting_only_its_own() -> Iterator[None]:
-    """Keeps Python's garbage collector to what is made inside, and collects that in the end.
+    """Limits Python's garbage collector to objects created inside, and collects those at the end.
 
-    A process that has compiled a kernel holds half a million objects; going through them takes as long as a
-    small GEMM, and runs make enough objects to cause it.
+    A process that has compiled a kernel holds half a million objects. Scanning them takes as long as a small
+    GEMM, and a run creates enough objects to trigger scans.
     """
-    if gc.get_freeze_count():  # somebody else's decision
+    if gc.get_freeze_count():  # the caller has already frozen objects
         yield
         return
     gc.freeze()
@@ -59,21 +59,21 @@ class Launch:
     """One kernel launch.
 
     Attributes:
-        ptx: Text of the PTX module.
+        ptx: PTX text of the module.
         entry: Name of the `.entry` to run.
         grid: Number of CTAs along x, y, z (of CTAs, not of clusters).
         block: Threads of a CTA along x, y, z.
         cluster: CTAs of a cluster along x, y, z.
         dynamic_smem: Bytes of dynamic shared memory of a CTA.
-        params: One blob per kernel parameter, each as long as `entry_params` says.
+        params: One blob per kernel parameter, with the sizes of `entry_params`.
         rank: The rank that launches.
         stream: Launches of one (rank, stream) run one after the other, in order of submission.
         cooperative: Every CTA of the grid must be resident at once.
         programmatic: Programmatic dependent launch: may start before its predecessor in the stream ended.
         const_image: Initial bytes of `.const` symbols of this rank (NVSHMEM's device state).
-        engine: A copy engine's work, which takes no room on the rank's SMs.
-        ignore: Kinds of findings that are not kept of this module.
-        work: What it is to the host, in words `work.what`; None where the host is no party.
+        engine: Whether a copy engine executes the launch, which then occupies no SM.
+        ignore: Kinds of findings that are discarded for this module.
+        work: The host's record of the launch, described by `work.what`; None without a host timeline.
     """
 
     ptx: str
@@ -97,32 +97,33 @@ class Machine:
     """GPUs of one or more ranks that share one address space.
 
     Args:
-        arch: One of `SM_COUNT`; sm_120a has the other architectures' room for CTAs, but for shared memory.
+        arch: One of `SM_COUNT`; sm_120a has the residency limits of the others, except for shared memory.
         ranks: Number of ranks.
         mode: When async operations take effect: `immediate`, `random` or `lazy` (`machine.asyncq`).
-        seed: Of every random choice; a run is a function of its inputs and this.
-        schedule: How warps take turns.
+        seed: Seed of every random choice; a run is a function of its inputs and the seed.
+        schedule: Order in which warps run.
         checks: Names out of `CHECKS`, the default, `STRICT_CHECKS` and `OPTIONAL_CHECKS`.
-        num_sms: SMs of each rank, or of all; the default is the architecture's number. What is resident at
-            once on them: `machine.residency`.
+        num_sms: SMs of each rank, or one number for all ranks; the default is the architecture's number.
+            `machine.residency` defines how many CTAs are resident on them at once.
         progress: Called now and then during `run` with the number of warp instructions so far.
-        limit: Warp instructions, of all its runs, after which it breaks off; None for no limit.
-        trace: Records what each warp and each async operation did when.
+        limit: Largest number of warp instructions over all runs; None for no limit.
+        trace: Recorder of the times of each warp and each async operation.
         roles: Names of a CTA's warps by their number, or a function of it; the default is the trace's.
-        ignore: Kinds of findings that are not kept, such as `exit-pending`.
-        sums: One of `SUMS`: whether products of fp8 accumulate with as few bits as the device has, or exactly
-            enough for float32; "bitwise": those of 16-bit types, too, are added one instruction after the
-            other by a rule in which a value's place plays no part (`numbers.tensor_cores`).
+        ignore: Kinds of findings that are discarded, such as `exit-pending`.
+        sums: One of `SUMS`. "device": products of fp8 accumulate with the device's number of bits; "exact":
+            exactly enough for float32; "bitwise": as "device", and products of 16-bit types are also added
+            instruction by instruction, by a rule that is independent of an element's position
+            (`numbers.tensor_cores`).
 
     Attributes:
         memory: Registry of global memory.
         report: Findings, instruction count, time, printed lines.
-        faults: Faults on purpose, see `machine.inject`.
+        faults: Injected faults (`machine.inject`).
         intercepts: Handlers of device functions by name (see `intercept`).
-        residency: Each rank's SMs.
-        engines: Each rank's copy engines.
-        old: What loads may still find, see `machine.stale`.
-        ended: Called when a run has ended, while all is known of it.
+        residency: SMs of each rank.
+        engines: Copy engines of each rank.
+        old: Overwritten values that loads may still return (`machine.stale`).
+        ended: Callback at the end of a run, before the state of the run is dropped.
     """
 
     def __init__(
@@ -149,7 +150,7 @@ class Machine:
         unknown = set(checks) - set(CHECKS) - set(STRICT_CHECKS) - set(OPTIONAL_CHECKS)
         if unknown or ranks < 1:
             known = ", ".join(CHECKS + STRICT_CHECKS + OPTIONAL_CHECKS)
-            raise ValueError(f"{ranks=} must be positive and checks among {known}, not {sorted(unknown)}")
+            raise ValueError(f"{ranks=} must be positive and checks among {known}, got {sorted(unknown)}")
         if none := [kind for kind in ignore if kind not in KINDS]:
             unknown_kinds = ", ".join(map(repr, none))
             raise ValueError(f"no findings are of kind {unknown_kinds}; kinds: {', '.join(KINDS)}")
@@ -189,7 +190,7 @@ class Machine:
         self.ended: Callable[[], object] = lambda: None
 
     def role(self, warp: int) -> str:
-        """What a CTA's warp of this number is for, as far as it was told."""
+        """Returns the role of a CTA's warp by its number, as far as roles were provided."""
         return role_of(self._roles, warp)
 
     def intercept(self, name: str, handler: Callable[..., Any]) -> None:
@@ -217,16 +218,16 @@ class Machine:
         self._streams.launch(launch)
 
     def record(self, rank: int, stream: int) -> StreamEvent:
-        """An event that is done when all that a stream has been given so far has ended."""
+        """Returns an event that completes when all work submitted to the stream so far has ended."""
         return self._streams.record((rank, stream))
 
     def wait(self, rank: int, stream: int, event: StreamEvent) -> None:
-        """Launches submitted to a stream from now on begin when an event, of any stream, is done."""
+        """Delays later launches of a stream until an event, of any stream, completes."""
         self._streams.wait((rank, stream), event)
 
     @_collecting_only_its_own()
     def run(self) -> None:
-        """Runs all submitted launches, ranks side by side, until none is left.
+        """Runs all submitted launches, ranks concurrently, until none is left.
 
         Raises:
             EmulatorError: A kernel failed; the machine has dropped all launches.
@@ -259,7 +260,7 @@ class Machine:
             self.report.seconds += time.perf_counter() - begin
 
     def printed(self, text: str) -> None:
-        """A kernel's printf."""
+        """Records the output of a kernel's printf and prints it."""
         self.report.output.append(text)
         print(text, end="" if text.endswith("\n") else "\n")
 
@@ -309,19 +310,19 @@ class Machine:
         return Grid(self, launch, code, symbols, bank(nbytes, pieces), number, order)
 
     def _module(self, code: Program, rank: int) -> tuple[dict[str, int], list[Any]]:
-        """Module-scope `.global` variables live as long as the machine, once per rank."""
+        """Returns module-scope `.global` variables, allocated once per rank for the machine's lifetime."""
         key = (id(code), rank)
         if key not in self._modules:
             keep: list[Any] = [code]
             symbols: dict[str, int] = {}
-            found = [v for v in code.module.variables.values() if v.space == "global"]
-            for v in found:
+            variables = [v for v in code.module.variables.values() if v.space == "global"]
+            for v in variables:
                 storage = np.zeros(max(v.nbytes, len(v.init)) + v.align, np.uint8)
                 address = -(-storage.ctypes.data // v.align) * v.align
                 self.memory.register(address, v.nbytes, rank, v.name, "module")
                 symbols[v.name] = address
                 keep.append(storage)
-            for v in found:
+            for v in variables:
                 data = bytearray(v.init)
                 for at, name in v.refs:
                     data[at : at + 8] = {**code.symbol_addresses(), **symbols}[name].to_bytes(8, "little")

@@ -1,4 +1,4 @@
-"""The scheduler: which warp runs next, when async work happens, and what a deadlock is."""
+"""Scheduler: which warp runs next, when async work takes effect, and when a state is a deadlock."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ if TYPE_CHECKING:
 
 ORDERS = ("round_robin", "random")
 QUANTUM = 64  # items a warp runs before the next one
-PATIENCE = 10_000  # looks that loops that count them are granted while nothing happens, before a deadlock
-JUMPS = 64  # of the clock while nothing happens, before a deadlock
-EXPIRIES = 1000  # waits in a row that may expire and be tried again while nothing happens, likewise
-LONGEST_JUMP = 1000 << 32  # ns; many of them, and the clock still has 64 bits
+PATIENCE = 10_000  # polls without progress of a loop that counts polls, before a deadlock is reported
+JUMPS = 64  # jumps of the clock without progress, before a deadlock is reported
+EXPIRIES = 1000  # consecutive waits that expire and are retried without progress, before a deadlock
+LONGEST_JUMP = 1000 << 32  # ns; the clock keeps 64 bits after many such jumps
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How warps take turns.
+    """Order in which warps run.
 
     Attributes:
         order: `round_robin`, or `random` (next warp and the length of its turn drawn from the seed).
-        lanes: Whether divergent lane groups take turns in random order instead of lowest instruction first.
-        starved: Warps that run only when nobody else can: `starved(rank, ctaid, warp)`.
-        grids: Whose clusters become resident first where kernels of several streams wait for room: those of
-            the one that was submitted first (`submission`), or of any (`random`).
+        lanes: Whether divergent lane groups run in random order instead of lowest instruction first.
+        starved: Predicate `starved(rank, ctaid, warp)`: such a warp runs only when no other warp can.
+        grids: Order in which waiting kernels of several streams make clusters resident: `submission` (first
+            submitted first), or `random`.
     """
 
     order: str = "round_robin"
@@ -52,8 +52,8 @@ class Schedule:
             raise ValueError(f"order={self.order!r} must be one of {', '.join(ORDERS)}")
 
 
-def _stands(group: Group) -> tuple[Any, ...]:
-    """Where a group is, and what the registers hold that matter there."""
+def _state_of(group: Group) -> tuple[Any, ...]:
+    """Returns a group's position and its live registers."""
     held = (group.R[slot] for slot in group.warp.grid.program.live_in(group.pc))
     return group.place, [v.tobytes() if v.__class__ is ndarray else v for v in held]
 
@@ -65,9 +65,9 @@ class Scheduler:
         progress: Grows with every event that can let a parked warp go on.
         executed: Warp instructions run.
         clock: Virtual nanoseconds, read by `%globaltimer` and `%clock64`.
-        limit: Warp instructions, of all runs, after which one is broken off.
-        clocks: The model of time, where a trace is wanted.
-        ran: The items that ran of each program.
+        limit: Largest number of warp instructions over all runs.
+        clocks: Model of time, if a trace is recorded.
+        ran: Items that ran, by program.
     """
 
     def __init__(self, engine: AsyncEngine, schedule: Schedule, seed: int) -> None:
@@ -110,24 +110,24 @@ class Scheduler:
             (self.hungry if late else self.queue).append(warp)
 
     def read_clock(self, warp: Warp) -> int:
-        """Virtual time; whoever reads it in a polling loop is woken by its passing."""
+        """Returns virtual time; a group that reads it in a polling loop is woken when time passes."""
         for group in warp.groups:
             group.clock = True
         return self.clock
 
     def poll(self, group: Group, why: str, counting: bool = False) -> None:
-        """Parks a group that polls: it wakes when what it polls changes, or when time must pass.
+        """Parks a polling group until the polled value changes, or until time must pass.
 
-        A loop that counts its looks may end by itself: `counting` grants it more of them before a deadlock
-        is called.
+        A loop that counts its polls may end by itself: `counting` allows it more polls before a deadlock is
+        reported.
         """
         self.pollers[id(group)] = group
         if counting and self._patience > 0:
             self._patience -= 1
             self.progress += 1
         if group.clock and not counting:
-            # Where the same wait stands still, its loop has left all registers that matter as they were.
-            stands = _stands(group)
+            # A wait makes no progress if its loop leaves all live registers unchanged.
+            stands = _state_of(group)
             self._went_on |= group.stood is not None and stands != group.stood
             group.stood = stands
         group.park(why)
@@ -141,11 +141,11 @@ class Scheduler:
         group.park("nanosleep")
 
     def items(self, program: Program) -> Items:
-        """A program's items, which tell those that ran."""
-        found = self.ran.get(program)
-        if found is None:
-            found = self.ran[program] = Items(program, self.clocks)
-        return found
+        """Returns a program's items; they record which of them ran."""
+        items = self.ran.get(program)
+        if items is None:
+            items = self.ran[program] = Items(program, self.clocks)
+        return items
 
     # -- running ---------------------------------------------------------------------------------
 
@@ -154,7 +154,7 @@ class Scheduler:
 
         Raises:
             Deadlock: Nothing can go on.
-            EmulatorError: There is no end within `limit`, or a kernel failed.
+            EmulatorError: The run exceeds `limit`, or a kernel failed.
         """
         queue, random_order = self.queue, self.schedule.order == "random"
         turns = 0
@@ -227,7 +227,7 @@ class Scheduler:
                 error.line = error.line or next((ins.line for ins in program.instructions_of(pc)), 0)
                 error.show(program.module.text)
                 if self._jumps and isinstance(error, KernelTrap):
-                    # A bounded wait that has run out: without the bound this would have been a deadlock.
+                    # A bounded wait has expired: without the bound this would be a deadlock.
                     error.add(self.describe("only time could pass; where the warps stood:"))
                 raise
             except Exception as error:
@@ -283,8 +283,7 @@ class Scheduler:
         if self._let_time_pass():
             return True
         if self.progress != self._last_soft_wake and self.pollers:
-            # A poll may only have been a peek: let everyone look once more, and see whether anything comes
-            # of it.
+            # A poll may be a single test, not a loop: all polling groups run once more before a deadlock.
             self._release(list(self.pollers.values()))
             self._last_soft_wake = self.progress
             return True
@@ -306,13 +305,13 @@ class Scheduler:
         if watching and self._jumps < JUMPS:
             self._peeking = not self._peeking
             if self._peeking:
-                # A later time can end a wait for good. Before that everybody who polls looks once more: it
-                # may be parked at what was a peek, or its loop polls two places, of which one changed between
-                # its last look there and its being parked at the other.
+                # A later time can end a wait. Before that, all polling groups run once more: a group may be
+                # parked at a single test. Or its loop polls two addresses, and one changed between its last
+                # poll there and its parking at the other.
                 self._release(list(self.pollers.values()))
                 return True
-            # Nothing else can happen before these see a later time: jump further each time, so that a bounded
-            # wait ends after a few looks whatever its bound.
+            # Only a later time can wake these groups. Each jump is longer than the one before, so that a
+            # bounded wait ends after a few polls whatever its bound.
             self._jumps += 1
             self.clock += min(1000 << self._jumps, LONGEST_JUMP)
             self._release(watching)
@@ -327,13 +326,13 @@ class Scheduler:
             group.wake()
 
     def moved(self) -> None:
-        """Something really happened: time may be slow again."""
+        """Records progress: the clock's jumps and the number of expiries are reset."""
         self.progress += 1
         self._jumps = 0
         self._expiries = EXPIRIES
 
     def describe(self, what: str) -> str:
-        """Where every warp stands, below a headline."""
+        """Returns a headline followed by the position of every warp."""
         lines = [what]
         for warp in self.live.values():
             for group in warp.groups:
@@ -366,7 +365,7 @@ class Scheduler:
         return lines
 
     def reset(self) -> None:
-        """Forgets all warps, and how long those of this run have waited."""
+        """Drops all warps, and the times that warps of this run have waited."""
         for waiting in (self.queue, self.hungry, self.live, self.pollers, self.sleepers):
             waiting.clear()  # type: ignore[attr-defined]
         self.faults.let_go()

@@ -128,8 +128,8 @@ class Emulator:
             for change in hardware_info(lambda: self.device):
                 opened.enter_context(change)
             opened.enter_context(triton.served(self))
-            opened.callback(clients.tell_closed)
-            clients.tell_opened(self)
+            opened.callback(clients.call_closed)
+            clients.call_opened(self)
             self._opened = opened.pop_all()
         return self
 

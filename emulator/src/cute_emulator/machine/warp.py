@@ -344,7 +344,9 @@ class Cta:
     def called(self, at: int) -> str:
         """The name that the source gives to a place of its shared memory, in brackets; or nothing."""
         program = self.grid.program
-        found = name(program.module.whole, program.entry.name, program.smem_symbols, self.grid.smem_bytes, at)
+        found = name(
+            program.module.original, program.entry.name, program.smem_symbols, self.grid.smem_bytes, at
+        )
         return f" ({found})" if found else ""
 
     def rows(self, width: int, count: int) -> np.ndarray:

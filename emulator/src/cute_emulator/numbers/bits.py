@@ -1,4 +1,7 @@
-"""Bit-field functions of PTX 9.7.1, lane by lane: rare, so simple beats fast; and dot products of bytes."""
+"""Bit-field functions of PTX 9.7.1 and dot products of bytes, computed lane by lane.
+
+These instructions are rare: simple code is preferred to fast code.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +13,25 @@ from cute_emulator.numbers.lanes import MASK, Value, _each
 
 
 def popc(a: Value, width: int, sign: bool) -> Value:
-    """`popc`: number of one bits."""
+    """Returns the number of one bits (`popc`)."""
     return _each(int.bit_count, 32, a)
 
 
 def clz(a: Value, width: int, sign: bool) -> Value:
-    """`clz`: number of leading zeros."""
+    """Returns the number of leading zeros (`clz`)."""
     return _each(lambda x: width - x.bit_length(), 32, a)
 
 
 def brev(a: Value, width: int, sign: bool) -> Value:
-    """`brev`: bits in reverse order."""
+    """Returns the bits in reverse order (`brev`)."""
     return _each(lambda x: int(f"{x:0{width}b}"[::-1], 2), width, a)
 
 
 def bfe(a: Value, position: Value, length: Value, width: int, sign: bool) -> Value:
-    """`bfe`: a bit field, sign-extended for signed types (its sign is clamped to the register's top bit)."""
+    """Returns a bit field (`bfe`), sign-extended for signed types.
+
+    The position of its sign is clamped to the register's top bit.
+    """
 
     def field(x: int, pos: int, n: int) -> int:
         pos, n = pos & 0xFF, n & 0xFF
@@ -41,7 +47,7 @@ def bfe(a: Value, position: Value, length: Value, width: int, sign: bool) -> Val
 
 
 def bfi(a: Value, b: Value, position: Value, length: Value, width: int, sign: bool) -> Value:
-    """`bfi`: inserts the low bits of `a` into `b`."""
+    """Returns `b` with the low bits of `a` inserted (`bfi`)."""
 
     def insert(x: int, y: int, pos: int, n: int) -> int:
         hole = ((1 << (n & 0xFF)) - 1) << (pos & 0xFF) & MASK[width]
@@ -51,7 +57,7 @@ def bfi(a: Value, b: Value, position: Value, length: Value, width: int, sign: bo
 
 
 def bfind(a: Value, width: int, sign: bool, shift: bool) -> Value:
-    """`bfind`: the most significant bit that is not a copy of the sign; -1 if there is none."""
+    """Returns the position of the most significant bit that differs from the sign, or -1 (`bfind`)."""
 
     def find(x: int) -> int:
         if sign and x >> (width - 1):
@@ -63,7 +69,7 @@ def bfind(a: Value, width: int, sign: bool, shift: bool) -> Value:
 
 
 def prmt(a: Value, b: Value, selector: Value) -> Value:
-    """`prmt.b32`: picks bytes of the pair {b, a}; bit 3 of a selector replicates the byte's sign."""
+    """Returns selected bytes of {b, a} (`prmt.b32`); bit 3 of a selector replicates the byte's sign."""
 
     def permute(x: int, y: int, s: int) -> int:
         source, out = x | y << 32, 0
@@ -77,7 +83,7 @@ def prmt(a: Value, b: Value, selector: Value) -> Value:
 
 
 def _elements(word: Value, size: int, sign: bool) -> Any:
-    """The parts of 32-bit patterns as `int64 [..., 4 / size]`."""
+    """Returns the parts of 32-bit patterns as `int64 [..., 4 / size]`."""
     patterns = np.asarray(word).astype(np.uint32)[..., None]
     return patterns.view(f"{'i' if sign else 'u'}{size}").astype(np.int64)
 
@@ -88,12 +94,21 @@ def _sum(products: Any, c: Value) -> Value:
 
 
 def dp4a(a: Value, b: Value, c: Value, a_sign: bool, b_sign: bool, high: bool) -> Value:
-    """`dp4a`: the dot product of four bytes of `a` and of `b`, added to `c`."""
+    """Returns the dot product of four bytes of `a` and four of `b`, added to `c` (`dp4a`)."""
     return _sum(_elements(a, 1, a_sign) * _elements(b, 1, b_sign), c)
 
 
 def dp2a(a: Value, b: Value, c: Value, a_sign: bool, b_sign: bool, high: bool) -> Value:
-    """`dp2a`: the same of two halves of `a` and the lower or upper two bytes of `b`."""
+    """Returns the dot product of two halves of `a` and two bytes of `b`, added to `c` (`dp2a`).
+
+    Args:
+        a: Two 16-bit integers.
+        b: Four bytes.
+        c: Addend.
+        a_sign: Whether the halves of `a` are signed.
+        b_sign: Whether the bytes of `b` are signed.
+        high: Whether the upper two bytes of `b` are used, not the lower two.
+    """
     right = _elements(b, 1, b_sign)
     return _sum(_elements(a, 2, a_sign) * (right[..., 2:] if high else right[..., :2]), c)
 

@@ -41,7 +41,7 @@ _NORMAL = {"f32": f32(2.0**-126), "f16": f32(2.0**-14), "bf16": f32(2.0**-126)}
 
 
 def flush(x: Number, kind: str) -> Number:
-    """Flushes what is subnormal in a format, held as singles, to zero of the same sign."""
+    """Flushes subnormal values of a format, stored as singles, to zero of the same sign."""
     small = np.abs(x) < _NORMAL[kind]
     if not np.count_nonzero(small):
         return x
@@ -56,27 +56,27 @@ def sat(x: Number) -> Number:
 
 
 def fmin(a: Number, b: Number) -> Number:
-    """`min`: a NaN operand is ignored, and -0 < +0."""
+    """Returns the minimum (`min`): a NaN operand is ignored, and -0 < +0."""
     return _signed_zero(np.fmin(a, b), a, b, np.logical_or)
 
 
 def fmax(a: Number, b: Number) -> Number:
-    """`max`: a NaN operand is ignored, and +0 > -0."""
+    """Returns the maximum (`max`): a NaN operand is ignored, and +0 > -0."""
     return _signed_zero(np.fmax(a, b), a, b, np.logical_and)
 
 
 def fmin_nan(a: Number, b: Number) -> Number:
-    """`min.NaN`: NaN if an operand is, and -0 < +0."""
+    """Returns the minimum (`min.NaN`): NaN if an operand is NaN, and -0 < +0."""
     return _signed_zero(np.minimum(a, b), a, b, np.logical_or)
 
 
 def fmax_nan(a: Number, b: Number) -> Number:
-    """`max.NaN`: NaN if an operand is, and +0 > -0."""
+    """Returns the maximum (`max.NaN`): NaN if an operand is NaN, and +0 > -0."""
     return _signed_zero(np.maximum(a, b), a, b, np.logical_and)
 
 
 def _signed_zero(out: Any, a: Number, b: Number, negative: Any) -> Number:
-    """Of two zeros NumPy may return either: the sign follows from both signs."""
+    """Sets the sign of zeros from the signs of both operands: NumPy may return either zero."""
     zeros = out == 0
     if not np.count_nonzero(zeros) or not np.count_nonzero(zeros := zeros & (a == b)):
         return out
@@ -86,7 +86,7 @@ def _signed_zero(out: Any, a: Number, b: Number, negative: Any) -> Number:
 
 
 def xorsign(out: Number, a: Number, b: Number) -> Number:
-    """`.xorsign` of `min` and `max`: a number takes the product of the operands' signs."""
+    """Applies `.xorsign` of `min` and `max`: the result's sign is the product of the operands' signs."""
     return unwrapped(np.asarray(np.copysign(out, np.where(np.signbit(a) != np.signbit(b), f32(-1), f32(1)))))
 
 
@@ -101,69 +101,69 @@ rsqrt = _approx(lambda x: 1.0 / np.sqrt(x))
 
 
 def rcp64(x: Number) -> Number:
-    """`rcp.rn.f64`."""
+    """Returns the reciprocal (`rcp.rn.f64`)."""
     return f64(1.0) / x
 
 
 def rsqrt64(x: Number) -> Number:
-    """`rsqrt.approx.f64`."""
+    """Returns the reciprocal square root (`rsqrt.approx.f64`)."""
     return f64(1.0) / np.sqrt(x)
 
 
 def float_to_int(x: Number, bits: int, sign: bool, rounding: str) -> Value:
-    """`cvt` from float to integer, saturating."""
+    """Converts a float to an integer, saturating (`cvt`)."""
     out = formats.float_to_int(x, bits, sign, rounding)
     return int(out) if out.ndim == 0 else out
 
 
 def int_to_float(value: Value, width: int, sign: bool, double: bool) -> Number:
-    """`cvt.rn` from integer to float."""
+    """Converts an integer to a float (`cvt.rn`)."""
     target = f64 if double else f32
     if value.__class__ is int:
         number = value - (1 << width) if sign and value >> (width - 1) else value
-        # An int converts straight to single: one rounding, as the instruction has.
+        # The int is converted to single directly: one rounding, as in the instruction.
         return np.array(number, np.int64 if number < 0 else np.uint64).astype(target)[()]
     narrow = value.astype(DTYPE[width], copy=False)
     return (narrow.view(SIGNED[width]) if sign else narrow).astype(target)
 
 
 def to_bits16(out: Any) -> Value:
-    """A 16-bit result as a register value."""
+    """Returns a 16-bit result as a register value."""
     return int(out) if np.ndim(out) == 0 else out
 
 
 def unpack_half(value: Value, kind: str) -> Number:
-    """f16 or bf16 bits to `float32`."""
+    """Converts f16 or bf16 patterns to `float32`."""
     out = formats.widen(np.asarray(value, np.uint16), kind)
     return unwrapped(out)
 
 
 def pack_half(x: Number, kind: str, rounding: str = "rn", satfinite: bool = False) -> Value:
-    """`float32` to f16 or bf16 bits."""
+    """Converts `float32` to f16 or bf16 patterns."""
     if kind == "bf16":
         return to_bits16(formats.f32_to_bf16(x, rounding, satfinite))
     return to_bits16(formats.f32_to_f16(x, rounding, satfinite))
 
 
 def unpack2(word: Value, kind: str) -> tuple[Number, Number]:
-    """The (low, high) halves of an f16x2 or bf16x2 register as `float32`."""
+    """Returns the (low, high) halves of an f16x2 or bf16x2 register as `float32`."""
     word = np.asarray(word, np.uint32)
     lo, hi = formats.bf16x2_to_f32(word) if kind.startswith("bf16") else formats.f16x2_to_f32(word)
     return (lo, hi) if word.ndim else (lo[()], hi[()])
 
 
 def bf16_low(word: Value) -> Number:
-    """The bf16 in the low half of a 32-bit register as `float32`."""
+    """Returns the bf16 in the low half of a 32-bit register as `float32`."""
     return F(word << 16 & MASK[32]) if word.__class__ is int else (word << 16).view(f32)
 
 
 def bf16_high(word: Value) -> Number:
-    """The bf16 in the high half of a 32-bit register as `float32`."""
+    """Returns the bf16 in the high half of a 32-bit register as `float32`."""
     return F(word & _HIGH) if word.__class__ is int else (word & _HIGH).view(f32)
 
 
 def bf16_run(words: tuple[Value, ...], lows: int) -> list[Number]:
-    """`bf16_low` of the first `lows` words and `bf16_high` of the others, as one operation."""
+    """Returns `bf16_low` of the first `lows` words and `bf16_high` of the others, as one operation."""
     if int in map(type, words):
         return [*map(bf16_low, words[:lows]), *map(bf16_high, words[lows:])]
     block = np.concatenate(words).reshape(len(words), -1)
@@ -175,7 +175,7 @@ def bf16_run(words: tuple[Value, ...], lows: int) -> list[Number]:
 def pack2(
     hi: Number, lo: Number, kind: str, rounding: str = "rn", relu: bool = False, satfinite: bool = False
 ) -> Value:
-    """`cvt.{rn,rz}.{bf16x2,f16x2}.f32`; takes bit patterns too."""
+    """Packs two singles or bit patterns into a register (`cvt.{rn,rz}.{bf16x2,f16x2}.f32`)."""
     hi, lo = _number(hi), _number(lo)
     if relu:
         hi, lo = formats.relu(hi), formats.relu(lo)
@@ -190,9 +190,10 @@ def pack2(
 def pack2_random(
     hi: Number, lo: Number, random: Value, kind: str, relu: bool = False, satfinite: bool = False
 ) -> Value:
-    """`cvt.rs.{bf16x2,f16x2}.f32`: the upper half of the random bits for `hi`, the lower for `lo`.
+    """Packs two singles with stochastic rounding (`cvt.rs.{bf16x2,f16x2}.f32`).
 
-    Of a half f16 takes the low 13 bits.
+    The upper half of the random bits rounds `hi`, the lower half `lo`. For f16 the low 13 bits of a half
+    count.
     """
     bits = np.asarray(random, np.uint32) & np.uint32(0xFFFFFFFF if kind == "bf16x2" else 0x1FFF1FFF)
     low, high = formats.unpack16(bits)
@@ -202,7 +203,7 @@ def pack2_random(
 
 
 def pack2_run(his: tuple[Any, ...], los: tuple[Any, ...]) -> list[Value]:
-    """Several `cvt.rn.bf16x2.f32` as one operation; values as for `pack2`."""
+    """Executes several `cvt.rn.bf16x2.f32` as one operation; values as for `pack2`."""
     values = (*his, *los)
     if len(his) == 1 or set(map(type, values)) != {np.ndarray}:
         return [pack2(hi, lo, "bf16x2") for hi, lo in zip(his, los, strict=True)]
@@ -213,7 +214,7 @@ def pack2_run(his: tuple[Any, ...], los: tuple[Any, ...]) -> list[Value]:
 
 
 def pack2_words(words: tuple[Value, ...]) -> list[Value]:
-    """`pack2_run` of the halves of 64-bit values."""
+    """Applies `pack2_run` to the halves of 64-bit values."""
     if int in map(type, words):
         his, los = tuple(map(high32, words)), tuple(map(low32, words))
         return pack2_run(his, los)
@@ -222,14 +223,17 @@ def pack2_words(words: tuple[Value, ...]) -> list[Value]:
 
 
 def _number(value: Any) -> Number:
-    """`float32` values of values or of bit patterns."""
+    """Returns values or bit patterns as `float32`."""
     if value.__class__ is int:
         return np.uint32(value).view(np.float32)
     return value.view(np.float32) if value.dtype == np.uint32 else value
 
 
 def pack_small(hi: Number, lo: Number, kind: str, modifiers: tuple[str, ...]) -> Value:
-    """`cvt.rn.satfinite.{e4m3x2,..,e2m1x2}` and `cvt.rp.ue8m0x2`: `hi` in the upper byte, or half a byte."""
+    """Packs two singles (`cvt.rn.satfinite.{e4m3x2,..,e2m1x2}`, `cvt.rp.ue8m0x2`).
+
+    The result has `hi` in the upper byte, or in the upper four bits of a byte.
+    """
     if "relu" in modifiers:
         hi, lo = formats.relu(hi), formats.relu(lo)
     name = kind[:-2]
@@ -246,7 +250,7 @@ def pack_small(hi: Number, lo: Number, kind: str, modifiers: tuple[str, ...]) ->
 
 
 def unpack_small(word: Value, kind: str, modifiers: tuple[str, ...]) -> Value:
-    """`cvt.rn.{f16x2,bf16x2}.{e4m3x2,..,e2m1x2,ue8m0x2}`."""
+    """Converts packed patterns to halves (`cvt.rn.{f16x2,bf16x2}.{e4m3x2,..,e2m1x2,ue8m0x2}`)."""
     name, word = kind[:-2], np.asarray(word, np.uint16)
     decode = formats.ue8m0_to_f32 if name == "ue8m0" else formats.SMALL_FLOATS[name].decode
     hi, lo = (
@@ -260,18 +264,18 @@ def unpack_small(word: Value, kind: str, modifiers: tuple[str, ...]) -> Value:
 
 
 def tf32(x: Number, rounding: str, relu: bool = False, satfinite: bool = False) -> Number:
-    """`cvt.{rna,rn,rz}.tf32.f32`."""
+    """Rounds singles to tf32 (`cvt.{rna,rn,rz}.tf32.f32`)."""
     x = np.asarray(x, f32)
     return unwrapped(formats.f32_to_tf32(formats.relu(x) if relu else x, rounding, satfinite))
 
 
 def round_integral(x: Number, mode: str) -> Number:
-    """`cvt.r?i` between floats of one type."""
+    """Rounds floats to integral values of the same type (`cvt.r?i`)."""
     return {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}[mode](x)
 
 
 def clamp_int(value: Value, source: int, source_sign: bool, target: int, sign: bool) -> Value:
-    """`cvt.sat` between integers."""
+    """Converts between integers, saturating (`cvt.sat`)."""
     lo, hi = (-(1 << (target - 1)), (1 << (target - 1)) - 1) if sign else (0, MASK[target])
     if value.__class__ is int:
         number = value - (1 << source) if source_sign and value >> (source - 1) else value

@@ -59,7 +59,7 @@ def f32_to_bf16(x: F32, rounding: str = "rn", satfinite: bool = False) -> NDArra
 
 
 def _finite(out: Bits, infinity: int) -> Bits:
-    """Patterns with the largest finite number for what lies beyond."""
+    """Clamps patterns beyond the largest finite number to that number."""
     sign = out & out.dtype.type(1 << 8 * out.itemsize - 1)
     return np.where(out ^ sign >= infinity, sign | out.dtype.type(infinity - 1), out)
 
@@ -104,7 +104,7 @@ def unpack16(word: Bits) -> tuple[NDArray[np.uint16], NDArray[np.uint16]]:
 
 
 def f32_to_bf16x2(hi: F32, lo: F32) -> NDArray[np.uint32]:
-    """`cvt.rn.bf16x2.f32 d, hi, lo`: rounds both to bf16, `hi` in the upper half."""
+    """Rounds two singles to bf16 and packs them, `hi` in the upper half (`cvt.rn.bf16x2.f32 d, hi, lo`)."""
     low, high = as_u32(lo), as_u32(hi)
     low = (low + (((low >> _16) & _1) + _HALF_BF16)) >> _16
     high = (high + (((high >> _16) & _1) + _HALF_BF16)) & _HIGH
@@ -122,7 +122,7 @@ def bf16x2_to_f32(word: Bits) -> tuple[F32, F32]:
 
 
 def f32_to_f16x2(hi: F32, lo: F32, rounding: str = "rn", satfinite: bool = False) -> NDArray[np.uint32]:
-    """`cvt.rn.f16x2.f32 d, hi, lo`: rounds both to f16, `hi` in the upper half."""
+    """Rounds two singles to f16 and packs them, `hi` in the upper half (`cvt.rn.f16x2.f32 d, hi, lo`)."""
     return pack16(f32_to_f16(lo, rounding, satfinite), f32_to_f16(hi, rounding, satfinite))
 
 
@@ -136,13 +136,13 @@ def f16x2_to_f32(word: Bits) -> tuple[F32, F32]:
 
 
 def f32_to_tf32(x: F32, rounding: str = "rna", satfinite: bool = False) -> F32:
-    """Rounds to tf32 (10 mantissa bits), held as `float32` with 13 zero bits.
+    """Rounds to tf32 (10 mantissa bits), stored as `float32` with 13 zero bits.
 
     Args:
-        x: values.
-        rounding: `rna` (nearest, ties away from zero), `rn` (nearest even) or `rz`; `rz` is also what a
-            tensor core does to an operand whose low bits are not zero.
-        satfinite: whether what lies beyond the largest finite value becomes that.
+        x: Values.
+        rounding: `rna` (nearest, ties away from zero), `rn` (nearest even) or `rz`. A tensor core applies
+            `rz` to an operand whose low bits are not zero.
+        satfinite: Whether values beyond the largest finite value are clamped to it.
     """
     bits = as_u32(x)
     if rounding == "rna":
@@ -163,12 +163,12 @@ def f32_to_tf32(x: F32, rounding: str = "rna", satfinite: bool = False) -> F32:
 
 @dataclass(frozen=True)
 class SmallFloat:
-    """A float format of at most 8 bits, stored in the low bits of a byte.
+    """Float format of at most 8 bits, stored in the low bits of a byte.
 
     Attributes:
         name: PTX spelling.
         dtype: NumPy type of `ml_dtypes`.
-        nan_code: what NaN converts to; formats without NaN take the largest finite value.
+        nan_code: Pattern that NaN converts to; in a format without NaN that of the largest finite value.
     """
 
     name: str
@@ -177,12 +177,12 @@ class SmallFloat:
 
     @cached_property
     def bits(self) -> int:
-        """Width of a pattern."""
+        """Returns the width of a pattern in bits."""
         return int(ml_dtypes.finfo(self.dtype).bits)
 
     @cached_property
     def max(self) -> np.float32:
-        """The largest finite value."""
+        """Returns the largest finite value."""
         return np.float32(ml_dtypes.finfo(self.dtype).max)
 
     def decode(self, bits: Bits) -> F32:
@@ -193,9 +193,9 @@ class SmallFloat:
         return bits.view(self.dtype).astype(np.float32)
 
     def encode(self, x: F32) -> NDArray[np.uint8]:
-        """`cvt.rn.satfinite`: nearest even; beyond the largest finite value, inf included, clamps to it."""
+        """Rounds to nearest even, clamping to the largest finite value, inf included (`cvt.rn.satfinite`)."""
         x = np.asarray(x, np.float32)
-        with np.errstate(invalid="ignore"):  # NaN, which is put right below
+        with np.errstate(invalid="ignore"):  # NaN is replaced below
             out = np.clip(x, -self.max, self.max).astype(self.dtype).view(np.uint8)
         return _canonical_nan(out, x, np.uint8(self.nan_code))
 
@@ -218,13 +218,13 @@ def ue8m0_to_f32(bits: Bits) -> F32:
 
 
 def f32_to_ue8m0(x: F32, rounding: str, satfinite: bool = True) -> NDArray[np.uint8]:
-    """The power of two of a magnitude: `rz` (not above it) or `rp` (not below it). NaN becomes 0xFF.
+    """Returns the power of two of a magnitude: `rz` (not above it) or `rp` (not below it). NaN becomes 0xFF.
 
-    As `cuda_fp8.h` computes it where there is no instruction: the sign is dropped, and what is at most
-    2**-127 becomes that.
+    The result is that of `cuda_fp8.h` where there is no instruction: the sign is dropped, and values of at
+    most 2**-127 become 2**-127.
 
     Raises:
-        ValueError: another rounding.
+        ValueError: `rounding` is neither `rz` nor `rp`.
     """
     if rounding not in ("rz", "rp"):
         raise ValueError(f"{rounding=} is not a ue8m0 rounding; use 'rz' or 'rp'")
@@ -277,13 +277,13 @@ ELEMENT_BYTES = {
 
 
 def saturate(x: F32) -> F32:
-    """`.sat` of a float result: clamps to [0, 1], NaN becomes +0."""
+    """Clamps a float result to [0, 1]; NaN becomes +0 (`.sat`)."""
     with np.errstate(invalid="ignore"):
         return np.where(x > 0, np.minimum(x, np.float32(1)), np.float32(0)).astype(np.float32)
 
 
 def relu(x: F32) -> F32:
-    """`.relu`: negative values become +0, NaN stays NaN."""
+    """Replaces negative values by +0; NaN stays NaN (`.relu`)."""
     with np.errstate(invalid="ignore"):
         return np.where(x <= 0, np.float32(0), x).astype(np.float32)
 
@@ -321,7 +321,7 @@ def float_to_int(x: NDArray[np.floating], bits: int, signed: bool, rounding: str
 
 
 def clamp_int(x: NDArray[np.integer], bits: int, signed: bool) -> Bits:
-    """`cvt.sat` between integers: clamps to the destination, as its unsigned pattern."""
+    """Clamps integers to the destination type; returns the unsigned pattern (`cvt.sat`)."""
     lo, hi = (-(1 << (bits - 1)), (1 << (bits - 1)) - 1) if signed else (0, (1 << bits) - 1)
     info = np.iinfo(x.dtype)
     clamped = np.clip(x, max(lo, int(info.min)), min(hi, int(info.max)))

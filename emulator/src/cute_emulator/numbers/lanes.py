@@ -1,8 +1,8 @@
-"""Arithmetic on register values, as the translated code calls it.
+"""Arithmetic on register values, called by the translated code.
 
-A register value of a warp is a Python `int` where every lane holds the same, or a 32-lane array of the
-register's unsigned dtype. Predicates are `bool` or boolean arrays. Control code is mostly uniform, and an
-`int` addition costs a twentieth of an array's: this duality is where the speed comes from.
+A register value of a warp is a Python `int` if all lanes hold the same value. Otherwise it is a 32-lane array
+of the register's unsigned dtype. Predicates are `bool` or boolean arrays. Control code is mostly uniform, and
+an `int` addition costs a twentieth of an array's.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ where: Any = np.where  # its overloads do not know that register values are arra
 
 @lru_cache(maxsize=4096)
 def lane_array(mask: int) -> np.ndarray:
-    """The boolean lanes of a 32-bit mask."""
+    """Returns the lanes of a 32-bit mask as booleans."""
     out = (np.uint64(mask) & _BIT) != 0
     out.setflags(write=False)
     return out
 
 
 def bits(p: Value) -> int:
-    """The 32-bit mask of a predicate."""
+    """Returns the 32-bit mask of a predicate."""
     if p.__class__ is bool:
         return FULL if p else 0
     return _mask_of(p.tobytes())
@@ -52,32 +52,32 @@ def _mask_of(lanes: bytes) -> int:
 
 @lru_cache(maxsize=4096)
 def lane_list(mask: int) -> tuple[int, ...]:
-    """Numbers of the lanes in a mask."""
+    """Lists the lanes in a mask."""
     return tuple(i for i in range(LANES) if mask >> i & 1)
 
 
 @lru_cache(maxsize=4096)
 def lane_index(mask: int) -> Any:
-    """What picks the lanes of a mask out of an array, fastest: a slice or an index."""
+    """Returns the fastest index of a mask's lanes into an array: a slice or an array of numbers."""
     numbers = np.flatnonzero(lane_array(mask))
     first, end = int(numbers[0]), int(numbers[-1]) + 1
     return slice(first, end) if end - first == len(numbers) else numbers
 
 
 def first_lane(mask: int) -> int:
-    """The lowest lane in a mask."""
+    """Returns the lowest lane in a mask."""
     return (mask & -mask).bit_length() - 1
 
 
 def one(value: Value, mask: int) -> int:
-    """The value in the lowest active lane, as an int."""
+    """Returns the value in the lowest active lane as an int."""
     return int(value[(mask & -mask).bit_length() - 1]) if value.__class__ is ndarray else value
 
 
 def uniform(value: np.ndarray) -> Value:
-    """An int where all lanes hold the same.
+    """Returns an int if all lanes hold the same value, else the array.
 
-    So does what a shift leaves of a thread's number, and all that code computes from it.
+    Such values arise from shifts of a thread's number, and from code that computes with them.
     """
     data, size = value.tobytes(), value.itemsize
     first = data[:size]
@@ -85,12 +85,12 @@ def uniform(value: np.ndarray) -> Value:
 
 
 def as_array(value: Value, width: int) -> np.ndarray:
-    """The value as a 32-lane array (a fresh one where it was uniform)."""
+    """Returns the value as a 32-lane array; a uniform value is copied into a new array."""
     return np.full(LANES, value & MASK[width], DTYPE[width]) if value.__class__ is int else value
 
 
 def merge(mask: int, new: Value, old: Value) -> Value:
-    """`new` in the lanes of `mask`, `old` elsewhere."""
+    """Returns `new` in the lanes of `mask`, `old` elsewhere."""
     if mask == FULL or new is old:
         return new
     if new.__class__ is tuple:
@@ -108,7 +108,7 @@ def merge(mask: int, new: Value, old: Value) -> Value:
 
 
 def merge_as(width: int, mask: int, new: Value, old: Value) -> Value:
-    """`merge` for a register of `width` bits (0: a predicate)."""
+    """Merges as `merge` does, for a register of `width` bits (0: a predicate)."""
     out = merge(mask, new, old)
     if width and out.__class__ is ndarray and out.dtype != DTYPE[width]:
         out = out.astype(DTYPE[width])
@@ -126,7 +126,7 @@ def _scalar(value: int) -> np.uint64:
 
 
 def sel(width: int, p: Value, a: Value, b: Value) -> Value:
-    """`p ? a : b` for values of `width` bits (0: predicates)."""
+    """Returns `p ? a : b` for values of `width` bits (0: predicates)."""
     if p.__class__ is bool:
         return a if p else b
     if a.__class__ is ndarray or b.__class__ is ndarray:
@@ -138,7 +138,7 @@ def sel(width: int, p: Value, a: Value, b: Value) -> Value:
 
 
 def truth(p: Value) -> Value:
-    """A comparison's result as `bool` or a boolean array."""
+    """Returns the result of a comparison as `bool` or as a boolean array."""
     return p if p.__class__ is bool or p.__class__ is ndarray else bool(p)
 
 
@@ -156,22 +156,22 @@ def _f64_of(value: int) -> np.float64:
 
 
 def F(value: Value) -> Any:
-    """Bits to `float32`."""
+    """Views bits as `float32`."""
     return value.view(np.float32) if value.__class__ is ndarray else _f32_of(value)
 
 
 def I(value: Any) -> Value:  # noqa: E743
-    """`float32` to bits."""
+    """Views `float32` as bits."""
     return value.view(np.uint32) if value.__class__ is ndarray else int(value.view(np.uint32))
 
 
 def D(value: Value) -> Any:
-    """Bits to `float64`."""
+    """Views bits as `float64`."""
     return value.view(np.float64) if value.__class__ is ndarray else _f64_of(value)
 
 
 def J(value: Any) -> Value:
-    """`float64` to bits."""
+    """Views `float64` as bits."""
     return value.view(np.uint64) if value.__class__ is ndarray else int(np.float64(value).view(np.uint64))
 
 
@@ -179,21 +179,24 @@ def J(value: Any) -> Value:
 
 
 def signed(value: Value, width: int) -> Value:
-    """Unsigned pattern to a signed number: int, or an array of the signed dtype."""
+    """Converts an unsigned pattern to a signed number: an int, or an array of the signed dtype."""
     if value.__class__ is ndarray:
         return value.view(SIGNED[width])
     return value - (1 << width) if value >> (width - 1) else value
 
 
 def pattern(value: Value, width: int) -> Value:
-    """A signed number back to its unsigned pattern of `width` bits."""
+    """Converts a signed number to its unsigned pattern of `width` bits."""
     if value.__class__ is ndarray:
         return value.astype(SIGNED[width], copy=False).view(DTYPE[width])
     return value & MASK[width]
 
 
 def resize(value: Value, source: int, target: int, sign: bool = False) -> Value:
-    """Zero- or sign-extends, or truncates: `cvt` between integers, and changes of register width."""
+    """Extends by zeros or by the sign, or truncates.
+
+    Implements `cvt` between integers, and changes of register width.
+    """
     if value.__class__ is int:
         value &= MASK[source]
         return (signed(value, source) if sign else value) & MASK[target]
@@ -205,7 +208,7 @@ def resize(value: Value, source: int, target: int, sign: bool = False) -> Value:
 
 
 def pair64(lo: Value, hi: Value) -> Value:
-    """`mov.b64 d, {lo, hi}`."""
+    """Joins two 32-bit values (`mov.b64 d, {lo, hi}`)."""
     if lo.__class__ is int and hi.__class__ is int:
         return lo | hi << 32
     out = np.empty((LANES, 2), np.uint32)
@@ -215,7 +218,7 @@ def pair64(lo: Value, hi: Value) -> Value:
 
 
 def pair64_run(los: tuple[Value, ...], his: tuple[Value, ...]) -> list[Value]:
-    """Several `pair64` as one operation."""
+    """Executes several `pair64` as one operation."""
     kinds = set(map(type, los + his))
     if int in kinds:
         if len(kinds) == 1:
@@ -226,7 +229,12 @@ def pair64_run(los: tuple[Value, ...], his: tuple[Value, ...]) -> list[Value]:
 
 
 def pair64_rows(registers: Value, numbers: tuple[int, ...]) -> list[Value]:
-    """`pair64` of registers 2n and 2n + 1 of an instruction that has written many, for some n."""
+    """Returns `pair64` of registers 2n and 2n + 1 for each n of `numbers`.
+
+    Args:
+        registers: Registers that one instruction has written.
+        numbers: Pairs to return.
+    """
     if registers.__class__ is not ndarray:
         return [pair64(registers[2 * n], registers[2 * n + 1]) for n in numbers]
     out = np.empty((len(registers) // 2, LANES, 2), np.uint32)
@@ -237,17 +245,17 @@ def pair64_rows(registers: Value, numbers: tuple[int, ...]) -> list[Value]:
 
 
 def low32(value: Value) -> Value:
-    """The low half of a 64-bit value."""
+    """Returns the low half of a 64-bit value."""
     return value & FULL if value.__class__ is int else value.astype(np.uint32)
 
 
 def high32(value: Value) -> Value:
-    """The high half of a 64-bit value."""
+    """Returns the high half of a 64-bit value."""
     return value >> 32 if value.__class__ is int else (value >> 32).astype(np.uint32)
 
 
 def join(parts: tuple[Value, ...], part_width: int, width: int) -> Value:
-    """`mov` of a vector of narrow values into one register."""
+    """Joins a vector of narrow values into one register (`mov`)."""
     if width == 64 and part_width == 32:
         return pair64(*parts)
     if all(p.__class__ is int for p in parts):
@@ -261,21 +269,21 @@ def join(parts: tuple[Value, ...], part_width: int, width: int) -> Value:
 
 
 def split(value: Value, part_width: int, count: int) -> tuple[Value, ...]:
-    """`mov` of one register into a vector of narrow values."""
+    """Splits one register into a vector of narrow values (`mov`)."""
     if value.__class__ is int:
         return tuple(value >> (i * part_width) & MASK[part_width] for i in range(count))
     return tuple((value >> (i * part_width)).astype(DTYPE[part_width]) for i in range(count))
 
 
 def mul_wide(a: Value, b: Value, width: int, sign: bool) -> Value:
-    """Full product of two `width`-bit values."""
+    """Returns the full product of two `width`-bit values."""
     a, b = _widened(a, width, sign), _widened(b, width, sign)
     product = a * b
     return product & MASK[2 * width] if product.__class__ is int else product.view(DTYPE[2 * width])
 
 
 def _widened(value: Value, width: int, sign: bool) -> Value:
-    """A number to multiply: an int, or an array of twice the width, signed if it is."""
+    """Returns a factor as an int, or as an array of twice the width with the signedness of `sign`."""
     if value.__class__ is int:
         value &= MASK[width]
         return signed(value, width) if sign else value
@@ -285,7 +293,7 @@ def _widened(value: Value, width: int, sign: bool) -> Value:
 
 
 def mul_hi(a: Value, b: Value, width: int, sign: bool) -> Value:
-    """Upper half of the product."""
+    """Returns the upper half of the product."""
     if a.__class__ is int and b.__class__ is int:
         x, y = (signed(a, width), signed(b, width)) if sign else (a, b)
         return (x * y) >> width & MASK[width]
@@ -295,7 +303,7 @@ def mul_hi(a: Value, b: Value, width: int, sign: bool) -> Value:
 
 
 def shl(a: Value, n: Value, width: int) -> Value:
-    """`shl`: amounts of `width` and more give 0."""
+    """Shifts left (`shl`); amounts of at least `width` give 0."""
     if n.__class__ is int:
         return (a << n) & MASK[width] if n < width else (0 if a.__class__ is int else np.zeros_like(a))
     dtype = DTYPE[width]
@@ -304,7 +312,7 @@ def shl(a: Value, n: Value, width: int) -> Value:
 
 
 def shr(a: Value, n: Value, width: int, sign: bool) -> Value:
-    """`shr`: amounts of `width` and more give 0, or the sign."""
+    """Shifts right (`shr`); amounts of at least `width` give 0, or the sign."""
     if n.__class__ is int:
         n = min(n, width)
         if a.__class__ is int:
@@ -321,7 +329,7 @@ def shr(a: Value, n: Value, width: int, sign: bool) -> Value:
 
 
 def divide(a: Value, b: Value, width: int, sign: bool, remainder: bool) -> Value:
-    """`div` and `rem`, truncating; a zero divisor gives all ones (div) or the dividend (rem)."""
+    """Divides, truncating (`div`, `rem`); a zero divisor gives all ones (div) or the dividend (rem)."""
     if a.__class__ is int and b.__class__ is int:
         if b == 0:
             return a if remainder else MASK[width]
@@ -349,7 +357,7 @@ def divide(a: Value, b: Value, width: int, sign: bool, remainder: bool) -> Value
 
 
 def extreme(a: Value, b: Value, width: int, sign: bool, largest: bool) -> Value:
-    """`min` and `max` of integers."""
+    """Returns the minimum or maximum of integers (`min`, `max`)."""
     if a.__class__ is int and b.__class__ is int:
         x, y = (signed(a, width), signed(b, width)) if sign else (a, b)
         return a if (x >= y) == largest else b
@@ -359,7 +367,7 @@ def extreme(a: Value, b: Value, width: int, sign: bool, largest: bool) -> Value:
 
 
 def pairwise(name: str, a: Value, b: Value, sign: bool) -> Value:
-    """`add`, `min` or `max` of 16-bit integers, two in each value."""
+    """Applies `add`, `min` or `max` to 16-bit integers, two in each value."""
     halves = []
     for x, y in zip(split(a, 16, 2), split(b, 16, 2), strict=True):
         halves.append(x + y if name == "add" else extreme(x, y, 16, sign, name == "max"))
@@ -367,7 +375,7 @@ def pairwise(name: str, a: Value, b: Value, sign: bool) -> Value:
 
 
 def absolute(a: Value, width: int) -> Value:
-    """`abs` of a signed integer."""
+    """Returns the absolute value of a signed integer (`abs`)."""
     return pattern(abs(signed(a, width)), width)
 
 

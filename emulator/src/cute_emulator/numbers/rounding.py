@@ -1,9 +1,9 @@
-"""Rounding where a wider format is not wide enough: fused multiply-add, directed modes, integers.
+"""Exact rounding of fused multiply-add, of directed modes and of integers.
 
-Rounding twice can differ from rounding once, except where the first rounding is *to odd*: what is not exact
-becomes the neighbour whose last bit is 1, which lies on no tie of a format with two bits less, and on the
-right side of each of its numbers. So doubles to odd carry exact sums to `float32`, and `float32` to odd
-carries those to 16 bits.
+Rounding twice can differ from rounding once, unless the first rounding is *to odd*. Rounding to odd replaces
+an inexact value by the neighbour whose last bit is 1. That neighbour is no tie of a format with two bits
+less, and it is on the correct side of each number of that format. So doubles rounded to odd carry exact sums
+to `float32`, and `float32` rounded to odd carries them to 16 bits.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _BELOW = np.uint64((1 << 11) - 1)
 
 
 def unwrapped(x: Any) -> Number:
-    """A 0-d array as a scalar."""
+    """Returns a 0-d array as a scalar, other arrays unchanged."""
     return x if x.ndim else x[()]
 
 
 def sum_to_odd(a: Number, b: Number) -> Number:
-    """`a + b` of doubles, to odd."""
+    """Returns `a + b` of doubles, rounded to odd."""
     a, b = np.asarray(a, f64), np.asarray(b, f64)
     total = np.asarray(a + b)
     other = total - a
@@ -42,16 +42,17 @@ def sum_to_odd(a: Number, b: Number) -> Number:
 
 
 def to_odd32(x: Number) -> Number:
-    """A double as a single, to odd."""
+    """Converts a double to a single, rounded to odd."""
     y = np.asarray(directed(x, "rz"))
     bits = y.view(np.uint32)
     return unwrapped(np.asarray(bits | (y != x).astype(np.uint32)).view(f32))
 
 
 def fma32(a: Number, b: Number, c: Number) -> Number:
-    """`fma.rn.f32`: the product is exact in double, and the sum too, or far from a tie of two singles.
+    """Returns `a * b + c` (`fma.rn.f32`).
 
-    Below the normal singles ties are not looked for: there a product that ends beyond 2**-202 could matter.
+    The product is exact in double. The sum in double is exact too, or it is far from a tie of two singles.
+    Ties below the normal singles are not handled: there a product that ends beyond 2**-202 could matter.
     """
     total = np.multiply(a, b, dtype=f64) + c
     if _TIE in (total.view(np.uint64) << _BEYOND).tobytes():  # the bits that a single does not keep
@@ -60,17 +61,17 @@ def fma32(a: Number, b: Number, c: Number) -> Number:
 
 
 def fma_directed(a: Number, b: Number, c: Number, mode: str) -> Number:
-    """`fma.{rz,rm,rp}.f32`."""
+    """Returns `a * b + c` with directed rounding (`fma.{rz,rm,rp}.f32`)."""
     return add_directed(np.multiply(a, b, dtype=f64), c, mode)
 
 
 def fma_to_odd(a: Number, b: Number, c: Number) -> Number:
-    """`a * b + c` as a single to odd, to be rounded to 16 bits."""
+    """Returns `a * b + c` as a single rounded to odd, the input of a rounding to 16 bits."""
     return to_odd32(sum_to_odd(np.multiply(a, b, dtype=f64), c))
 
 
 def fma64(a: Number, b: Number, c: Number) -> Number:
-    """`fma.rn.f64`."""
+    """Returns `a * b + c` of doubles (`fma.rn.f64`)."""
     a, b, c = np.broadcast_arrays(a, b, c)
     each = [_fma64(*map(float, xs)) for xs in zip(a.flat, b.flat, c.flat, strict=True)]
     return unwrapped(np.array(each, f64).reshape(a.shape))
@@ -102,9 +103,9 @@ def directed(x: Number, mode: str) -> Number:
 
 
 def add_directed(a: Number, b: Number, mode: str) -> Number:
-    """`add.{rz,rm,rp}.f32`, and of a product that a double holds.
+    """Returns `a + b` with directed rounding (`add.{rz,rm,rp}.f32`).
 
-    Rounding down, a difference that vanishes is -0.
+    `a` may be a product that a double holds. With rounding down, a difference that vanishes is -0.
     """
     out = np.asarray(directed(sum_to_odd(a, b), mode))
     if mode == "rm":
@@ -114,7 +115,7 @@ def add_directed(a: Number, b: Number, mode: str) -> Number:
 
 
 def int_to_odd(value: Value, width: int, sign: bool) -> Number:
-    """An integer as a double, to odd: 32 bits and fewer exactly."""
+    """Converts an integer to a double, rounded to odd; at most 32 bits are exact."""
     n: Any = np.asarray(value, DTYPE[width])
     if width < 64:
         return unwrapped((n.view(SIGNED[width]) if sign else n).astype(f64))
@@ -130,16 +131,16 @@ _DIGITS = {"f16": (10, -24, 13), "bf16": (7, -133, 16)}
 
 
 def stochastic(x: Number, random: Any, kind: str) -> Number:
-    """Singles rounded to `f16` or `bf16`, as singles: away from zero where random bits carry (`.rs`).
+    """Rounds singles to `f16` or `bf16` values: away from zero if the random bits carry (`.rs`).
 
-    The random bits are added to as many of the first bits that the format does not keep. What grows beyond
-    the format is left to whoever packs it.
+    The result is singles. The random bits are added to the first bits that the format does not keep. The
+    caller that packs the result handles values beyond the format's range.
     """
     digits, least, taken = _DIGITS[kind]
     size = np.abs(np.asarray(x, f32).astype(f64))
     with np.errstate(invalid="ignore"):
         last = np.maximum(np.frexp(size)[1] - 1 - digits, least)
         units = np.ldexp(size, -last)
-        whole = np.floor(units)
-        carry = np.floor(np.ldexp(units - whole, taken)) + random >= 1 << taken
-        return np.copysign(np.ldexp(whole + carry, last), x).astype(f32)
+        integral = np.floor(units)
+        carry = np.floor(np.ldexp(units - integral, taken)) + random >= 1 << taken
+        return np.copysign(np.ldexp(integral + carry, last), x).astype(f32)

@@ -1,18 +1,21 @@
-"""How Hopper's tensor cores add: every term cut to one grid, that of the largest.
+"""Accumulation of Hopper's tensor cores: every term is cut to one grid, which the largest term sets.
 
-Measured on an H200, and bit for bit what it gave for every value that was compared
-(`emulator/tests/test_tensor_cores.py`). For one instruction and one element of D, with products
-``a[k] * b[k]`` of all its K and the accumulator ``c``:
+Measured on an H200; the model equals the device bit for bit for every value that was compared
+(`emulator/tests/test_tensor_cores.py`). For one instruction and one element of D, with products ``a[k] *
+b[k]`` of all its K and the accumulator ``c``:
 
-1. ``E``: the largest of ``exponent(a[k]) + exponent(b[k])`` and ``exponent(c)``. Of a product it is the sum
-   of its factors' exponents, also where the product of their significands is 2 or more.
+1. ``E``: the largest of ``exponent(a[k]) + exponent(b[k])`` and ``exponent(c)``. A product's exponent is the
+   sum of its factors' exponents, also where the product of their significands is 2 or more.
 2. Every product and ``c`` are cut toward zero to multiples of ``2 ** (E - fraction)``, then added exactly.
 3. The sum is cut toward zero to ``kept`` bits after its leading one.
 
-The next instruction takes that as its ``c``. All K of an instruction are one sum, in no order.
+The result is the ``c`` of the next instruction. All K of an instruction are one sum, in no order.
 
-Not measured: which exponent a subnormal factor counts with where it makes the largest product (here its own,
-as if it were normal), what products below fp32's normal range do, sums beyond fp32's range, D in f16.
+Not measured:
+
+- the exponent of a subnormal factor of the largest product (the model treats the factor as if it were normal)
+- products below fp32's normal range, and sums beyond fp32's range
+- D in f16
 """
 
 from __future__ import annotations
@@ -28,11 +31,11 @@ _LEAST_POWER = 2.0**-126
 
 
 class Width(NamedTuple):
-    """How many bits an accumulation has.
+    """Number of bits of an accumulation.
 
     Attributes:
-        fraction: bits of a term after the leading one of the largest.
-        kept: bits of the sum after its own leading one.
+        fraction: Bits of a term after the leading one of the largest term.
+        kept: Bits of the sum after its leading one.
     """
 
     fraction: int
@@ -46,20 +49,20 @@ HOPPER: dict[str, Width] = {
     "bf16": Width(25, 23),
     "tf32": Width(25, 23),
 }
-"""Of sm_90's wgmma with D in fp32, by the type of A."""
+"""Widths of sm_90's wgmma with D in fp32, by the type of A."""
 
 BLACKWELL: dict[str, Width] = dict.fromkeys(("e4m3", "e5m2", "f16", "bf16"), Width(25, 23))
-"""Assumed of sm_100's tcgen05.mma with D in fp32, by the type of A, also scaled; not measured."""
+"""Assumed widths of sm_100's tcgen05.mma with D in fp32, by the type of A, also scaled; not measured."""
 
 
 def aligned_sum(a: F32, b: F32, c: F32, width: Width) -> F32:
-    """What one instruction makes of ``c + a @ b.T``.
+    """Returns ``c + a @ b.T`` of one instruction.
 
     Args:
         a: ``[rows, k]``, exact in fp32.
         b: ``[columns, k]``.
         c: ``[rows, columns]``.
-        width: see the module.
+        width: Bits that the accumulation keeps.
     """
     # Terms are integers of ``fraction + 2`` bits on the grid: fp32 adds 2 ** 7 such exactly.
     kind = np.float32 if width.fraction <= 14 else np.float64
@@ -78,14 +81,14 @@ def aligned_sum(a: F32, b: F32, c: F32, width: Width) -> F32:
 
 
 def add_steps(c: F32 | None, a: F32, b: F32, k: int, width: Width) -> F32:
-    """Returns ``c + a @ b.T`` of one instruction after the other: `aligned_sum` of each ``k`` elements.
+    """Returns ``c + a @ b.T`` of a sequence of instructions: `aligned_sum` of each ``k`` elements.
 
     Args:
         c: ``[rows, columns]``; None: zeros.
         a: ``[rows, steps * k]``, exact in fp32.
         b: ``[columns, steps * k]``.
-        k: of one instruction.
-        width: see the module.
+        k: Elements of K of one instruction.
+        width: Bits that the accumulation keeps.
     """
     total = np.zeros((len(a), len(b)), np.float32) if c is None else c
     for first in range(0, a.shape[1], k):
@@ -95,6 +98,6 @@ def add_steps(c: F32 | None, a: F32, b: F32, k: int, width: Width) -> F32:
 
 
 def _power(x: NDArray[np.floating]) -> NDArray[np.floating]:
-    """The power of two of a finite number's leading bit; 0 for 0."""
+    """Returns the power of two of a finite number's leading bit; 0 for 0."""
     fraction, exponent = np.frexp(x)
     return np.where(fraction == 0, x.dtype.type(0), np.ldexp(x.dtype.type(0.5), exponent))

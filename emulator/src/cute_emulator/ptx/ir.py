@@ -1,4 +1,4 @@
-"""What the parser produces: a PTX module as frozen records."""
+"""Frozen records of a PTX module, produced by the parser."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class Instruction:
 
     @cached_property
     def parts(self) -> tuple[str, ...]:
-        """The opcode split at its dots."""
+        """Returns the opcode split at its dots."""
         return tuple(self.opcode.split("."))
 
 
@@ -147,4 +147,4 @@ class Module:
     declared: frozenset[str]
     text: str = field(repr=False)
     """Without comments, save the marks of inline assembly."""
-    whole: str = field(repr=False)
+    original: str = field(repr=False)

@@ -32,7 +32,7 @@ from cute_emulator.source import INLINE
 
 
 class PtxSyntaxError(ValueError):
-    """The text is not PTX that this parser knows; the message names the line."""
+    """Error for text that this parser cannot read; the message contains the line."""
 
 
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/|\"(?:\\.|[^\"\\])*\"", re.S)
@@ -73,7 +73,7 @@ def _split(text: str) -> list[str]:
 
 
 def _literal(text: str) -> Imm | None:
-    """A literal (PTX ISA 4.5), `None` where the text is none."""
+    """Returns a literal (PTX ISA 4.5), or `None` if the text is not a literal."""
     if m := _INT.match(text):
         digits = m[2]
         octal = len(digits) > 1 and digits.isdigit() and digits[0] == "0"
@@ -88,12 +88,12 @@ def _literal(text: str) -> Imm | None:
 
 
 def _float_bits(literal: Imm, width: int) -> int:
-    """The pattern of a float literal as one of `width` bytes."""
-    own, wanted = ("<f" if size == 4 else "<d" for size in (4 if literal.kind == "f32" else 8, width))
-    if own == wanted:
+    """Returns the pattern of a float literal in `width` bytes."""
+    source, target = ("<f" if size == 4 else "<d" for size in (4 if literal.kind == "f32" else 8, width))
+    if source == target:
         return literal.value
-    (number,) = struct.unpack(own, literal.value.to_bytes(struct.calcsize(own), "little"))
-    return int.from_bytes(struct.pack(wanted, number), "little")
+    (number,) = struct.unpack(source, literal.value.to_bytes(struct.calcsize(source), "little"))
+    return int.from_bytes(struct.pack(target, number), "little")
 
 
 def _element_of_one(operand: Operand | None) -> Operand | None:
@@ -121,7 +121,7 @@ class _Scope:
         self.labels: dict[str, str] = {}
 
     def vector(self, name: str) -> int | None:
-        """Elements of a vector register, `None` where the name is none."""
+        """Returns the number of elements of a vector register, or `None` for any other name."""
         if name in self.vectors:
             return self.vectors[name]
         return self.parent.vector(name) if self.parent is not None else None
@@ -299,7 +299,7 @@ class _FunctionParser:
 
 class _ModuleParser:
     def __init__(self, text: str) -> None:
-        self.text, self.whole = _COMMENT.sub(_blank, text), text
+        self.text, self.original = _COMMENT.sub(_blank, text), text
         self.newlines = [m.start() for m in re.finditer("\n", text)]
 
     def line(self, pos: int) -> int:
@@ -384,8 +384,8 @@ class _ModuleParser:
                     v = self.variable(text[pos:end].strip(), pos)
                     variables[v.name] = v
                 pos = end + 1
-        shown = _COMMENT.sub(_blank_save_marks, self.whole)
-        return Module(target, functions, variables, frozenset(declared), shown, self.whole)
+        shown = _COMMENT.sub(_blank_save_marks, self.original)
+        return Module(target, functions, variables, frozenset(declared), shown, self.original)
 
     def function(self, is_entry: bool, start: int, pos: int) -> tuple[Function | None, int]:
         text = self.text
@@ -422,13 +422,13 @@ def parse(text: str) -> Module:
     """Parses a PTX module.
 
     Args:
-        text: The module.
+        text: PTX text of the module.
 
     Returns:
-        Its functions and variables.
+        Functions and variables of the module.
 
     Raises:
-        PtxSyntaxError: Naming the line that cannot be read.
+        PtxSyntaxError: A line cannot be read; the message contains its number.
     """
     return _ModuleParser(text).module()
 

@@ -1,4 +1,4 @@
-"""Names of a kernel's parts of shared memory, in comments of its PTX text, and a place's words from them."""
+"""Names of a kernel's parts of shared memory, stored in comments of its PTX text, for messages."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ _STATIC = re.compile(r"[\d,()]+:[\d,()]+")
 
 
 class View(NamedTuple):
-    """A tensor on a part: bits of an element, and its layout, `shape:stride` as CuTe writes it."""
+    """Tensor on a part: bits of an element and the layout, `shape:stride` in CuTe's notation."""
 
     bits: int
     layout: str
 
 
 class Part(NamedTuple):
-    """Bytes of shared memory that have a name.
+    """Named bytes of shared memory.
 
     Attributes:
-        symbol: Variable of the PTX that they belong to.
-        offset: From its beginning.
-        nbytes: How many.
-        name: As in the source, `storage.sA`.
-        view: The first tensor that is made on it.
+        symbol: PTX variable that contains the bytes.
+        offset: Distance from the variable's beginning, in bytes.
+        nbytes: Size in bytes.
+        name: Name in the source, such as `storage.sA`.
+        view: First tensor that is made on the part.
     """
 
     symbol: str
@@ -38,7 +38,7 @@ class Part(NamedTuple):
     view: View | None = None
 
     def words(self, at: int) -> str:
-        """What lies at a byte of it."""
+        """Returns a description of the byte at offset `at` of the part."""
         if self.view is not None:
             spot = _spot(*self.view, at)
             if spot:
@@ -47,19 +47,19 @@ class Part(NamedTuple):
 
 
 def as_comment(kernel: str, parts: list[Part]) -> str:
-    """A line to append to a PTX text."""
+    """Returns a line to append to a PTX text."""
     return f"{_MARK}{json.dumps([kernel, parts])}\n"
 
 
 def name(ptx: str, kernel: str, symbols: Mapping[str, int], end: int, at: int) -> str:
-    """What lies at a place of shared memory, `stage 1 of storage.sA`; empty where it has no name.
+    """Returns the name of an address of shared memory, such as `stage 1 of storage.sA`; empty if it has none.
 
     Args:
         ptx: Text of the module.
-        kernel: Its entry that runs.
-        symbols: Where each variable begins.
-        end: Where the CTA's shared memory ends. A part beyond it says that the layout is not as thought.
-        at: The place.
+        kernel: Entry that runs.
+        symbols: First address of each variable.
+        end: End of the CTA's shared memory. A part beyond it shows that the layout is not the recorded one.
+        at: Address.
     """
     symbols = {name.partition("@")[0]: begin for name, begin in symbols.items()}  # those of a scope, too
     parts = [p for p in _parts(ptx).get(kernel, ()) if p.symbol in symbols]
@@ -82,7 +82,7 @@ def _parts(ptx: str) -> dict[str, list[Part]]:
 
 
 def _spot(bits: int, layout: str, at: int) -> str:
-    """A stage, or an element, of a tensor; empty where the layout does not tell."""
+    """Returns the stage or the element of a tensor; empty if the layout does not determine it."""
     shape, _, stride = layout.partition(":")
     if not _STATIC.fullmatch(layout):
         return ""
@@ -113,7 +113,7 @@ def _element(extents: list[list[int]], strides: list[list[int]], left: int) -> s
 
 
 def _tree(text: str) -> list[Any]:
-    """The modes of `((8,16),4)`, or of `64`."""
+    """Returns the modes of `((8,16),4)`, or of `64`."""
     tree = json.loads(text.replace("(", "[").replace(")", "]"))
     return tree if isinstance(tree, list) else [tree]
 

@@ -11,7 +11,7 @@ KIND = "barrier-divergent"
 
 
 def _reached(checks: Any, event: AlignedBarrierReached) -> None:
-    """Some lanes come: the others of their warp must come to the same instruction."""
+    """Checks lanes that arrive: the other lanes of the warp must arrive at the same instruction."""
     warp = event.group.warp
     notes = checks.notes(warp.cta).setdefault(KIND, {})
     first, lanes, live = notes.get(warp.index, (event.instruction, 0, warp.live))
@@ -27,12 +27,12 @@ def _reached(checks: Any, event: AlignedBarrierReached) -> None:
 
 
 def _passed(checks: Any, event: AlignedBarrierPassed) -> None:
-    """The barrier is complete, and lanes of the warp have not come."""
+    """Checks a complete barrier: every lane of the warp must have arrived."""
     notes = checks.notes(event.group.warp.cta).get(KIND, {})
-    found = notes.get(event.group.warp.index)
-    if found is not None and found[0] is event.instruction:
+    note = notes.get(event.group.warp.index)
+    if note is not None and note[0] is event.instruction:
         del notes[event.group.warp.index]
-        first, lanes, _ = found
+        first, lanes, _ = note
         _tell(checks, event, lanes, first.line, "the others to none before line ")
 
 

@@ -40,7 +40,7 @@ def _read(checks: Any, event: CancelRead) -> None:
 
 
 def _pairs() -> tuple[Pair, ...]:
-    """A grid of one cluster: there is nothing to cancel."""
+    """Returns kernels with a grid of one cluster: there is nothing to cancel."""
     kernel: dict[str, Any] = {"shape": {"block": (32, 1, 1)}}
     ask = """
     @%p0 mbarrier.arrive.expect_tx.shared.b64 %d8, [%r11], 16;

@@ -1,4 +1,4 @@
-"""What of a kernel ran, and what the rules had to judge there."""
+"""Coverage of a kernel: lines that ran, and instructions that the rules judged."""
 
 from __future__ import annotations
 
@@ -15,7 +15,12 @@ _PATTERNS = {rule.kind: re.compile(rule.judges) for rule in RULES if rule.judges
 
 
 def coverage(program: Program, items: Iterable[int]) -> Coverage:
-    """What ran of a program, given its items that did."""
+    """Returns the coverage of a program.
+
+    Args:
+        program: Translated program.
+        items: Items that ran.
+    """
     ran = {id(ins): ins for item in items for ins in program.instructions_of(item)}  # a line may hold several
     every = [ins for function in program.translated() for ins in function.instructions]
     text = program.module.text

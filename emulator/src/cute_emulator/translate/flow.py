@@ -1,4 +1,4 @@
-"""Control flow of a function: its items, where they lead, which registers live across them.
+"""Control flow of a function: its items, their successors, and the registers live across them.
 
 An item begins at a label, after a branch, or at an instruction that may wait. It ends with a branch or call,
 or before the next one begins.
@@ -15,7 +15,7 @@ TERMINATORS = ("bra", "brx", "ret", "exit", "call", "trap", "brkpt")
 
 
 def registers_of(operand: Operand | None) -> list[Reg]:
-    """Every register in an operand."""
+    """Lists every register in an operand."""
     if isinstance(operand, Reg):
         return [operand]
     if isinstance(operand, Vec | Args):
@@ -40,21 +40,21 @@ class Step:
 
     @property
     def ends_item(self) -> bool:
-        """Whether it is a branch, a call or the like."""
+        """Returns whether the instruction ends an item: a branch, a call, a return, an exit or a trap."""
         return self.ins.parts[0] in TERMINATORS
 
 
 class Flow:
-    """The items of a function.
+    """Items of a function.
 
     Args:
-        function: The function.
-        steps: Its instructions.
-        start: Number of its first item.
+        function: Function to analyse.
+        steps: Instructions of the function.
+        start: Number of the function's first item.
 
     Attributes:
         items: Steps of each item.
-        targets: Item that each label stands before.
+        targets: Item that follows each label.
         live_in: Slots live before each item.
         live_out: Slots live after each item.
     """
@@ -74,7 +74,10 @@ class Flow:
         self.live_in, self.live_out = self._liveness()
 
     def successors(self, item: int) -> list[int]:
-        """The items that may follow one: of a conditional branch the next, then its target."""
+        """Returns the items that may follow an item.
+
+        For a conditional branch these are the next item, then the target.
+        """
         ins = self.items[item - self.start][-1].ins
         name = ins.parts[0]
         if name == "bra":
@@ -114,12 +117,12 @@ class Flow:
         return [_slots(x) for x in live], [_slots(x) for x in out]
 
     def hammocks(self) -> dict[int, set[int]]:
-        """Items that end with a forward branch around one item that cannot wait.
+        """Returns items that end with a forward branch around one item that cannot wait.
 
         Returns:
-            What that next item writes and the branch's target reads, by item.
+            By item: slots that the skipped item writes and the branch's target reads.
         """
-        entered, found = set(self.targets.values()), {}
+        entered, written = set(self.targets.values()), {}
         for n in range(len(self.items) - 2):
             number, end, body = self.start + n, self.items[n][-1].ins, self.items[n + 1]
             if end.parts[0] != "bra" or end.guard is None or number + 1 in entered:
@@ -134,8 +137,8 @@ class Flow:
                 continue
             place = target - self.start
             after = self.live_in[place] if place < len(self.live_in) else set()
-            found[number] = {slot for s in body for slot in s.defs} & after
-        return found
+            written[number] = {slot for s in body for slot in s.defs} & after
+        return written
 
 
 def _slots(mask: int) -> set[int]:

@@ -1,9 +1,9 @@
-"""Translates a PTX module into items, the units that the scheduler runs.
+"""Translation of a PTX module into items, the units that the scheduler runs.
 
 An item is a Python function of a group: an optional instruction that may wait, then straight-line
-instructions, then an optional branch. It returns the next item's number, or `BLOCK`, `DIVERGED` or
-`EXITED`. Functions are translated when first called, so large modules load fast. An instruction that is not
-modelled becomes a call that raises.
+instructions, then an optional branch. An item returns the next item's number, or `BLOCK`, `DIVERGED` or
+`EXITED`. A function is translated at its first call, so that large modules load fast. An instruction that is
+not modelled is translated to a call that raises an error.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Unit:
-    """A translated function: where it starts and its registers lie."""
+    """Translated function, with its first item and the base of its registers."""
 
     function: Function
     base: int
@@ -131,23 +131,23 @@ class Program:
         return out
 
     def instructions_of(self, item: int) -> tuple[Instruction, ...]:
-        """The instructions of an item."""
+        """Returns the instructions of an item."""
         return self._lines[item]
 
     def translated(self) -> list[Function]:
-        """The functions that were translated: the entry, and those that it called."""
+        """Returns the functions that were translated: the entry, and those that it called."""
         return [unit.function for unit in self._units.values()]
 
     # -- translation -----------------------------------------------------------------------------
 
     def unit(self, name: str) -> _Unit:
-        """A function, translated if it was not yet."""
+        """Returns a function's unit; translates the function at the first call."""
         if name not in self._units:
             self._translate(self.module.functions[name])
         return self._units[name]
 
     def param_slot(self, function: str, name: str, offset: int, width: int) -> int:
-        """The register that stands for a piece of a call parameter."""
+        """Returns the register that stands for a piece of a call parameter."""
         key = (function, name, offset, width)
         if key not in self._slots:
             self._slots[key] = len(self.initial)
@@ -156,7 +156,7 @@ class Program:
         return self._slots[key]
 
     def pieces(self, function: str, name: str) -> dict[tuple[int, int], int]:
-        """Pieces of a call parameter: (offset, bytes) to register."""
+        """Returns the registers of a call parameter's pieces, by (offset, bytes)."""
         return {k[2:]: slot for k, slot in self._slots.items() if k[:2] == (function, name)}
 
     def _translate(self, f: Function) -> None:
@@ -299,7 +299,7 @@ class Program:
     # -- control at run time ---------------------------------------------------------------------
 
     def branch(self, group: Group, p: Any, number: int, target: int, flip: int) -> int:
-        """A conditional branch with a predicate that differs between lanes, the negated one if `flip`."""
+        """Executes a conditional branch whose predicate differs between lanes, negated by `flip`."""
         taken = (lane_bits(p) ^ flip) & group.mask
         if taken == group.mask:
             return target
@@ -322,13 +322,13 @@ class Program:
         return DIVERGED
 
     def switch(self, group: Group, index: Any, places: tuple[int, ...]) -> int:
-        """`brx.idx`."""
+        """Executes `brx.idx`."""
         if index.__class__ is int:
             values = {0: index}
         else:
             values = {lane: int(index[lane]) for lane in range(32) if group.mask >> lane & 1}
         if (last := max(values.values())) >= len(places):
-            raise IndexError(f"brx.idx with the index {last}, where there are {len(places)} targets")
+            raise IndexError(f"brx.idx: index {last} is out of range, the list has {len(places)} targets")
         if index.__class__ is int:
             return places[index]
         groups: dict[int, int] = {}
@@ -340,7 +340,7 @@ class Program:
         return DIVERGED if others else first
 
     def leave(self, group: Group, p: Any, number: int, ends: bool) -> int:
-        """`ret` and `exit`."""
+        """Executes `ret` and `exit`."""
         taken = lane_bits(p) & group.mask
         if not taken:
             return number + 1
@@ -365,21 +365,21 @@ class Program:
     # -- for the scheduler and messages ----------------------------------------------------------
 
     def live_in(self, item: int) -> tuple[int, ...]:
-        """Registers live at an item. Inside calls the callers' registers are live, too."""
+        """Returns the registers live at an item; inside calls the callers' registers are live, too."""
         return self._live_in[item] if not self._called(item) else tuple(range(len(self.initial)))
 
     def _called(self, item: int) -> bool:
         return item >= self._units[self.entry.name].end
 
     def text_at(self, item: int) -> str:
-        """The instruction an item begins with."""
+        """Returns the first instruction of an item."""
         lines = self._lines[item]
         if not lines:
             return "the end of the function"
         return f"line {self.place(lines[0].line)}: {_short(lines[0].text)}"
 
     def place(self, line: int) -> str:
-        """A PTX line, with that of the Python source where it is known."""
+        """Returns a PTX line, with the line of the Python source if it is known."""
         return place(self.module.text, line)
 
     def locate(self, error: Exception, group: Group, item: int) -> EmulatorError:
@@ -410,11 +410,14 @@ def _fell_off(group: Group) -> int:
 
 @lru_cache(maxsize=8192)
 def _compiled(source: str) -> CodeType:
-    """An item's code; modules that differ in one instruction, as mutations do, have nearly all in common."""
+    """Compiles an item's source, cached.
+
+    Modules that differ in one instruction, as mutations do, share most items.
+    """
     return compile(source, "<ptx>", "exec")
 
 
 @lru_cache(maxsize=32)
 def program(ptx: str, entry: str) -> Program:
-    """The translated entry, cached."""
+    """Returns the translated entry, cached."""
     return Program(ptx, entry)

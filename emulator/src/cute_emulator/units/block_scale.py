@@ -1,12 +1,15 @@
-"""Scale factors of a block-scaled `tcgen05.mma`: where they lie in tensor memory (PTX ISA 9.7.16.3.2).
+"""Scale factors of a block-scaled `tcgen05.mma`: their layout in tensor memory (PTX ISA 9.7.16.3.2).
 
-One 32-bit cell holds up to four factors of one row of A (or of B, a column of D), for blocks that follow each
-other along K, the first in byte `data id` of the instruction descriptor. Row r has the cell in lane r % 32,
-column r // 32; each quarter of the lanes holds a copy. Where an instruction takes more than the cell's four,
-as with K = 96 of sm_103, the next cell follows after the columns of all rows (of whole blocks of 128 rows,
-which is how `tcgen05.cp` writes them; seen in kernels with 128 and 256 rows). With two CTAs each holds the
-factors of its rows of A and those of all of B, which lie in the lanes that have D's columns where D of
-M = 128 splits these.
+One 32-bit cell holds up to four factors of one row of A, or of B (a column of D). They are the factors of
+consecutive blocks along K, the first in byte `data id` of the instruction descriptor. The cell of row r is in
+lane r % 32, column r // 32; each quarter of the lanes holds a copy.
+
+An instruction may need more factors than the cell's four, such as K = 96 of sm_103. The next cell then
+follows the columns of all rows, rounded up to blocks of 128 rows. `tcgen05.cp` writes this layout; it was
+seen in kernels with 128 and 256 rows.
+
+With two CTAs each CTA holds the factors of its rows of A and those of all of B. For M = 128, where lanes
+split D's columns, the factors of B are in the lanes of their columns of D.
 """
 
 from __future__ import annotations
@@ -20,23 +23,23 @@ from cute_emulator.numbers import formats
 from cute_emulator.numbers.arrays import F32
 
 BLOCKS = {"scale_vec::1X": 32, "scale_vec::2X": 32, "scale_vec::4X": 16, "block32": 32, "block16": 16}
-"""Elements of K that share a factor, by the instruction's modifier; 32 where it has none."""
+"""Elements of K that share a factor, by the instruction's modifier; 32 without a modifier."""
 
 
 def _next_cell(rows: int) -> int:
-    """Columns from the cells of so many rows to the cells of the blocks of K that follow."""
+    """Returns the number of columns from the cells of `rows` rows to the cells of the next blocks of K."""
     return 4 * -(-rows // 128)
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """How operands are scaled.
+    """Block scaling of the operands.
 
     Attributes:
-        block: elements of K per factor.
-        kind: format of the factors, `ue8m0` or `e4m3` (unsigned: the sign is 0).
-        a: data id of A's factors.
-        b: data id of B's.
+        block: Elements of K per factor.
+        kind: Format of the factors, `ue8m0` or `e4m3` (unsigned: the sign is 0).
+        a: Data id of A's factors.
+        b: Data id of B's factors.
     """
 
     block: int
@@ -45,7 +48,7 @@ class Scaling:
     b: int
 
     def columns(self, rows: int, k: int, data_id: int) -> int:
-        """Columns of tensor memory that the factors of so many rows take, from the first on."""
+        """Returns the number of columns of tensor memory that the factors of `rows` rows occupy."""
         further = (data_id + k // self.block - 1) // 4
         return further * _next_cell(rows) + -(-rows // 32)
 
@@ -58,18 +61,18 @@ class Scaling:
         data_id: int,
         quarters: tuple[int, ...],
     ) -> F32:
-        """Factors of every row and block, `float32 [rows, k // block]`.
+        """Returns the factors of every row and block, `float32 [rows, k // block]`.
 
         Args:
-            tmem: the CTA's tensor memory.
-            address: of the factors; its lane is 0, its two top bits are ignored.
-            rows: rows of A, or of B.
+            tmem: Tensor memory of the CTA.
+            address: Address of the factors; its lane is 0, its two top bits are ignored.
+            rows: Rows of A, or of B.
             k: K extent of the instruction.
-            data_id: byte of the first block's factor.
-            quarters: quarters of the lanes that hold a copy each.
+            data_id: Byte of the first block's factor.
+            quarters: Quarters of the lanes that hold a copy each.
 
         Raises:
-            ValueError: they do not fit tensor memory, the data id or the copies do not fit.
+            ValueError: The factors exceed tensor memory, the data id is invalid, or the copies differ.
         """
         column, blocks = address & 0xFFFF, k // self.block
         count, cells = self.columns(rows, k, data_id), (data_id + blocks + 3) // 4
@@ -90,7 +93,7 @@ class Scaling:
         return formats.ue8m0_to_f32(codes) if self.kind == "ue8m0" else formats.widen(codes, self.kind)
 
     def apply(self, operand: F32, factors: F32) -> NDArray[np.floating]:
-        """An operand `[rows, k]` times its factors; in `float64` where they leave the range of `float32`."""
+        """Multiplies an operand `[rows, k]` by its factors, in `float64` if their range requires it."""
         magnitude = np.abs(factors)
         if np.nanmax(magnitude, initial=1.0) > 2.0**50 or np.nanmin(magnitude, initial=1.0) < 2.0**-50:
             operand = operand.astype(np.float64)

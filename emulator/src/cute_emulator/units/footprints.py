@@ -1,4 +1,4 @@
-"""Footprints of `tcgen05.mma` in shared and in tensor memory: for the checks of races."""
+"""Footprints of `tcgen05.mma` in shared and in tensor memory, for the checks of races."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from cute_emulator.units.tcgen05 import Cells, Mma
 
 
 class Footprint(NamedTuple):
-    """What a product reads and writes in each of its CTAs; K steps that are alike have equal ones.
+    """Memory that a product reads and writes in each of its CTAs.
+
+    Equal for K steps in the same swizzle atoms.
 
     Attributes:
-        ctas: Number of these.
-        atoms: First and last chunk number of the whole swizzle atoms that hold A and B.
+        ctas: Number of CTAs.
+        atoms: First and last chunk number of the complete swizzle atoms that contain A and B.
         d: Cells of D, as `Mma.d_cells`.
-        others: Cells of A and of scale factors in tensor memory, where there are any.
+        others: Cells of A and of scale factors in tensor memory, if any.
     """
 
     ctas: int
@@ -34,5 +36,5 @@ def footprint(mma: Mma, ctas: int) -> Footprint:
 
 @lru_cache(maxsize=1024)
 def smem_spans(mma: Mma, ctas: int) -> list[tuple[int, int]]:
-    """Ranges of chunk numbers, first and end, that hold all of `Mma.smem_reads`."""
+    """Returns ranges of chunk numbers, first and end, that contain all of `Mma.smem_reads`."""
     return [tile.span(*form) for tile, form in mma.smem_tiles(ctas)]

@@ -28,25 +28,29 @@ Matrix = NDArray[np.float32] | NDArray[np.int32]
 
 
 def a_matrix(registers: U32, element_bytes: int) -> Bits:
-    """A operand `[16, k]` of patterns from `[registers, 32]`; also wgmma's A in registers, per warp."""
+    """Returns the A operand `[16, k]` of patterns from `[registers, 32]`.
+
+    Also used for wgmma's A in registers, per warp.
+    """
     words = registers.reshape(-1, 2, 8, 4).transpose(1, 2, 0, 3).reshape(16, -1)
     return words.view(f"u{element_bytes}")
 
 
 def b_matrix(registers: U32, element_bytes: int) -> Bits:
-    """B operand, transposed: `[8 columns, k]` of element patterns from `[registers, 32]`."""
+    """Returns the transposed B operand, `[8 columns, k]` of element patterns, from `[registers, 32]`."""
     words = registers.reshape(-1, 8, 4).transpose(1, 0, 2).reshape(8, -1)
     return words.view(f"u{element_bytes}")
 
 
 def add(product: NDArray[np.floating], old: Matrix | None, dtype: str, saturate: bool = False) -> Matrix:
-    """An accumulator, or zero, plus a product.
+    """Adds a product to an accumulator, or to zero.
 
     Args:
-        product: of integers exact; where it is `float64`, the sum is rounded once. It may become the sum.
-        old: the accumulator before, or `None`.
+        product: Product; exact for integers. A sum in `float64` is rounded once. The array may become the
+            sum.
+        old: Accumulator, or `None`.
         dtype: `f32`, `f16` or `s32`.
-        saturate: whether an integer sum saturates (`.satfinite`) rather than wraps.
+        saturate: Whether an integer sum saturates (`.satfinite`) instead of wrapping.
     """
     if dtype != "s32":
         if old is not None:
@@ -59,7 +63,10 @@ def add(product: NDArray[np.floating], old: Matrix | None, dtype: str, saturate:
 
 
 def c_matrix(registers: U32, dtype: str) -> Matrix:
-    """Accumulator `[16, columns]`: `f32`, `s32` (4 registers per 8 columns), or `f16` (2) as `float32`."""
+    """Returns the accumulator `[16, columns]` from its registers.
+
+    `f32` and `s32` have 4 registers per 8 columns; `f16` has 2 and is returned as `float32`.
+    """
     if dtype != "f16":
         words = registers.reshape(-1, 2, 2, 8, 4).transpose(1, 3, 0, 4, 2).reshape(16, -1)
         values: Matrix = words.view(np.float32) if dtype == "f32" else words.view(np.int32)
@@ -69,7 +76,10 @@ def c_matrix(registers: U32, dtype: str) -> Matrix:
 
 
 def c_registers(matrix: Matrix, dtype: str) -> U32:
-    """The inverse of `c_matrix`: rounds to `dtype` and spreads `[16, columns]` over `[registers, 32]`."""
+    """Rounds `[16, columns]` to `dtype` and distributes it over `[registers, 32]`.
+
+    The inverse of `c_matrix`.
+    """
     if dtype != "f16":
         words = matrix.astype(np.float32 if dtype == "f32" else np.int32, copy=False).view(np.uint32)
         tiles = words.reshape(2, 8, -1, 4, 2)
@@ -79,19 +89,21 @@ def c_registers(matrix: Matrix, dtype: str) -> U32:
 
 
 def mma_sync(a: U32, b: U32, c: U32, a_type: str, b_type: str, d_type: str, saturate: bool = False) -> U32:
-    """`mma.sync.m16n8kK`: D = A * B + C for one warp, rounded once; K follows from the number of A registers.
+    """Computes D = A * B + C of one warp, rounded once (`mma.sync.m16n8kK`).
+
+    K follows from the number of A registers.
 
     Args:
         a: A fragment.
         b: B fragment.
         c: C fragment, of `d_type`.
-        a_type: element type of A, a name of `formats.ELEMENT_BYTES`.
-        b_type: element type of B.
+        a_type: Element type of A, a name of `formats.ELEMENT_BYTES`.
+        b_type: Element type of B.
         d_type: `f32`, `f16` or `s32`.
-        saturate: whether an integer D saturates.
+        saturate: Whether an integer D saturates.
 
     Returns:
-        The D fragment.
+        D fragment.
     """
     left = formats.widen(a_matrix(a, formats.ELEMENT_BYTES[a_type]), a_type).astype(np.float64)
     right = formats.widen(b_matrix(b, formats.ELEMENT_BYTES[b_type]), b_type).astype(np.float64)
@@ -100,14 +112,15 @@ def mma_sync(a: U32, b: U32, c: U32, a_type: str, b_type: str, d_type: str, satu
 
 
 def scale_factors(words: U32, first: int, lanes: int, byte: int, count: int, kind: str) -> F32:
-    """Factors of the rows of A (`lanes` 2) or of the columns of B (`lanes` 1), `float32 [8 * lanes, count]`.
+    """Returns the factors of A's rows (`lanes` 2) or B's columns (`lanes` 1), `float32 [8 * lanes, count]`.
 
     Args:
-        words: the operand, `uint32 [32]`.
-        first: lane of every four that holds those of row g; A's rows g + 8 are the next lane's.
-        lanes: of every four that are read.
-        byte: of the first block's factor.
-        count: blocks along K.
+        words: Operand, `uint32 [32]`.
+        first: Lane of every four that holds the factors of row g; the next lane holds those of A's rows g +
+            8.
+        lanes: Number of lanes of every four that are read.
+        byte: Byte of the first block's factor.
+        count: Blocks along K.
         kind: `ue8m0` or `ue4m3`.
     """
     held = words.reshape(8, 4)[:, first : first + lanes].T.reshape(-1)
@@ -118,20 +131,20 @@ def scale_factors(words: U32, first: int, lanes: int, byte: int, count: int, kin
 def mma_sync_scaled(
     a: U32, b: U32, c: U32, a_type: str, b_type: str, scale_a: F32, scale_b: F32, packed: bool
 ) -> U32:
-    """Block-scaled `mma.sync.m16n8kK` with float32 accumulators.
+    """Computes a block-scaled `mma.sync.m16n8kK` with float32 accumulators.
 
     Args:
         a: A fragment.
         b: B fragment.
         c: C fragment.
-        a_type: element type of A.
-        b_type: element type of B.
-        scale_a: factors `[16, blocks]`.
-        scale_b: factors `[8, blocks]`.
-        packed: whether a byte holds two elements, the first in its low half.
+        a_type: Element type of A.
+        b_type: Element type of B.
+        scale_a: Factors `[16, blocks]`.
+        scale_b: Factors `[8, blocks]`.
+        packed: Whether a byte holds two elements, the first in its low half.
 
     Returns:
-        The D fragment.
+        D fragment.
     """
 
     def scaled(codes: Bits, kind: str, factors: F32) -> NDArray[np.float64]:
@@ -146,11 +159,12 @@ def mma_sync_scaled(
 
 
 def ldmatrix(rows: Bits, trans: bool) -> U32:
-    """Registers of `ldmatrix.m8n8.x{num}.b16`.
+    """Returns the registers of `ldmatrix.m8n8.x{num}.b16`.
 
     Args:
-        rows: the 16-byte rows read, any dtype, `num * 8 * 16` bytes: lanes 8 i.. give matrix i.
-        trans: whether `.trans` is given.
+        rows: The 16-byte rows read, any dtype, `num * 8 * 16` bytes: matrix i is addressed by lanes 8 i to 8
+            i + 7.
+        trans: Whether the instruction has `.trans`.
 
     Returns:
         `uint32 [num, 32]`.
@@ -162,18 +176,21 @@ def ldmatrix(rows: Bits, trans: bool) -> U32:
 
 
 def stmatrix(registers: U32, trans: bool) -> NDArray[np.uint16]:
-    """The rows `[num, 8, 8]` (16 bytes each) that `stmatrix.m8n8.x{num}.b16` writes."""
+    """Returns the rows `[num, 8, 8]` (16 bytes each) that `stmatrix.m8n8.x{num}.b16` writes."""
     matrices = np.ascontiguousarray(registers).view(np.uint16).reshape(-1, 8, 8)
     return np.ascontiguousarray(matrices.transpose(0, 2, 1)) if trans else matrices
 
 
 def ldmatrix_bytes(rows: Bits) -> U32:
-    """Registers `[2 * num, 32]` of `ldmatrix.m16n16.x{num}.trans.b8` from `num * 16` rows of 16 bytes."""
+    """Returns the registers `[2 * num, 32]` of `ldmatrix.m16n16.x{num}.trans.b8`.
+
+    `rows` contains `num * 16` rows of 16 bytes.
+    """
     matrices = np.ascontiguousarray(rows).view(np.uint8).reshape(-1, 4, 4, 2, 8)
     return np.ascontiguousarray(matrices.transpose(0, 3, 4, 1, 2)).view(np.uint32).reshape(-1, 32)
 
 
 def stmatrix_bytes(registers: U32) -> NDArray[np.uint8]:
-    """The rows `uint8 [num, 8, 16]` that `stmatrix.m16n8.x{num}.trans.b8` writes."""
+    """Returns the rows `uint8 [num, 8, 16]` that `stmatrix.m16n8.x{num}.trans.b8` writes."""
     lanes = np.ascontiguousarray(registers).view(np.uint8).reshape(-1, 8, 4, 2, 2)
     return np.ascontiguousarray(lanes.transpose(0, 2, 4, 3, 1)).reshape(-1, 8, 16)

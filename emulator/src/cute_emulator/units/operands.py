@@ -1,13 +1,12 @@
-"""Elements of a tensor-core operand: how 4- and 6-bit formats are packed, and integers.
+"""Elements of a tensor-core operand: packing of 4- and 6-bit formats, and integers.
 
-Where it lies (PTX ISA 9.7.16.3)              16 elements of 4 bits         of 6 bits
-shared memory, kinds mxf4 and mxf4nvf4        8 bytes, the lower half first
-shared memory, kinds f8f6f4 and mxf8f6f4      16 bytes, of which the first
-                                              8 are used                    12 are used
-tensor memory, kinds f8f6f4 and mxf8f6f4      a byte each, bits 5..2        a byte each, bits 6..1
+- Location (PTX ISA 9.7.16.3)                 16 elements of 4 bits         of 6 bits
+- shared memory, kinds mxf4 and mxf4nvf4      8 bytes, lower half first
+- shared memory, kinds f8f6f4 and mxf8f6f4    16 bytes, the first 8 used    the first 12 used
+- tensor memory, kinds f8f6f4 and mxf8f6f4    a byte each, bits 5..2        a byte each, bits 6..1
 
-The chunks of 16 bytes are what a TMA load of a padded type writes (`units.tma.PADDED`). The bits within a
-byte of tensor memory are as an example of CuTe DSL (`tcgen05.cp` with decompression) states them.
+A TMA load of a padded type writes the chunks of 16 bytes (`units.tma.PADDED`). The bits within a byte of
+tensor memory are those that an example of CuTe DSL states (`tcgen05.cp` with decompression).
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ BITS = {"e2m1": 4, "e2m3": 6, "e3m2": 6}
 
 
 def split_nibbles(packed: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """The 4-bit codes of bytes, the lower half first: `[..., n]` to `[..., 2 n]`."""
+    """Returns the 4-bit codes of bytes, the lower half first: `[..., n]` to `[..., 2 n]`."""
     codes = np.empty((*packed.shape[:-1], 2 * packed.shape[-1]), np.uint8)
     codes[..., 0::2] = packed & np.uint8(0xF)
     codes[..., 1::2] = packed >> np.uint8(4)
@@ -31,7 +30,7 @@ def split_nibbles(packed: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 def split_chunks(chunks: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
-    """The 4- or 6-bit codes of padded chunks, 16 in each 16 bytes: `[..., n]` to `[..., n]`."""
+    """Returns the 4- or 6-bit codes of padded chunks, 16 in each 16 bytes: `[..., n]` to `[..., n]`."""
     groups = np.ascontiguousarray(chunks).reshape(*chunks.shape[:-1], -1, 16)
     if bits == 4:
         codes = split_nibbles(groups[..., :8])
@@ -44,18 +43,18 @@ def split_chunks(chunks: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
 
 
 def hold(codes: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
-    """Codes of 4 or 6 bits in the bytes that tensor memory holds them in."""
+    """Returns codes of 4 or 6 bits at their bit positions in the bytes of tensor memory."""
     return codes << np.uint8((8 - bits) // 2)
 
 
 def from_smem(tile: Bits, kind: str, packed: bool, mn_major: bool) -> F32:
-    """Values of a tile gathered from shared memory.
+    """Returns the values of a tile gathered from shared memory.
 
     Args:
-        tile: element patterns `[rows, k]`, for formats narrower than a byte the bytes that hold them.
-        kind: element type.
-        packed: whether 4-bit elements lie two to a byte.
-        mn_major: whether rows rather than k are contiguous.
+        tile: Element patterns `[rows, k]`; for formats narrower than a byte the bytes that hold them.
+        kind: Element type.
+        packed: Whether a byte holds two 4-bit elements.
+        mn_major: Whether rows rather than k are contiguous.
     """
     if kind not in BITS:
         return formats.widen(tile, kind)
@@ -67,7 +66,7 @@ def from_smem(tile: Bits, kind: str, packed: bool, mn_major: bool) -> F32:
 
 
 def from_tmem(cells: NDArray[np.uint32], kind: str, packed: bool) -> F32:
-    """Values of A in tensor memory from its cells `[rows, columns]`."""
+    """Returns the values of A in tensor memory from its cells `[rows, columns]`."""
     elements = np.ascontiguousarray(cells).view(f"u{formats.ELEMENT_BYTES[kind]}")
     if kind in BITS:
         if packed:

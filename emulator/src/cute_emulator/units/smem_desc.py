@@ -1,20 +1,20 @@
 """Shared-memory matrix descriptors of wgmma (sm_90) and tcgen05 (sm_100), and the tiles they describe.
 
-Both hold, in units of 16 bytes: start address [13:0], leading-dimension byte offset LBO [29:16],
+Both contain, in units of 16 bytes: start address [13:0], leading-dimension byte offset LBO [29:16],
 stride-dimension byte offset SBO [45:32]. sm_100 adds version 1 in [47:46], and the swizzle moves from [63:62]
 to [63:61] (PTX ISA 9.7.15.5.1 and 9.7.16.4.1). Let T be the elements in 16 bytes and S the elements in one
 swizzled row; the byte address of element (row, k) before the swizzle is `start +`:
 
-K-major, swizzled      (row // 8) * SBO + (row % 8) * row_bytes + k * size
-K-major, none          (row // 8) * SBO + (row % 8) * 16 + (k // T) * LBO + (k % T) * size
-MN-major, swizzled     (row // S) * LBO + (row % S) * size + (k // G) * SBO + (k % G) * row_bytes
-MN-major, none         (row // T) * SBO + (row % T) * size + (k // 8) * LBO + (k % 8) * 16
+- K-major, swizzled:   (row // 8) * SBO + (row % 8) * row_bytes + k * size
+- K-major, none:       (row // 8) * SBO + (row % 8) * 16 + (k // T) * LBO + (k % T) * size
+- MN-major, swizzled:  (row // S) * LBO + (row % S) * size + (k // G) * SBO + (k % G) * row_bytes
+- MN-major, none:      (row // T) * SBO + (row % T) * size + (k // 8) * LBO + (k % 8) * 16
 
-with G = 8 rows in a pattern, 4 in the 32-byte-base one that 32-bit MN-major operands use. The swizzle is
-applied to the sum (`units.swizzle`); K advances inside a pattern by moving the start address.
+A pattern has G = 8 rows, or 4 in the pattern with 32-byte base of 32-bit MN-major operands. The swizzle is
+applied to the sum (`units.swizzle`). K advances inside a pattern by an offset of the start address.
 
 An instruction of sm_103 takes 48 bytes of K, which may begin in one swizzled row and end in another. Bit 52
-then says that LBO is no offset but the address of the tile that goes on, from the beginning of its rows.
+then marks LBO as an address instead of an offset: the tile of the remaining K starts there.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
 @dataclass(frozen=True)
 class SmemDescriptor:
-    """A decoded matrix descriptor; all fields in bytes.
+    """Decoded matrix descriptor; all fields in bytes.
 
     Attributes:
-        start: address within the CTA's shared window.
-        leading: leading-dimension byte offset (LBO).
-        stride: stride-dimension byte offset (SBO).
-        swizzle: swizzle mode.
-        following: address of the tile that goes on where a row of this one ends, if the descriptor gives it.
+        start: Address within the CTA's shared window.
+        leading: Leading-dimension byte offset (LBO).
+        stride: Stride-dimension byte offset (SBO).
+        swizzle: Swizzle mode.
+        following: Address of the tile that continues this one at the end of a row, if the descriptor has one.
     """
 
     start: int
@@ -60,7 +60,7 @@ class SmemDescriptor:
     following: int | None = None
 
     def pieces(self, k: int, element_bytes: int) -> list[tuple[SmemDescriptor, int]]:
-        """The tiles that hold so many elements along K, one or two, and how many each holds."""
+        """Returns the one or two tiles that contain `k` elements along K, with the elements in each."""
         if self.following is None:
             return [(self, k)]
         row = self.swizzle.row_bytes
@@ -71,11 +71,11 @@ class SmemDescriptor:
         return [(first, room), (replace(first, start=self.following), k - room)]
 
     def differs_in_start(self, other: SmemDescriptor) -> bool:
-        """Whether the other descriptor has the same tile at another place, at most."""
+        """Returns whether the other descriptor describes the same tile, up to its start address."""
         return (self.leading, self.stride, self.swizzle) == (other.leading, other.stride, other.swizzle)
 
     def addresses(self, rows: int, k: int, element_bytes: int, mn_major: bool) -> I64:
-        """Byte address within the CTA's shared window of every element, `int64 [rows, k]`."""
+        """Returns the byte address of every element within the CTA's shared window, `int64 [rows, k]`."""
         plan, base = _plan((self,), rows, k, element_bytes, mn_major)
         chunks = 16 * (plan + base)[:, :, None] + np.arange(0, 16, element_bytes, dtype=np.int64)
         if mn_major:  # [k, rows / T, T]
@@ -83,12 +83,12 @@ class SmemDescriptor:
         return chunks.reshape(rows, k)
 
     def chunk_addresses(self, rows: int, k: int, element_bytes: int, mn_major: bool) -> I64:
-        """Byte addresses of the 16-byte chunks the tile occupies, flat: what an operation reads."""
+        """Returns the byte addresses of the 16-byte chunks that an operation reads of the tile, flat."""
         plan, base = _plan((self,), rows, k, element_bytes, mn_major)
         return 16 * (plan.reshape(-1) + base)
 
     def span(self, rows: int, k: int, element_bytes: int, mn_major: bool) -> tuple[int, int]:
-        """First and end of the range of chunk numbers (addresses / 16) that holds `chunk_addresses`."""
+        """Returns the range of chunk numbers (addresses / 16), first and end, of `chunk_addresses`."""
         mode = self.swizzle
         phase = self.start % mode.repeat
         first, end = _tile_span(self.leading, self.stride, mode, (phase,), rows, k, element_bytes, mn_major)
@@ -96,7 +96,10 @@ class SmemDescriptor:
         return base + first, base + end
 
     def atoms(self, rows: int, k: int, element_bytes: int, mn_major: bool) -> slice:
-        """Chunk numbers of the whole swizzled rows that hold the tile: the same for all K steps in them."""
+        """Returns chunk numbers of the complete swizzled rows that contain the tile.
+
+        Equal for all K steps in them.
+        """
         first, end = self.span(rows, k, element_bytes, mn_major)
         row = self.swizzle.row_bytes >> 4
         return slice(first // row * row, -(-end // row) * row)
@@ -107,17 +110,17 @@ class SmemDescriptor:
         """Reads the tile's element patterns.
 
         Args:
-            smem: the CTA's shared memory from address 0 on, a multiple of 16 bytes long.
+            smem: Shared memory of the CTA from address 0 on; its length is a multiple of 16 bytes.
             rows: M or N extent of the tile.
             k: K extent; `k * element_bytes` must be a multiple of 16 for K-major tiles.
             element_bytes: 1, 2 or 4.
-            mn_major: whether rows rather than k are contiguous.
+            mn_major: Whether rows rather than k are contiguous.
 
         Returns:
-            An unsigned array `[rows, k]` (for MN-major tiles the transpose of a contiguous one).
+            Unsigned array `[rows, k]` (for MN-major tiles the transpose of a contiguous one).
 
         Raises:
-            IndexError: the tile reaches beyond `smem`.
+            IndexError: The tile exceeds `smem`.
         """
         return gather_steps(smem, (self,), rows, k, element_bytes, mn_major)
 
@@ -130,7 +133,7 @@ def gather_steps(
     element_bytes: int,
     mn_major: bool,
 ) -> NDArray[np.unsignedinteger]:
-    """Reads tiles that follow each other along K and differ in nothing but `start`: `[rows, len(steps) * k]`.
+    """Reads consecutive tiles along K that differ only in `start`: `[rows, len(steps) * k]`.
 
     Arguments and errors as for `SmemDescriptor.gather`.
     """
@@ -143,7 +146,7 @@ def gather_steps(
 def _plan(
     steps: tuple[SmemDescriptor, ...], rows: int, k: int, element_bytes: int, mn_major: bool
 ) -> tuple[I64, int]:
-    """Numbers of the tiles' 16-byte chunks, and what to add to them."""
+    """Returns numbers of the tiles' 16-byte chunks relative to a base, and the base."""
     first = steps[0]
     origin = first.start - first.start % first.swizzle.repeat
     starts = tuple([step.start - origin for step in steps])
@@ -162,12 +165,15 @@ def _tile_plan(
     size: int,
     mn_major: bool,
 ) -> I64:
-    """Chunk numbers from a swizzle repeat's start: `[rows, steps * k / T]`, or `[steps * k, rows / T]`."""
+    """Returns chunk numbers from the start of a swizzle repeat.
+
+    The shape is `[rows, steps * k / T]`, or `[steps * k, rows / T]` for MN-major tiles.
+    """
     per_chunk = 16 // size
     contiguous, other = (rows, k) if mn_major else (k, rows)
     if contiguous % per_chunk:
         raise ValueError(
-            f"{contiguous} contiguous elements of {size} bytes are no whole number of 16-byte chunks"
+            f"{contiguous} contiguous elements of {size} bytes are not a multiple of a 16-byte chunk"
         )
     c = np.arange(contiguous // per_chunk, dtype=np.int64)[None, :]
     o = np.arange(other, dtype=np.int64)[:, None]
@@ -194,7 +200,7 @@ def decode_umma(descriptor: int) -> SmemDescriptor:
     """Decodes a tcgen05 (sm_100) shared-memory descriptor.
 
     Raises:
-        ValueError: a field has a value that is reserved or not modelled.
+        ValueError: A field has a value that is reserved or not modelled.
     """
     version, layout = descriptor >> 46 & 3, descriptor >> 61
     if version != 1:
@@ -217,7 +223,7 @@ def decode_wgmma(descriptor: int) -> SmemDescriptor:
     """Decodes a wgmma (sm_90) shared-memory descriptor.
 
     Raises:
-        ValueError: a field has a value that is not modelled.
+        ValueError: A field has a value that is not modelled.
     """
     return _decode(descriptor, _WGMMA_SWIZZLES[descriptor >> 62])
 

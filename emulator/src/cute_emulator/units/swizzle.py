@@ -1,9 +1,8 @@
-"""The shared-memory swizzle that TMA, wgmma and tcgen05 share.
+"""Shared-memory swizzle of TMA, wgmma and tcgen05.
 
-A swizzle permutes 16-byte chunks (32-byte ones for the 32-byte base) by XOR-ing address bits: bits 4.. of the
-absolute shared-memory byte address take bits 7.. in. It is applied to absolute addresses, so a tile that does
-not begin at a multiple of the pattern's repeat begins in the middle of the pattern (PTX ISA 5.5.6, "Swizzling
-modes").
+A swizzle permutes 16-byte chunks (32-byte ones for the 32-byte base) by XOR of address bits: bits 4.. of the
+absolute shared-memory byte address are XOR-ed with bits 7... So a tile that begins between two repeats begins
+in the middle of the pattern (PTX ISA 5.5.6, "Swizzling modes").
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from numpy.typing import NDArray
 Address = TypeVar("Address", int, "NDArray[np.int64]")
 
 
-@dataclass(frozen=True, eq=False)  # the constants below are all there are, and keys of caches
+@dataclass(frozen=True, eq=False)  # the constants below are the only instances, and keys of caches
 class Swizzle:
-    """One swizzle mode.
+    """Swizzle mode.
 
     Attributes:
-        name: the field's name for it.
-        bits: how many address bits are XOR-ed; 0 is none.
-        base: log2 of the unit that stays together, in bytes.
+        name: Name of the mode.
+        bits: Number of address bits that are XOR-ed; 0 is none.
+        base: log2 of the size in bytes of the unit that is not permuted inside.
     """
 
     name: str
@@ -33,16 +32,19 @@ class Swizzle:
 
     @property
     def row_bytes(self) -> int:
-        """Width of one row of the pattern in bytes: 32, 64 or 128 (16 without swizzle)."""
+        """Returns the width of one row of the pattern in bytes: 32, 64 or 128 (16 without swizzle)."""
         return 16 << self.bits if self.base == 4 else 128
 
     @property
     def repeat(self) -> int:
-        """Number of bytes after which the pattern repeats: an address matters only modulo this."""
+        """Returns the number of bytes after which the pattern repeats: only the address modulo it matters."""
         return 128 << self.bits if self.bits else 16
 
     def apply(self, address: Address) -> Address:
-        """The place of the byte at logical address `address` (an int or an array of absolute addresses)."""
+        """Returns the physical address of a byte.
+
+        `address` is an int or an array of absolute logical addresses.
+        """
         return address ^ (((address >> 7) & ((1 << self.bits) - 1)) << self.base)
 
 

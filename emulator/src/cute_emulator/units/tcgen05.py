@@ -1,16 +1,16 @@
-"""tcgen05.mma: its instruction descriptor, where its operands live, and the product itself.
+"""tcgen05.mma: its instruction descriptor, the location of its operands, and the product itself.
 
 Tensor memory (TMEM) of a CTA is `uint32 [128, 512]`; an address is `lane << 16 | column`. D takes one 32-bit
-column per element, also where D is f16 (then in the low half). Where row m of D lies (PTX ISA 9.7.16.10.5):
+column per element, also if D is f16 (then in the low half). Location of row m of D (PTX ISA 9.7.16.10.5):
 
-cta_group  M    CTA r holds
-1          128  row m in lane m
-1          64   row m in lane 32 * (m // 16) + m % 16, plus the lane of the D address (0 or 16)
-2          256  rows 128 r + lane, all N columns
-2          128  rows 64 r + lane % 64; lanes 0..63 columns 0..N/2-1, lanes 64..127 columns N/2..N-1
+- cta_group 1, M 128: row m in lane m
+- cta_group 1, M 64:  row m in lane 32 * (m // 16) + m % 16, plus the lane of the D address (0 or 16)
+- cta_group 2, M 256: CTA r holds rows 128 r + lane, all N columns
+- cta_group 2, M 128: CTA r holds rows 64 r + lane % 64; lanes 0..63 hold columns 0..N/2-1, lanes 64..127
+  columns N/2..N-1
 
-A comes from the shared memory (rows split over the CTAs as D's are) or the TMEM of each CTA, B from shared
-memory: with two CTAs each holds N/2 of its rows at the same descriptor offset.
+A is read from the shared memory (rows split over the CTAs as D's are) or the TMEM of each CTA. B is read from
+shared memory: with two CTAs each holds N/2 of its rows at the same descriptor offset.
 """
 
 from __future__ import annotations
@@ -50,27 +50,27 @@ _OPERAND_TYPES = {
 KINDS = tuple(_OPERAND_TYPES)
 """Kinds of `tcgen05.mma` that are modelled."""
 _SHAPES = {(1, 64): 8, (1, 128): 8, (2, 128): 16, (2, 256): 16}  # CTAs and M: step of N
-_EXACT_K = 256  # so many products of bytes, 255 * 255 at most, have a sum that float32 holds exactly
+_EXACT_K = 256  # float32 represents the sum of this many products of bytes, 255 * 255 at most, exactly
 
 
 @dataclass(frozen=True)
 class InstructionDescriptor:
-    """A decoded 32-bit instruction descriptor (PTX ISA 9.7.16.4.2).
+    """Decoded 32-bit instruction descriptor (PTX ISA 9.7.16.4.2).
 
     Attributes:
-        m: rows of D over all CTAs of the group.
-        n: columns of D.
-        a_type: element type of A, a name `formats.widen` knows.
-        b_type: element type of B.
+        m: Rows of D over all CTAs of the group.
+        n: Columns of D.
+        a_type: Element type of A, as for `formats.widen`.
+        b_type: Element type of B.
         d_type: `f32`, `f16` or `s32`.
-        a_mn_major: whether A's rows are contiguous in shared memory (the "transpose" bit).
-        b_mn_major: the same for B.
-        negate_a: whether A is negated.
-        negate_b: whether B is negated.
-        packed: whether 4-bit elements lie two to a byte.
-        saturate: whether an integer D saturates.
-        scaling: how blocks of the operands are scaled, or `None`.
-        k_bytes: bytes of K that one instruction covers: 32 of all types, or 48 of packed ones on sm_103.
+        a_mn_major: Whether A's rows are contiguous in shared memory (the "transpose" bit).
+        b_mn_major: Whether B's rows are contiguous in shared memory.
+        negate_a: Whether A is negated.
+        negate_b: Whether B is negated.
+        packed: Whether a byte holds two 4-bit elements.
+        saturate: Whether an integer D saturates.
+        scaling: Block scaling of the operands, or `None`.
+        k_bytes: Bytes of K that one instruction covers: 32 of all types, or 48 of packed ones on sm_103.
     """
 
     m: int
@@ -89,27 +89,27 @@ class InstructionDescriptor:
 
     @property
     def k(self) -> int:
-        """K extent of one instruction."""
+        """Returns the K extent of one instruction, in elements."""
         return self.k_holders * (2 if self.packed else 1)
 
     @property
     def k_holders(self) -> int:
-        """The same in elements, or in the bytes that hold two of them."""
+        """Returns the K extent in elements, or in bytes for packed elements (two in a byte)."""
         return self.k_bytes // formats.ELEMENT_BYTES[self.a_type]
 
 
 @lru_cache(maxsize=256)
 def decode_instruction(descriptor: int, kind: str, cta_group: int, block: int = 0) -> InstructionDescriptor:
-    """Decodes an instruction descriptor and checks the shape it asks for.
+    """Decodes an instruction descriptor and checks its shape.
 
     Args:
-        descriptor: the 32-bit register operand.
+        descriptor: The 32-bit register operand.
         kind: `f16`, `tf32`, `i8`, `f8f6f4`, `mxf8f6f4`, `mxf4` or `mxf4nvf4`.
         cta_group: 1 or 2.
-        block: elements of K that share a scale factor, 0 where there are none.
+        block: Elements of K that share a scale factor, 0 without scale factors.
 
     Raises:
-        ValueError: a reserved value, an illegal shape, or a kind that is not modelled.
+        ValueError: A reserved value, an illegal shape, or a kind that is not modelled.
     """
     where = f"tcgen05.mma kind::{kind} cta_group::{cta_group}, instruction descriptor {descriptor:#010x}"
     if kind not in _OPERAND_TYPES:
@@ -163,18 +163,18 @@ def decode_instruction(descriptor: int, kind: str, cta_group: int, block: int = 
 
 @dataclass(frozen=True, eq=False)
 class Mma:
-    """One decoded `tcgen05.mma`, or several into one D as one of a larger K; executing it is `run`.
+    """One decoded `tcgen05.mma`, or several with the same D joined to one of a larger K.
 
     Attributes:
-        shape: the instruction descriptor.
+        shape: Instruction descriptor.
         d: TMEM address of D, the same in every CTA of the group.
-        a: shared-memory descriptor of A, or its TMEM address.
-        b: shared-memory descriptor of B.
-        accumulate: whether D is an input (`enable-input-d`).
-        scale_d: the exponent s of `scale-input-d`: D enters as D * 2**-s.
+        a: Shared-memory descriptor of A, or its TMEM address.
+        b: Shared-memory descriptor of B.
+        accumulate: Whether D is an input (`enable-input-d`).
+        scale_d: Exponent s of `scale-input-d`: D enters as D * 2**-s.
         scales: TMEM addresses of the scale factors of A and of B, or `None`.
-        disabled_lanes: `bool [128]` per CTA in order, lanes of D to leave alone, or `None`.
-        further: shared-memory descriptors of A and of B in the K steps that follow.
+        disabled_lanes: `bool [128]` per CTA in order, lanes of D that are not written, or `None`.
+        further: Shared-memory descriptors of A and of B in the K steps that follow.
     """
 
     shape: InstructionDescriptor
@@ -191,14 +191,14 @@ class Mma:
         """Multiplies and accumulates into D.
 
         Args:
-            smem: shared memory of the CTAs of the group (one or two), in rank order.
-            tmem: their tensor memories; changed in place.
-            by_instruction: whether sums are added by the rule of `tensor_cores`, one instruction after the
-                other, rather than in NumPy's order.
+            smem: Shared memory of the CTAs of the group (one or two), in rank order.
+            tmem: Tensor memory of the CTAs; changed in place.
+            by_instruction: Whether products are added by the rule of `tensor_cores`, instruction by
+                instruction, instead of in NumPy's order.
 
         Raises:
-            IndexError: an operand reaches beyond shared memory.
-            ValueError: D or A reaches beyond tensor memory, or a combination that is not modelled.
+            IndexError: An operand exceeds shared memory.
+            ValueError: D or A exceeds tensor memory, or the combination is not modelled.
         """
         shape, ctas = self.shape, len(smem)
         rows = shape.m // ctas
@@ -239,25 +239,29 @@ class Mma:
                         np.copyto(d, new, where=~off)
 
     def smem_reads(self, ctas: int) -> I64:
-        """Byte addresses of the 16-byte chunks read from each CTA's shared memory, flat."""
+        """Returns byte addresses of the 16-byte chunks read from each CTA's shared memory, flat."""
         return np.concatenate([tile.chunk_addresses(*form) for tile, form in self.smem_tiles(ctas)])
 
     def smem_tiles(self, ctas: int) -> list[tuple[SmemDescriptor, tuple[int, int, int, bool]]]:
-        """The tiles of B and A in each CTA's shared memory: descriptor, rows, k, bytes, whether MN-major."""
-        shape, whole = self.shape, self.shape.k_holders
+        """Returns the tiles of B and A in each CTA's shared memory.
+
+        Descriptor, rows, k, bytes, whether MN-major.
+        """
+        shape, extent = self.shape, self.shape.k_holders
         size = formats.ELEMENT_BYTES[shape.b_type]
         tiles = [
-            (tile, (shape.n // ctas, k, size, shape.b_mn_major)) for tile, k in self.b.pieces(whole, size)
+            (tile, (shape.n // ctas, k, size, shape.b_mn_major)) for tile, k in self.b.pieces(extent, size)
         ]
         if isinstance(self.a, SmemDescriptor):
             size = formats.ELEMENT_BYTES[shape.a_type]
             tiles += [
-                (tile, (shape.m // ctas, k, size, shape.a_mn_major)) for tile, k in self.a.pieces(whole, size)
+                (tile, (shape.m // ctas, k, size, shape.a_mn_major))
+                for tile, k in self.a.pieces(extent, size)
             ]
         return tiles
 
     def scale_cells(self, ctas: int) -> list[Cells]:
-        """As `d_cells`, of the scale factors of A and of B."""
+        """Returns the cells of the scale factors of A and of B, in the form of `d_cells`."""
         scaling, shape = self.shape.scaling, self.shape
         if scaling is None or self.scales is None:
             return []
@@ -270,13 +274,13 @@ class Mma:
         ]
 
     def d_cells(self, ctas: int) -> Cells:
-        """First column, columns, and halves of each 32 lanes (0, 1) that D takes in every CTA."""
+        """Returns the first column, the columns, and the halves of each 32 lanes (0, 1) of D in every CTA."""
         first, rows = self.d & 0xFFFF, self.shape.m // ctas
         halves = ((self.d >> 20) & 1,) if (ctas, rows) == (1, 64) else (0, 1)
         return first, self.shape.n // 2 if (ctas, rows) == (2, 64) else self.shape.n, halves
 
     def a_cells(self) -> Cells:
-        """The same of A, no columns where it is in shared memory."""
+        """Returns the cells of A in the form of `d_cells`; no columns if A is in shared memory."""
         if isinstance(self.a, SmemDescriptor):
             return 0, 0, ()
         return self.a & 0xFFFF, self.shape.k_bytes // 4, (0, 1)
@@ -313,7 +317,7 @@ class Mma:
     def _scaled(
         self, scaling: Scaling, tmem: Tmem, a: NDArray[np.floating], b: NDArray[np.floating], splits: int
     ) -> tuple[NDArray[np.floating], NDArray[np.floating]]:
-        """A and B times their scale factors; `splits` is 2 where D's lanes split its columns."""
+        """Multiplies A and B by their scale factors; `splits` is 2 if D's lanes split its columns."""
         assert self.scales is not None
         shape, every = self.shape, (0, 1, 2, 3)
         left = scaling.factors(tmem, self.scales[0], a.shape[0], shape.k, scaling.a, every)
@@ -326,7 +330,7 @@ class Mma:
 
     @property
     def _has_rule(self) -> bool:
-        """Returns whether `tensor_cores` has a rule for its types, and nothing of D is scaled or left out."""
+        """Returns whether `tensor_cores` has a rule for the types, and no part of D is scaled or disabled."""
         plain = self.disabled_lanes is None and not self.scale_d
         return plain and self.shape.d_type == "f32" and self.shape.a_type in tensor_cores.BLACKWELL
 
@@ -363,12 +367,12 @@ def decode_mma(
     scales: tuple[int, int] | None = None,
     disabled: tuple[int, ...] = (),
 ) -> Mma:
-    """A `tcgen05.mma` from its operands. A main loop issues the same few all the time.
+    """Decodes a `tcgen05.mma` from its operands, cached: a mainloop repeats a few instructions.
 
-    `disabled` are the words of the disable-output-lane vector.
+    `disabled` contains the words of the disable-output-lane vector.
 
     Raises:
-        ValueError: a descriptor that is reserved or not modelled.
+        ValueError: A descriptor is reserved or not modelled.
     """
     shape = decode_instruction(descriptor, kind, ctas, block)
     left = a if a_in_tmem else decode_umma(a)
@@ -381,9 +385,9 @@ def decode_mma(
 
 @lru_cache(maxsize=1024)
 def continues(mma: Mma, later: Mma) -> bool:
-    """Whether a later product only adds K steps, sums in `float32` being all that joining them changes.
+    """Returns whether a later product only adds K steps, so that joining changes only sums in `float32`.
 
-    Not so where D is rounded to f16 between them, or A may lie in cells that D takes.
+    False if D is rounded to f16 between them, or if A may occupy cells of D.
     """
     a, b = later.a, later.b
     return (
@@ -405,14 +409,14 @@ def continues(mma: Mma, later: Mma) -> bool:
 
 @lru_cache(maxsize=1024)
 def join(run: tuple[Mma, ...]) -> Mma:
-    """A product and those that continue it as one."""
+    """Joins a product and those that continue it."""
     return replace(run[0], further=tuple([(mma.a, mma.b) for mma in run[1:]]))
 
 
 def _gather(
     smem: Smem, steps: tuple[SmemDescriptor, ...], rows: int, k: int, element_bytes: int, mn_major: bool
 ) -> NDArray[np.unsignedinteger]:
-    """As `gather_steps`, also of tiles in two pieces."""
+    """Gathers steps as `gather_steps` does, also tiles in two pieces."""
     if steps[0].following is None:
         return gather_steps(smem, steps, rows, k, element_bytes, mn_major)
     pieces = [piece for step in steps for piece in step.pieces(k, element_bytes)]
@@ -420,7 +424,7 @@ def _gather(
 
 
 def _split_lanes(cells: NDArray[_Any], lane: int, rows: int, ctas: int) -> list[NDArray[_Any]]:
-    """Views of the lanes that hold D's rows, in row order: one view per block of columns."""
+    """Returns views of the lanes that hold D's rows, in row order: one view per block of columns."""
     if rows == TMEM_LANES:
         return [cells]
     if ctas == 2:

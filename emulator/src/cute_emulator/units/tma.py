@@ -1,20 +1,20 @@
-"""Tensor maps and the addresses that a tiled TMA operation touches.
+"""Tensor maps, and the addresses that a tiled TMA operation accesses.
 
-The host encodes a tensor map as the 128 bytes the hardware reads (CuTe DSL writes them without the driver),
-so this module holds the codec for that layout.
-The layout is not published: fields marked "inferred" were not seen set in a map that CuTe DSL wrote.
+The host encodes a tensor map as the 128 bytes that the hardware reads. CuTe DSL writes them without the
+driver, so this module contains the codec. NVIDIA does not publish the layout: fields marked "inferred" were
+not seen set in a map that CuTe DSL wrote.
 
-word 0       global address
-word 1       [3:0]=2 tiled (0 in a map that a kernel made of zeros, as Triton's do)  [6:4] rank-1
-             [10:7] type  [12:11] interleave (inferred)  [14:13] swizzle
-             [15] out-of-bounds fill NaN (inferred)  [16] f32 is read as tf32  [18:17] L2 promotion
-             [20:19] unit the swizzle keeps together: 0 is 16 bytes, 1 is 32  [21] extent of at least 128 KiB
-             (ignored)  [63:32] stride 1 >> 4
-word 2       stride 2 >> 4, stride 3 >> 4
-word 3       stride 4 >> 4, then bits 39..36 of strides 1.. from [35:32] up
-word 4..6    extent - 1 of dimensions 0..4, 32 bits each
-word 6       [46:32] element stride - 1, 3 bits each (inferred)  [63:56] box 0 - 1
-word 7       box 1..4 - 1, 8 bits each; words 8..15 are not read
+- word 0: global address
+- word 1: [3:0] 2 for tiled (0 in a map that a kernel made of zeros, such as Triton's)
+- word 1: [6:4] rank - 1, [10:7] type, [12:11] interleave (inferred), [14:13] swizzle
+- word 1: [15] out-of-bounds fill NaN (inferred), [16] f32 is read as tf32, [18:17] L2 promotion
+- word 1: [20:19] swizzle unit, 0 for 16 bytes, 1 for 32
+- word 1: [21] extent of at least 128 KiB (ignored), [63:32] stride 1 >> 4
+- word 2: stride 2 >> 4, stride 3 >> 4
+- word 3: stride 4 >> 4, then bits 39..36 of strides 1.. from [35:32] up
+- words 4..6: extent - 1 of dimensions 0..4, 32 bits each
+- word 6: [46:32] element stride - 1, 3 bits each (inferred), [63:56] box 0 - 1
+- word 7: box 1..4 - 1, 8 bits each; words 8..15 are not read
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from cute_emulator.numbers.arrays import I64
 from cute_emulator.units import swizzle
 from cute_emulator.units.swizzle import Swizzle
 
-# Hardware type code -> (name, bits). Signed and 8-bit float types are moved as unsigned ones of their size,
-# except where a reduction must know the type. The order is that of CuTe DSL's TmaDataFormat.
+# Hardware type code -> (name, bits). Signed and 8-bit float types are copied as unsigned ones of their size,
+# except where a reduction depends on the type. The order is that of CuTe DSL's TmaDataFormat.
 TYPES = {
     0: ("u8", 8),
     1: ("u16", 16),
@@ -50,7 +50,7 @@ TYPES = {
     13: ("b6x16_p32", 6),
 }
 PADDED = ("b4x16_p64", "b6x16_p32")
-"""Types of which 16 elements, packed in global memory, begin a chunk of 16 bytes in shared memory each."""
+"""Types whose 16 elements, packed in global memory, are padded to a chunk of 16 bytes in shared memory."""
 CODES = {name: code for code, (name, _) in TYPES.items()}
 # CUtensorMapSwizzle, in its order; the hardware splits the last one into mode 3 and a unit of 32 bytes.
 SWIZZLES = (swizzle.NONE, swizzle.SW32, swizzle.SW64, swizzle.SW128, swizzle.SW128_BASE32)
@@ -58,22 +58,22 @@ FLOAT_NAN = {"f16": 0x7FFF, "bf16": 0x7FFF, "f32": 0x7FFFFFFF, "f32.ftz": 0x7FFF
 _PLANS = 512  # cached plans: one per geometry, position relative to the edge and phase of the shared address
 
 CHUNK_DTYPE = {16: np.complex128, 8: np.uint64, 4: np.uint32, 2: np.uint16, 1: np.uint8}
-"""NumPy type that copies a chunk of so many bytes fastest, bit for bit."""
+"""NumPy type that copies a chunk fastest, bit for bit, by the chunk's bytes."""
 
 
 class Plan(NamedTuple):
-    """What one tiled operation touches, in chunks of `chunk` bytes (a power of two up to 16).
+    """Memory that one tiled operation accesses, in chunks of `chunk` bytes (a power of two up to 16).
 
     Attributes:
-        origin: byte address in global memory of the box, which may lie outside the tensor.
-        steps: `int64 [n]`, chunks from there to each chunk.
-        smem: number of each chunk (its byte address within the CTA's shared window / `chunk`), ascending: a
-            slice where they follow each other, else `int64 [n]`.
-        valid: `bool [n]`, whether the chunk lies inside the tensor, or `None` where all do.
-        chunk: bytes per chunk.
-        box_bytes: bytes of the whole box: what a load adds to the mbarrier's transaction count, valid or not.
-        bounds: lowest and highest of the valid global addresses; meaningless where none is.
-        smem_end: one past the highest byte of the chunks in shared memory.
+        origin: Byte address in global memory of the box, which may be outside the tensor.
+        steps: `int64 [n]`, distance in chunks from the origin to each chunk.
+        smem: Number of each chunk (its byte address within the CTA's shared window / `chunk`), ascending: a
+            slice if they are contiguous, else `int64 [n]`.
+        valid: `bool [n]`, whether the chunk is inside the tensor, or `None` if all are.
+        chunk: Bytes per chunk.
+        box_bytes: Bytes of the full box, which a load adds to the mbarrier's transaction count, valid or not.
+        bounds: Lowest and highest of the valid global addresses; meaningless if there are none.
+        smem_end: One past the highest byte of the chunks in shared memory.
     """
 
     origin: int
@@ -87,25 +87,31 @@ class Plan(NamedTuple):
 
     @property
     def global_addresses(self) -> I64:
-        """`int64 [n]`, byte address of each chunk, aligned to `chunk`. Meaningless where not valid."""
+        """Returns the byte address of each chunk, `int64 [n]`, aligned to `chunk`.
+
+        Meaningless if not valid.
+        """
         return self.steps * self.chunk + self.origin
 
     @property
     def smem_numbers(self) -> I64:
-        """`smem` as an array."""
+        """Returns `smem` as an array."""
         return np.arange(self.smem.start, self.smem.stop) if isinstance(self.smem, slice) else self.smem
 
     def inside(self) -> I64:
-        """`global_addresses` of the valid chunks only."""
+        """Returns `global_addresses` of the valid chunks only."""
         return self.global_addresses if self.valid is None else self.global_addresses[self.valid]
 
     def clipped(self) -> tuple[I64, slice | I64]:
-        """`inside()` and `smem` of the same chunks: what a store or reduction touches."""
+        """Returns `inside()` and `smem` of the same chunks, which a store or a reduction accesses."""
         return self.inside(), self.smem if self.valid is None else self.smem_numbers[self.valid]
 
 
 class _Geometry(NamedTuple):
-    """What the shape of a plan depends on; maps of one geometry share plans wherever their tensor lies."""
+    """Parameters of a plan's shape.
+
+    Maps of one geometry share plans, whatever the address of their tensor.
+    """
 
     element_bits: int
     padded: bool
@@ -117,20 +123,20 @@ class _Geometry(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorMap:
-    """A decoded tiled tensor map; dimension 0 is the contiguous one.
+    """Decoded tiled tensor map; dimension 0 is the contiguous one.
 
     Attributes:
-        address: global byte address of element (0, ..).
-        type: element type, a name of `TYPES`.
-        dims: extent per dimension, in elements.
-        strides: byte strides of dimensions 1.., `len(dims) - 1` of them.
-        box: box extent per dimension, in elements of the tensor.
-        element_strides: traversal stride per dimension; the first is ignored, as in the driver API.
-        swizzle: swizzle mode of the shared-memory side.
-        tf32: whether f32 elements are rounded to tf32 on a load.
-        fill_nan: whether out-of-bounds elements of a float type read as NaN instead of zero.
-        l2_promotion: the driver's enumerator; no effect on data.
-        interleave: the driver's enumerator; only 0 (none) can be planned.
+        address: Global byte address of element (0, ..).
+        type: Element type, a name of `TYPES`.
+        dims: Extent per dimension, in elements.
+        strides: Byte strides of dimensions 1.., `len(dims) - 1` of them.
+        box: Box extent per dimension, in elements of the tensor.
+        element_strides: Traversal stride per dimension; the first is ignored, as in the driver API.
+        swizzle: Swizzle mode of the shared memory.
+        tf32: Whether f32 elements are rounded to tf32 on a load.
+        fill_nan: Whether out-of-bounds elements of a float type read as NaN instead of zero.
+        l2_promotion: Enumerator of the driver; no effect on data.
+        interleave: Enumerator of the driver; only 0 (none) can be planned.
     """
 
     address: int
@@ -147,17 +153,17 @@ class TensorMap:
 
     @property
     def rank(self) -> int:
-        """Number of dimensions, 1 to 5."""
+        """Returns the number of dimensions, 1 to 5."""
         return len(self.dims)
 
     @property
     def element_bits(self) -> int:
-        """Bits per element in global memory."""
+        """Returns the number of bits per element in global memory."""
         return TYPES[CODES[self.type]][1]
 
     @cached_property
     def box_bytes(self) -> int:
-        """Bytes that one operation moves, out-of-bounds elements included and padding not."""
+        """Returns the bytes that one operation copies, with out-of-bounds elements and without padding."""
         return self.element_bits * int(np.prod(self._box_counts)) // 8
 
     @property
@@ -173,18 +179,20 @@ class TensorMap:
         if self.interleave:
             raise ValueError(f"interleave mode {self.interleave} of a tensor map is not modelled")
         if self.address % 16:  # CUDA driver API, cuTensorMapEncodeTiled: globalAddress
-            raise ValueError(f"the tensor map's global address {self.address:#x} is no multiple of 16 bytes")
+            raise ValueError(
+                f"the tensor map's global address {self.address:#x} is not a multiple of 16 bytes"
+            )
         padded = self.type in PADDED
         return _Geometry(self.element_bits, padded, self._box_counts, self._steps, self.strides, self.swizzle)
 
     @cached_property
     def _room(self) -> tuple[int, ...]:
-        """The last coordinates at which a box lies inside."""
+        """Returns the largest coordinates of a box that is inside the tensor."""
         return tuple(dim - box for dim, box in zip(self.dims, self.box, strict=True))
 
     @cached_property
     def _granule(self) -> int:
-        """What the innermost coordinate must be a multiple of: 16 bytes, of padded types 128 elements."""
+        """Returns the divisor of the innermost coordinate: 16 bytes, or 128 elements of padded types."""
         return 128 if self.type in PADDED else 128 // self.element_bits
 
     @cached_property
@@ -198,14 +206,14 @@ class TensorMap:
         """Decodes the 128 bytes of a hardware tensor map.
 
         Raises:
-            ValueError: the bytes are no tiled tensor map that this emulator can execute.
+            ValueError: The bytes are not a tiled tensor map that this emulator can execute.
         """
         if len(raw) != 128:
             raise ValueError(f"a tensor map has 128 bytes, got {len(raw)}")
         return _decode(bytes(raw[:64]))
 
     def encode(self) -> bytes:
-        """The 128 bytes the hardware reads; the inverse of `decode`."""
+        """Returns the 128 bytes that the hardware reads; the inverse of `decode`."""
         w = [0] * 16
         w[0] = self.address
         strides = [*self.strides] + [0] * (4 - len(self.strides))
@@ -233,11 +241,11 @@ class TensorMap:
     # -- addresses ---------------------------------------------------------------------------------
 
     def check_start(self, coordinate: int, writes: bool) -> None:
-        """Judges an innermost coordinate, by what an H200 did (`emulator/tests/data/README.md`).
+        """Checks an innermost coordinate by the rules measured on an H200 (`emulator/tests/data/README.md`).
 
         Raises:
-            ValueError: it is no multiple of 16 bytes (padded types: of 128 elements), or is negative where
-                global memory is written.
+            ValueError: The coordinate is not a multiple of 16 bytes (padded types: of 128 elements), or it is
+                negative and global memory is written.
         """
         unit, bits = self._granule, self.element_bits
         if coordinate % unit:
@@ -254,12 +262,12 @@ class TensorMap:
 
         Args:
             coordinates: `rank` element coordinates of the box's first element.
-            smem_address: byte address within the CTA's shared window; the swizzle sees it whole.
-            writes: whether global memory is written, by a store or a reduction.
+            smem_address: Byte address within the CTA's shared window; the swizzle applies to all its bits.
+            writes: Whether global memory is written, by a store or a reduction.
 
         Raises:
-            ValueError: wrong number of coordinates, an innermost one at which none begins (`check_start`),
-                or a misaligned shared address (128 bytes; PTX ISA 5.5.3).
+            ValueError: Wrong number of coordinates, an invalid innermost coordinate (`check_start`), or a
+                misaligned shared address (128 bytes; PTX ISA 5.5.3).
         """
         if len(coordinates) != self.rank:
             raise ValueError(f"{len(coordinates)} coordinates for a tensor map of rank {self.rank}")
@@ -280,7 +288,7 @@ class TensorMap:
         origin = self.address + coordinates[0] * self.element_bits // 8
         for c, stride in zip(coordinates[1:], self.strides, strict=True):
             origin += c * stride
-        # Addresses wrap at 64 bits: maps of ragged tensors begin far from the memory that their boxes reach.
+        # Addresses wrap at 64 bits: maps of ragged tensors begin far from the memory of their boxes.
         origin = (origin + (1 << 63)) % (1 << 64) - (1 << 63)
         start = (smem_address - phase) // chunk
         if isinstance(numbers, slice):
@@ -293,7 +301,7 @@ class TensorMap:
         return Plan(origin, steps, smem, valid, chunk, self.box_bytes, bounds, chunk * end)
 
     def fill_pattern(self, chunk: int) -> NDArray[np.generic]:
-        """One chunk of out-of-bounds elements, as a 0-d array of `CHUNK_DTYPE[chunk]`."""
+        """Returns one chunk of out-of-bounds elements, as a 0-d array of `CHUNK_DTYPE[chunk]`."""
         value = FLOAT_NAN.get(self.type, 0) if self.fill_nan else 0
         size = max(1, self.element_bits // 8)
         element = value.to_bytes(size, "little")
@@ -339,7 +347,10 @@ def _decode(raw: bytes) -> TensorMap:
 def _box_plan(
     geometry: _Geometry, overlap: tuple[tuple[int, int] | None, ...], phase: int
 ) -> tuple[I64, slice | I64, NDArray[np.bool_] | None, int, tuple[int, int]]:
-    """Fields of a `Plan` from `steps` on, numbers and bounds from the repeat's start and the origin."""
+    """Returns the fields of a `Plan` from `steps` on.
+
+    Numbers are relative to the repeat's start, bounds to the origin.
+    """
     bits, padded, counts, steps, strides, mode = geometry
     row = counts[0] * bits // 8
     edges = [] if overlap[0] is None else [e * bits // 8 for e in overlap[0]]
@@ -352,7 +363,7 @@ def _box_plan(
     relative = grid[0].copy()
     for axis, stride in zip(grid[1:], strides, strict=True):
         relative += axis * stride
-    # A swizzled row is as wide as the pattern even where the box is narrower (CUDA programming guide,
+    # A swizzled row is as wide as the pattern even if the box is narrower (CUDA programming guide,
     # "Swizzle pattern": shared memory must "accommodate the full swizzle width").
     width = row // group * 16 if padded else row
     pitch = max(width, mode.row_bytes) if mode.bits else width

@@ -1,4 +1,4 @@
-"""How a tensor map is written: `cuTensorMapEncodeTiled` with the driver's conditions, `tensormap.replace`."""
+"""Encoding of tensor maps: `cuTensorMapEncodeTiled` with the driver's conditions, and `tensormap.replace`."""
 
 from __future__ import annotations
 
@@ -40,22 +40,22 @@ def encode_tiled(
     l2_promotion: int = 0,
     oob_fill: int = 0,
 ) -> TensorMap:
-    """`cuTensorMapEncodeTiled`: checks the driver's conditions and builds the map.
+    """Checks the driver's conditions and builds a tensor map (`cuTensorMapEncodeTiled`).
 
     Args:
         data_type: `CUtensorMapDataType` (its bf16 is 9, the hardware's 10).
-        address: global address, 16-byte aligned.
-        dims: extents, 1 to 2**32 each.
-        strides: byte strides of dimensions 1.., multiples of 16 below 2**40.
-        box: box extents, 1 to 256 each; the inner one a multiple of 16 bytes.
-        element_strides: traversal strides, 1 to 8.
+        address: Global address, 16-byte aligned.
+        dims: Extents, 1 to 2**32 each.
+        strides: Byte strides of dimensions 1.., multiples of 16 below 2**40.
+        box: Box extents, 1 to 256 each; the inner one a multiple of 16 bytes.
+        element_strides: Traversal strides, 1 to 8.
         interleave: `CUtensorMapInterleave`; only none (0) is modelled.
         swizzle_mode: `CUtensorMapSwizzle`, 0 to 4.
         l2_promotion: `CUtensorMapL2promotion`.
         oob_fill: `CUtensorMapFloatOOBfill`: 0 zero, 1 NaN (float types only).
 
     Raises:
-        ValueError: where the driver returns `CUDA_ERROR_INVALID_VALUE`, with the rule.
+        ValueError: The driver would return `CUDA_ERROR_INVALID_VALUE`; the message contains the rule.
     """
     name, tf32 = _element(data_type)
     if address % 16:
@@ -69,7 +69,7 @@ def encode_tiled(
         )
     if oob_fill and name not in FLOAT_NAN:
         raise ValueError(f"oob_fill NaN needs a float type, not {name}")
-    found = TensorMap(
+    tmap = TensorMap(
         address=address,
         type=name,
         dims=tuple(dims),
@@ -81,15 +81,15 @@ def encode_tiled(
         fill_nan=bool(oob_fill),
         l2_promotion=l2_promotion,
     )
-    _check_rows(found)
-    return found
+    _check_rows(tmap)
+    return tmap
 
 
 def _element(number: int) -> tuple[str, bool]:
-    """A `CUtensorMapDataType` as the hardware names it, and whether it is tf32."""
+    """Returns the hardware's name of a `CUtensorMapDataType`, and whether it is tf32."""
     if not 0 <= number < len(API_TYPES):
         known = f"0..{len(API_TYPES) - 1}"
-        raise ValueError(f"{number} is no CUtensorMapDataType this emulator knows ({known})")
+        raise ValueError(f"CUtensorMapDataType {number} is not modelled; valid values are {known}")
     api = API_TYPES[number]
     return _HARDWARE.get(api, api), api.startswith("tf32")
 
@@ -97,7 +97,7 @@ def _element(number: int) -> tuple[str, bool]:
 def _check_extents(
     dims: Sequence[int], strides: Sequence[int], box: Sequence[int], element_strides: Sequence[int]
 ) -> None:
-    """What each extent and stride must be, whatever the type."""
+    """Checks the conditions on extents and strides that do not depend on the type."""
     rank = len(dims)
     if not 1 <= rank <= 5 or (len(strides), len(box), len(element_strides)) != (rank - 1, rank, rank):
         raise ValueError(
@@ -116,7 +116,7 @@ def _check_extents(
 
 
 def _check_rows(tmap: TensorMap) -> None:
-    """What a row of the box must be, by type and swizzle."""
+    """Checks the conditions on a row of the box, by type and swizzle."""
     name, row, padded = tmap.type, tmap.box[0], tmap.type in PADDED
     width = row * (8 if padded else TYPES[CODES[name]][1]) // 8
     if width % 16:
@@ -134,11 +134,11 @@ def _check_rows(tmap: TensorMap) -> None:
         )
 
 
-# Fields of tensormap.replace that lie in one place for each ordinal: 32-bit word and shift of ordinal 0,
-# bits, what each further ordinal adds to the word and to the shift, and what is subtracted from the value.
+# Fields of tensormap.replace at a fixed position for each ordinal: 32-bit word and shift of ordinal 0, bits,
+# increments of word and shift for each further ordinal, and the number subtracted from the value.
 FIELDS: dict[str, tuple[int, int, int, int, int, int]] = {
     "global_address": (0, 0, 64, 0, 0, 0),
-    "rank": (2, 4, 3, 0, 0, 0),  # the instruction takes it less one
+    "rank": (2, 4, 3, 0, 0, 0),  # the instruction's operand is rank - 1
     "elemtype": (2, 7, 4, 0, 0, 0),
     "interleave_layout": (2, 11, 2, 0, 0, 0),
     "swizzle_mode": (2, 13, 2, 0, 0, 0),
@@ -152,15 +152,15 @@ FIELDS: dict[str, tuple[int, int, int, int, int, int]] = {
 
 
 def field_bits(name: str, ordinal: int, value: int) -> list[tuple[int, int, int, int]]:
-    """Where `tensormap.replace` writes what: 32-bit word, shift, number of bits, their value.
+    """Returns the bits that `tensormap.replace` writes: 32-bit word, shift, number of bits, their value.
 
     Args:
-        name: a key of `FIELDS`.
-        ordinal: the dimension, from 0; of a stride the one before its dimension.
-        value: what the instruction is given; strides in bytes.
+        name: A key of `FIELDS`.
+        ordinal: Dimension, from 0; of a stride the dimension minus one.
+        value: Operand of the instruction; strides in bytes.
 
     Raises:
-        ValueError: a value that the field cannot hold.
+        ValueError: The field cannot hold the value.
     """
     word, shift, bits, word_step, shift_step, less = FIELDS[name]
     word, shift, field = word + ordinal * word_step, shift + ordinal * shift_step, value - less
@@ -177,7 +177,7 @@ def field_bits(name: str, ordinal: int, value: int) -> list[tuple[int, int, int,
     if name == "elemtype":
         element, tf32 = _element(value)
         return [(word, shift, bits, CODES[element]), (2, 16, 1, int(tf32))]
-    field &= 0xFFFFFFFF if name == "global_dim" else -1  # 0 stands for 2**32
+    field &= 0xFFFFFFFF if name == "global_dim" else -1  # 0 means 2**32
     if not 0 <= field < 1 << bits:
         raise ValueError(f"{name} of {value} does not fit its {bits} bits")
     return [(word, shift, bits, field)]

@@ -1,13 +1,13 @@
-"""How tcgen05.ld and tcgen05.st spread tensor memory over a warp's registers, and what tcgen05.cp copies.
+"""Layout of tensor memory in a warp's registers (tcgen05.ld, tcgen05.st), and copies (tcgen05.cp).
 
 Register j of lane t holds the 32-bit cell at (lane, column) relative to the address (PTX ISA 9.7.16.8):
 
-shape     registers  lane                       column
-32x32b    N          t                          j
-16x64b    N          t // 4 + 8 * (t % 2)       2 j + t // 2 % 2
-16x128b   2 N        t // 4 + 8 * (j % 2)       4 * (j // 2) + t % 4
-16x256b   4 N        t // 4 + 8 * (j // 2 % 2)  8 * (j // 4) + 2 * (t % 4) + j % 2
-16x32bx2  N          t % 16                     j + (t // 16) * split
+- shape     registers  lane                       column
+- 32x32b    N          t                          j
+- 16x64b    N          t // 4 + 8 * (t % 2)       2 j + t // 2 % 2
+- 16x128b   2 N        t // 4 + 8 * (j % 2)       4 * (j // 2) + t % 4
+- 16x256b   4 N        t // 4 + 8 * (j // 2 % 2)  8 * (j // 4) + 2 * (t % 4) + j % 2
+- 16x32bx2  N          t % 16                     j + (t // 16) * split
 
 With `.pack::16b` (loads) or `.unpack::16b` (stores) a register holds the low halves of two neighbouring
 cells, and the columns above count such pairs.
@@ -30,31 +30,31 @@ _REGISTERS_PER_REPEAT = {"32x32b": 1, "16x64b": 1, "16x128b": 2, "16x256b": 4, "
 
 
 def num_registers(shape: str, repeat: int) -> int:
-    """Registers per lane of `tcgen05.ld.{shape}.x{repeat}`."""
+    """Returns the number of registers per lane of `tcgen05.ld.{shape}.x{repeat}`."""
     if shape not in _REGISTERS_PER_REPEAT:
         raise ValueError(f"tcgen05.ld/st shape {shape!r} is not one of {', '.join(_REGISTERS_PER_REPEAT)}")
     return _REGISTERS_PER_REPEAT[shape] * repeat
 
 
 def extent(shape: str, repeat: int, packed: bool = False, split: int = 0) -> tuple[int, int]:
-    """Lanes and columns that an access spans."""
+    """Returns the number of lanes and columns that an access spans."""
     _, lanes, columns = _relative_index(shape, repeat, packed, split)
     return lanes, columns
 
 
 def load(tmem: Tmem, address: int, shape: str, repeat: int, packed: bool = False, split: int = 0) -> U32:
-    """`tcgen05.ld`: the registers of one warp, `uint32 [registers, 32]`.
+    """Returns the registers of one warp that `tcgen05.ld` loads, `uint32 [registers, 32]`.
 
     Args:
-        tmem: the CTA's tensor memory.
+        tmem: Tensor memory of the CTA.
         address: `lane << 16 | column` of the access.
-        shape: e.g. `32x32b`.
-        repeat: the N of `.xN`.
-        packed: whether `.pack::16b` is given.
+        shape: Shape, such as `32x32b`.
+        repeat: N of `.xN`.
+        packed: Whether the instruction has `.pack::16b`.
         split: `immHalfSplitoff` of 16x32bx2, in columns.
 
     Raises:
-        ValueError: the access does not fit tensor memory, or the lane is not one the shape may start at.
+        ValueError: The access exceeds tensor memory, or the shape may not start at the lane.
     """
     index = _index(address, shape, repeat, packed, split)
     cells = tmem.reshape(-1)[index]
@@ -66,7 +66,7 @@ def load(tmem: Tmem, address: int, shape: str, repeat: int, packed: bool = False
 def store(
     tmem: Tmem, address: int, registers: U32, shape: str, repeat: int, unpacked: bool = False, split: int = 0
 ) -> None:
-    """`tcgen05.st`: writes `uint32 [registers, 32]` into tensor memory; arguments as for `load`."""
+    """Writes `uint32 [registers, 32]` into tensor memory (`tcgen05.st`); arguments as for `load`."""
     index = _index(address, shape, repeat, unpacked, split)
     if unpacked:
         tmem.reshape(-1)[index] = np.stack([registers & np.uint32(0xFFFF), registers >> np.uint32(16)])
@@ -87,7 +87,10 @@ def _index(address: int, shape: str, repeat: int, packed: bool, split: int) -> I
 
 @lru_cache(maxsize=256)
 def _relative_index(shape: str, repeat: int, packed: bool, split: int) -> tuple[I64, int, int]:
-    """Flat TMEM index `[registers, 32]` (`[2, registers, 32]` packed), lanes and columns the access spans."""
+    """Returns the flat TMEM index of an access, and the lanes and columns that the access spans.
+
+    The index is `[registers, 32]`, or `[2, registers, 32]` for packed registers.
+    """
     t = np.arange(32, dtype=np.int64)[None, :]
     j = np.arange(num_registers(shape, repeat), dtype=np.int64)[:, None]
     if shape == "32x32b":
@@ -117,10 +120,12 @@ _COPIES: dict[str, tuple[int, int, Callable[[I64], list[I64]]]] = {
 
 
 def copy_source(shape: str) -> tuple[int, int, int, bool]:
-    """The matrix that `tcgen05.cp` reads, as `SmemDescriptor.atoms` takes it: rows, cells, 4 bytes, K-major.
+    """Returns the matrix that `tcgen05.cp` reads.
+
+    Rows, cells, 4 bytes, K-major (arguments of `SmemDescriptor.atoms`).
 
     Raises:
-        ValueError: an unknown shape.
+        ValueError: The shape is unknown.
     """
     if shape not in _COPIES:
         raise ValueError(f"tcgen05.cp shape {shape!r} is not one of {', '.join(_COPIES)}")
@@ -136,18 +141,18 @@ def copy_from_smem(
     shape: str,
     unpacks: int = 0,
 ) -> None:
-    """`tcgen05.cp`: copies a K-major matrix of 32-bit cells to tensor memory.
+    """Copies a K-major matrix of 32-bit cells to tensor memory (`tcgen05.cp`).
 
     Args:
-        smem: the CTA's shared memory.
-        tmem: its tensor memory; changed in place.
-        descriptor: the source matrix.
+        smem: Shared memory of the CTA.
+        tmem: Tensor memory of the CTA; changed in place.
+        descriptor: Source matrix.
         address: TMEM address of the destination; its lane must be 0.
-        shape: shape with multicast, e.g. `128x256b` or `32x128b.warpx4`.
-        unpacks: bits of the elements in padded chunks that get a byte each (4 or 6), or 0.
+        shape: Shape with multicast, such as `128x256b` or `32x128b.warpx4`.
+        unpacks: Bits of the elements in padded chunks that are expanded to a byte each (4 or 6), or 0.
 
     Raises:
-        ValueError: an unknown shape, or the destination does not fit.
+        ValueError: The shape is unknown, or the destination exceeds tensor memory.
     """
     rows, cells, size, mn_major = copy_source(shape)
     lanes_of, column = _COPIES[shape][2], address & 0xFFFF

@@ -1,8 +1,8 @@
-"""wgmma.mma_async: m64nNkK on a warpgroup, D (and perhaps A) in registers.
+"""wgmma.mma_async: m64nNkK on a warpgroup, D (and optionally A) in registers.
 
-Warp w of the warpgroup owns rows 16 w .. 16 w + 15 of A and D, with the fragment layouts of `units.mma` (PTX
-ISA 9.7.15.5.1), so that each warp can be executed by itself. K is 32 bytes: 16 elements for f16 and bf16, 8
-for tf32, 32 for types of a byte.
+Warp w of the warpgroup has rows 16 w .. 16 w + 15 of A and D, in the fragment layouts of `units.mma` (PTX ISA
+9.7.15.5.1). So each warp is executed separately. K is 32 bytes: 16 elements for f16 and bf16, 8 for tf32, 32
+for types of a byte.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ _K_BYTES = 32
 
 
 class Operands(NamedTuple):
-    """What descriptors say of a wgmma's operands in shared memory.
+    """Operands of a wgmma in shared memory, decoded from descriptors.
 
     Attributes:
-        a: where A lies, `None` in registers.
-        b: where B lies.
-        spans: ranges of chunk numbers, first and end, that hold each.
-        atoms: ranges of the whole swizzle atoms that hold each, the same for all K steps in them.
+        a: Descriptor of A, `None` if A is in registers.
+        b: Descriptor of B.
+        spans: Ranges of chunk numbers, first and end, that contain each operand.
+        atoms: Ranges of the complete swizzle atoms that contain each operand, the same for all K steps in
+            them.
     """
 
     a: SmemDescriptor | None
@@ -39,7 +40,7 @@ class Operands(NamedTuple):
     atoms: tuple[tuple[int, int], ...]
 
     def continues(self, first: Operands) -> bool:
-        """Whether they lie as others do, at other places."""
+        """Returns whether the operands have the same layout as others, up to their start addresses."""
         if self.a is None or first.a is None:
             return False
         return self.a.differs_in_start(first.a) and self.b.differs_in_start(first.b)
@@ -47,18 +48,18 @@ class Operands(NamedTuple):
 
 @dataclass(frozen=True)
 class Wgmma:
-    """The static part of a wgmma instruction.
+    """Static part of a wgmma instruction.
 
     Attributes:
-        n: columns of D, a multiple of 8 up to 256.
-        a_type: element type of A: `f16`, `bf16`, `tf32`, `e4m3`, `e5m2`, `s8` or `u8`.
-        b_type: element type of B.
+        n: Columns of D, a multiple of 8 up to 256.
+        a_type: Element type of A: `f16`, `bf16`, `tf32`, `e4m3`, `e5m2`, `s8` or `u8`.
+        b_type: Element type of B.
         d_type: `f32`, `f16` or `s32`.
         a_mn_major: `imm-trans-a`: rows of A are contiguous in shared memory.
         b_mn_major: `imm-trans-b`.
-        negate_a: whether `imm-scale-a` is -1.
-        negate_b: whether `imm-scale-b` is -1.
-        saturate: whether an integer D saturates.
+        negate_a: Whether `imm-scale-a` is -1.
+        negate_b: Whether `imm-scale-b` is -1.
+        saturate: Whether an integer D saturates.
     """
 
     n: int
@@ -81,50 +82,50 @@ class Wgmma:
 
     @cached_property
     def k(self) -> int:
-        """K extent of one instruction."""
+        """Returns the K extent of one instruction."""
         return _K_BYTES // formats.ELEMENT_BYTES[self.a_type]
 
     @property
     def d_registers(self) -> int:
-        """Registers of D per lane."""
+        """Returns the number of registers of D per lane."""
         return self.n // 4 if self.d_type == "f16" else self.n // 2
 
     def operand_b(self, smem: NDArray[np.uint8], *steps: SmemDescriptor) -> F32:
-        """B of K steps as `float32 [n, steps * k]`; the same for all warps of the warpgroup."""
+        """Returns B of K steps as `float32 [n, steps * k]`; the same for all warps of the warpgroup."""
         size = formats.ELEMENT_BYTES[self.b_type]
         b = formats.widen(gather_steps(smem, steps, self.n, self.k, size, self.b_mn_major), self.b_type)
         return -b if self.negate_b else b
 
     def operand_a(self, smem: NDArray[np.uint8], *steps: SmemDescriptor) -> F32:
-        """A of K steps as `float32 [64, steps * k]`; warp w uses rows 16 w and up."""
+        """Returns A of K steps as `float32 [64, steps * k]`; warp w uses rows 16 w and up."""
         size = formats.ELEMENT_BYTES[self.a_type]
         rows = 4 * WARP_ROWS
         a = formats.widen(gather_steps(smem, steps, rows, self.k, size, self.a_mn_major), self.a_type)
         return -a if self.negate_a else a
 
     def operand_a_registers(self, registers: U32) -> F32:
-        """One warp's A as `float32 [16, k]` from its four registers `[4, 32]`."""
+        """Returns one warp's A as `float32 [16, k]` from its four registers `[4, 32]`."""
         a = formats.widen(mma.a_matrix(registers, formats.ELEMENT_BYTES[self.a_type]), self.a_type)
         return -a if self.negate_a else a
 
     def multiply(self, a: F32, b: F32, d: U32 | None) -> U32:
-        """One warp's D registers `[d_registers, 32]`.
+        """Returns one warp's D registers `[d_registers, 32]`.
 
         Args:
-            a: the warp's rows of A, `[16, k]`.
+            a: Rows of A of the warp, `[16, k]`.
             b: B, `[n, k]`.
-            d: D's registers before, or `None` where `scale-d` is 0.
+            d: Registers of D before, or `None` if `scale-d` is 0.
         """
         with np.errstate(all="ignore"):
             total = self.accumulate(a, b, None if d is None else mma.c_matrix(d, self.d_type))
         return mma.c_registers(total, self.d_type)
 
     def accumulate(self, a: F32, b: F32, d: mma.Matrix | None, sums: str = "device") -> mma.Matrix:
-        """D, or zero where it is `None`, plus `a @ b.T`; any number of rows.
+        """Returns `d`, or zero if `d` is `None`, plus `a @ b.T`, for any number of rows.
 
-        Of types of a byte with as few bits as the device has (`numbers.tensor_cores`): a kernel that must
-        add parts of K in registers is wrong without. Of wider ones, that have 25 bits, in fp32, in NumPy's
-        order; where `sums` is `exact` all are, where it is `bitwise` none.
+        Types of a byte accumulate with the device's number of bits (`numbers.tensor_cores`): a kernel that
+        omits the necessary additions of parts of K in registers is then wrong. Wider types, with 25 bits, are
+        added in fp32 in NumPy's order. With `sums` `exact` all types are added so, with `bitwise` none.
         """
         widths = {"device": (1,), "exact": (), "bitwise": (1, 2)}[sums]
         if formats.ELEMENT_BYTES[self.a_type] in widths and self.d_type == "f32":
@@ -134,10 +135,10 @@ class Wgmma:
         return total.astype(np.float16).astype(np.float32) if self.d_type == "f16" else total
 
     def decode(self, a: int | None, b: int) -> Operands:
-        """The operands of descriptors, `a` `None` for A in registers.
+        """Decodes the descriptors of the operands; `a` is `None` for A in registers.
 
         Raises:
-            ValueError: a field has a value that is not modelled.
+            ValueError: A field has a value that is not modelled.
         """
         left, right = None if a is None else decode_wgmma(a), decode_wgmma(b)
         tiles = self.smem_tiles(left, right)
@@ -148,7 +149,10 @@ class Wgmma:
     def smem_tiles(
         self, a: SmemDescriptor | None, b: SmemDescriptor
     ) -> list[tuple[SmemDescriptor, tuple[int, int, int, bool]]]:
-        """The tiles read: descriptor, rows, k, bytes, whether MN-major; `a` is `None` for A in registers."""
+        """Returns the tiles read: descriptor, rows, k, bytes, whether MN-major.
+
+        `a` is `None` for A in registers.
+        """
         tiles = [(b, (self.n, self.k, formats.ELEMENT_BYTES[self.b_type], self.b_mn_major))]
         if a is not None:
             tiles.append((a, (4 * WARP_ROWS, self.k, formats.ELEMENT_BYTES[self.a_type], self.a_mn_major)))
