@@ -370,7 +370,7 @@ def test_an_address_without_a_quarter_means_the_warps_own():
     smem = ".shared .align 4 .b32 slot;"
     run(QUARTERS.replace("OTHER", "0"), [out], smem, block=(128, 1, 1))
     np.testing.assert_array_equal(out, np.arange(128))
-    with pytest.raises(EmulatorError, match="this warp reaches lanes"):
+    with pytest.raises(EmulatorError, match="this warp can access lanes"):
         run(QUARTERS.replace("OTHER", str(1 << 21)), [out], smem, block=(128, 1, 1))
 
 

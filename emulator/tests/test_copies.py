@@ -32,7 +32,7 @@ def test_a_flag_has_four_bytes():
 
 
 def test_other_sizes_are_refused():
-    with pytest.raises(ValueError, match="4, 8 or whole chunks of 16"):
+    with pytest.raises(ValueError, match="4 or 8 bytes, or a multiple of 16"):
         copy_launch(0, 0, 16, 32, 20)
 
 

@@ -226,7 +226,7 @@ def test_a_deadlock_says_whose_memory_a_flag_is_in_and_what_was_found_there():
     with pytest.raises(Deadlock) as error:
         run(body, [out, flag], grid=(2, 1, 1))
     at = flag.ctypes.data
-    assert f"global {at:#x} of array 1 of rank 0 [{at:#x}, {at + 4:#x}), found 0xffffffff" in str(error.value)
+    assert f"global {at:#x} of array 1 of rank 0 [{at:#x}, {at + 4:#x}), read 0xffffffff" in str(error.value)
 
 
 def test_a_spin_loop_with_a_counter_ends_by_itself():

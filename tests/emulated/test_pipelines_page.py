@@ -285,7 +285,7 @@ def test_a_sender_may_not_wait_for_the_answer_to_a_tile_that_it_has_not_publishe
     if ends:
         run(kernel("ring"), (5, 4), places=places)
     else:
-        with pytest.raises(EmulatorError, match="deadlock(.|\n)* of acks of rank 0 .*found 0x0"):
+        with pytest.raises(EmulatorError, match="deadlock(.|\n)* of acks of rank 0 .*read 0x0"):
             run(kernel("ring"), (5, 4), places=places)
 
 

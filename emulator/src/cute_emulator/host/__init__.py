@@ -1,1 +1,4 @@
-"""What stands in for a process with GPUs: the DSL's host path, torch's, the emulator behind both."""
+"""Replacement of a process with GPUs.
+
+Host path of the DSL and of torch, and the emulator that runs their work.
+"""

@@ -1,4 +1,4 @@
-"""Arguments of a kernel in PTX: arrays and scalars as the bytes of its parameters."""
+"""Conversion of a kernel's arguments, arrays and scalars, to the bytes of its parameters."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _FLOATS = {"f32": "<f", "b32": "<f", "f64": "<d", "b64": "<d"}
 
 
 def entry_of(ptx: str, entry: str) -> Function:
-    """The kernel of this name.
+    """Returns the kernel of this name.
 
     Raises:
-        ValueError: The module has no such kernel; the message lists those that it has.
+        ValueError: The module has no such kernel; the message lists its kernels.
     """
     entries = entries_of(ptx)
     if entry not in entries:
@@ -37,32 +37,32 @@ def entry_of(ptx: str, entry: str) -> Function:
 
 
 def entries_of(ptx: str) -> list[str]:
-    """Names of a module's kernels."""
+    """Lists the names of a module's kernels."""
     return re.findall(r"\.entry\s+([\w$]+)", ptx)
 
 
 def with_names(args: Arguments) -> list[tuple[str, Any]]:
-    """Name and value of each argument; memory as what findings call it."""
+    """Returns name and value of each argument; memory is returned as `Named`, for findings."""
     pairs = args.items() if isinstance(args, Mapping) else ((f"argument {n}", a) for n, a in enumerate(args))
     return [(name, named(a, name) if is_memory(a) else a) for name, a in pairs]
 
 
 def is_memory(value: Any) -> bool:
-    """Whether an argument is passed by its address."""
+    """Returns whether an argument is passed by its address."""
     return isinstance(value, np.ndarray | torch.Tensor | Named)
 
 
 def parameters(entry: Function, args: Sequence[tuple[str, Any]]) -> tuple[bytes, ...]:
-    """The bytes of each parameter.
+    """Returns the bytes of each parameter.
 
     Args:
-        entry: The kernel.
-        args: Name and value of each argument: memory (its address), None (a null pointer), bytes (as they
-            are, of structures and tensor maps), numbers.
+        entry: Kernel.
+        args: Name and value of each argument: memory (its address), None (a null pointer), bytes (copied, for
+            structures and tensor maps), numbers.
 
     Raises:
-        ValueError: Another number of arguments than of parameters, or a value that does not fit.
-        TypeError: A value of another type than the parameter.
+        ValueError: The numbers of arguments and parameters differ, or a value does not fit.
+        TypeError: A value has another type than the parameter.
     """
     if len(args) != len(entry.params):
         raise ValueError(

@@ -1,10 +1,11 @@
-"""Copy engines: copies that a stream carries out beside its rank's kernels, without taking an SM.
+"""Copy engines: copies in stream order that run concurrently with the rank's kernels and use no SM.
 
-A copy is modelled as a small kernel of one warp on SMs that no other kernel uses, so that all that holds for
-kernels holds for it: the order of its stream, happens-before, stores that reach a peer late. A *flag* is a
-copy of 4 or 8 bytes that everything before it in its stream is seen with: CUDA's copies of one stream take
-place one after the other, and its stream writes are after a system-wide fence (CUDA driver API,
-`cuStreamWriteValue32`).
+A copy is modelled as a small kernel of one warp on SMs that no other kernel uses. So all rules for kernels
+apply to it: the order of its stream, happens-before, and late arrival of stores at a peer.
+
+A *flag* is a copy of 4 or 8 bytes that is ordered after everything before it in its stream. CUDA guarantees
+this order: copies of one stream execute one after the other, and stream writes follow a system-wide fence
+(CUDA driver API, `cuStreamWriteValue32`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ CHUNK = 16
 """Bytes that a lane copies at a time."""
 
 FLAGS = {4: "flag", 8: "wide_flag"}
-"""Bytes of a flag, and what copies it."""
+"""Kernel that copies a flag, by the flag's bytes."""
 
 _PTX = """
 .version 8.6
@@ -83,18 +84,19 @@ DONE:
 
 
 def copy_launch(rank: int, stream: int, target: int, source: int, nbytes: int) -> Launch:
-    """A copy by an engine of `rank`: 4 or 8 bytes are a flag, anything else whole chunks.
+    """Returns the launch of a copy by an engine of `rank`: 4 or 8 bytes are a flag, other sizes whole chunks.
 
     Args:
-        rank: Whose stream.
-        stream: Its handle.
+        rank: Rank of the stream.
+        stream: Handle of the stream.
         target: Address of any rank's memory.
-        source: Address.
+        source: Source address.
         nbytes: 4, 8, or a multiple of 16 at addresses that are multiples of 16.
     """
     if nbytes not in FLAGS and (nbytes | target | source) % CHUNK:
         raise ValueError(
-            f"a copy of {nbytes} bytes from {source:#x} to {target:#x}: 4, 8 or whole chunks of 16"
+            f"a copy must have 4 or 8 bytes, or a multiple of {CHUNK} at addresses that are multiples of "
+            f"{CHUNK}; got {nbytes} bytes from {source:#x} to {target:#x}"
         )
     params = tuple(struct.pack("<Q", value) for value in (target, source, nbytes))
     entry = FLAGS.get(nbytes, "copy")

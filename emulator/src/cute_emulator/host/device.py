@@ -1,4 +1,4 @@
-"""What the emulated device says of itself."""
+"""Properties and attributes of the emulated device."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from cute_emulator.machine.window import SMEM_BASE
 
 L2_BYTES = 126 << 20
 ALIGNMENT = 256
-"""Of device memory, as `cudaMalloc` gives it."""
+"""Alignment of device memory, that of `cudaMalloc`."""
 
 
 @dataclass(frozen=True)
 class DeviceProperties:
-    """What the emulated device says of itself.
+    """Properties of the emulated device.
 
     Attributes:
-        arch: Target as the DSL writes it, e.g. ``"sm_100a"``.
-        num_sms: Streaming multiprocessors.
+        arch: Target in the DSL's notation, such as ``"sm_100a"``.
+        num_sms: Number of streaming multiprocessors.
     """
 
     arch: str
@@ -34,15 +34,15 @@ class DeviceProperties:
 
     @property
     def capability(self) -> tuple[int, int]:
-        """Compute capability: (10, 0) of ``"sm_100a"``."""
+        """Returns the compute capability: (10, 0) of ``"sm_100a"``."""
         number = int(re.sub(r"\D", "", self.arch))
         return divmod(number, 10)
 
     def attribute(self, number: int) -> int:
-        """Value of a `cudaDeviceAttr`.
+        """Returns the value of a `cudaDeviceAttr`.
 
         Raises:
-            EmulatorError: An attribute this emulator has no answer for.
+            EmulatorError: The emulator does not model the attribute.
         """
         major, minor = self.capability
         values = {

@@ -1,4 +1,4 @@
-"""`Emulator`: the machine, opened to CuTe DSL and torch."""
+"""`Emulator`: the machine, connected to CuTe DSL and torch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from cute_emulator.machine.streams import StreamEvent
 
 @dataclass(frozen=True)
 class _Pending:
-    """A queued launch's memory, which must outlive it."""
+    """Memory of a queued launch, which must outlive the launch."""
 
     rank: int
     keys: tuple[int, ...]
@@ -45,38 +45,38 @@ class _Pending:
 
 
 class Emulator:
-    """Runs compiled CuTe DSL functions on the CPU while it is open (a context manager).
+    """Context manager that runs compiled CuTe DSL functions on the CPU while it is open.
 
     A function compiled inside the block, called with CPU tensors and any stream, runs in the emulator. With
     one rank a call runs before it returns. With several, calls inside ``with emu.rank(r):`` are queued, and
     `run` executes all queued launches of all ranks together: launches of one (rank, stream) in order,
     everything else concurrently.
 
-    Memory: the tensors of a call may be touched by its kernel until it ends. Memory that a kernel reaches in
-    another way (an address in a table, a raw pointer argument) must be made known with `register`, or come
-    from `empty` or `symmetric`. Anything else is reported.
+    Memory: a kernel may access the tensors of its call until it ends. Memory that it accesses by another
+    address (in a table, a raw pointer argument) must be passed to `register`, or allocated by `empty` or
+    `symmetric`. Any other access is an error.
 
     Args:
-        arch: What ``cute.compile`` targets by default, and what the device says it is. Kernels compiled for
-            another target run all the same.
-        ranks: Number of ranks; each is a device of its own.
+        arch: Default target of ``cute.compile`` and architecture of the device. Kernels compiled for another
+            target run, too.
+        ranks: Number of ranks; each has one device.
         mode: When asynchronous operations complete: ``"immediate"``, at issue; ``"random"``, in random
             order and after random delays; ``"lazy"``, as late as the PTX ISA allows.
-        seed: Of every random choice; a run is a function of it.
-        num_sms: Streaming multiprocessors of each rank's device, or of all; the default is that of the real
-            one. Kernels of a rank that do not fit on them together run in turn (`machine.residency`).
+        seed: Seed of every random choice; a run is a function of its inputs and the seed.
+        num_sms: Streaming multiprocessors of each rank's device, or one number for all devices; the default
+            is that of the real device. Kernels of a rank that exceed them run in turn (`machine.residency`).
         heap_bytes: Address space of a rank's symmetric heap.
-        network: NVSHMEM's view of the ranks: False, all reach each other by load and store; True, none does,
-            and puts and signals travel over an emulated network (`cute_emulator.host.network`).
-        collect: Keep findings in `report` instead of raising them as `FindingsError` at the end of a run.
-        rewrite: Changes the PTX of each launch before it runs (`cute_emulator.mutate`).
+        network: NVSHMEM's view of the ranks. False: all have peer access to each other. True: none has, and
+            puts and signals are sent over an emulated network (`cute_emulator.host.network`).
+        collect: Whether findings are kept in `report` instead of raised as `FindingsError` after a run.
+        rewrite: Function that changes the PTX of each launch before it runs (`cute_emulator.mutate`).
         options: Further options of the machine, see `cute_emulator.execution.launch.Machine`.
 
     Attributes:
-        machine: The machine behind it.
-        devices: What each rank's device says of itself.
-        captures: CUDA graphs that are being captured, by rank (`host.graphs`).
-        timelines: Of ranks whose host is a script: what its streams do, in which order.
+        machine: Machine that runs the launches.
+        devices: Properties of each rank's device.
+        captures: CUDA graphs in capture, by rank (`host.graphs`).
+        timelines: Order of the streams' work, of ranks whose host is a script.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Emulator:
 
     @classmethod
     def current(cls) -> Emulator | None:
-        """The emulator that this process has open."""
+        """Returns the emulator that is open in this process, or None."""
         return cls._current
 
     # --- life
@@ -142,24 +142,27 @@ class Emulator:
 
     @property
     def device(self) -> DeviceProperties:
-        """The device of the calling thread's rank; rank 0's outside of `rank`."""
+        """Returns the device of the calling thread's rank; that of rank 0 outside of `rank`."""
         return self.devices[getattr(self._local, "rank", None) or 0]
 
     @property
     def report(self) -> Report:
-        """What all runs so far recorded: findings, warp instructions, seconds, printed lines."""
+        """Returns the record of all runs so far: findings, warp instructions, seconds, printed lines."""
         return self.machine.report
 
     @property
     def faults(self) -> Faults:
-        """Faults on purpose: lost, late or repeated stores to peers, ranks that stop (`machine.inject`)."""
+        """Returns the injected faults.
+
+        Lost, late or repeated stores to peers, ranks that stop (`machine.inject`).
+        """
         return self.machine.faults
 
     # --- ranks and runs
 
     @contextlib.contextmanager
     def rank(self, rank: int) -> Iterator[None]:
-        """Calls of this thread inside the block are rank `rank`'s."""
+        """Assigns calls of this thread inside the block to a rank."""
         if not 0 <= rank < self.ranks:
             raise ValueError(f"{rank=} must be in 0..{self.ranks - 1}")
         before = getattr(self._local, "rank", None)
@@ -170,15 +173,14 @@ class Emulator:
             self._local.rank = before
 
     def run(self) -> Report:
-        """Executes everything queued.
+        """Executes all queued launches.
 
         Returns:
             `report`.
 
         Raises:
-            EmulatorError: A kernel broke off: a fault, a deadlock, an instruction that is not modelled, a
-                trap.
-            FindingsError: It ran to its end and checks found something (not with ``collect=True``).
+            EmulatorError: A fault, a deadlock, an instruction that is not modelled, or a trap ended a kernel.
+            FindingsError: All kernels ended and there are findings (not with ``collect=True``).
         """
         try:
             self.machine.run()
@@ -188,43 +190,44 @@ class Emulator:
                 self.machine.memory.arguments.clear()
             for item in pending:
                 self._registry.release(item.keys)
-        self.tell()
+        self.raise_findings()
         return self.report
 
-    def tell(self) -> None:
-        """Raises what was found since it was last told.
+    def raise_findings(self) -> None:
+        """Raises the findings since the last call.
 
         Raises:
-            FindingsError: Something was (not with ``collect=True``).
+            FindingsError: There are new findings (not with ``collect=True``).
         """
         before, self._told = self._told, len(self.report.findings)
         if self._told > before and not self._collect:
             raise FindingsError(self.report)
 
     def record_event(self, rank: int, stream: int) -> StreamEvent:
-        """Marks a place in a stream: the event is done when what was launched there before has ended."""
+        """Returns an event that completes when all work launched to the stream before has ended."""
         with self._lock:
             return self.timelines.recorded(rank, stream, self.machine.record(rank, stream))
 
     def wait_event(self, rank: int, stream: int, event: StreamEvent) -> None:
-        """Launches on a stream from now on begin when an event, of any stream and rank, is done."""
+        """Delays later launches on a stream until an event, of any stream and rank, completes."""
         with self._lock:
             self.timelines.waited(rank, stream, event)
             self.machine.wait(rank, stream, event)
 
     def wait_stream(self, rank: int, stream: int, other: int) -> None:
-        """Launches on a stream from now on begin when those on another one of the rank so far have ended."""
+        """Delays later launches on a stream until earlier ones on another stream of the rank have ended."""
         self.wait_event(rank, stream, self.record_event(rank, other))
 
     def copy(self, rank: int, stream: int, target: int, source: int, nbytes: int) -> None:
-        """Queues a copy by a copy engine, which runs beside the rank's kernels (`host.copies`).
+        """Queues a copy by a copy engine, which runs concurrently with the rank's kernels (`host.copies`).
 
         Args:
-            rank: Whose stream.
-            stream: Its handle.
-            target: Address of any rank's memory that kernels may touch.
-            source: Address; what is not registered there counts as the rank's until the run ends.
-            nbytes: A multiple of 16, or 4 or 8: a flag, which all before it in the stream is seen with.
+            rank: Rank of the stream.
+            stream: Handle of the stream.
+            target: Address of any rank's memory that kernels may access.
+            source: Source address; memory that is not registered belongs to the rank until the run ends.
+            nbytes: A multiple of 16, or 4 or 8 for a flag, which is ordered after all work before it in the
+                stream.
         """
         with self._lock:
             key = self._registry.hold(source, nbytes, rank=rank, name="source of a copy")
@@ -234,15 +237,15 @@ class Emulator:
             self.machine.submit(replace(copy, work=work))
 
     def calling_rank(self) -> int:
-        """Whose calls this thread makes: that of the `rank` block it is in.
+        """Returns the rank of this thread's calls: that of the enclosing `rank` block.
 
         Raises:
-            EmulatorError: It is in none, and there are several.
+            EmulatorError: There are several ranks and no enclosing block.
         """
         rank = getattr(self._local, "rank", None)
         if rank is None:
             if self.ranks > 1:
-                raise EmulatorError(f"which of the {self.ranks} ranks calls? Use `with emu.rank(r):`")
+                raise EmulatorError(f"the emulator has {self.ranks} ranks: call inside `with emu.rank(r):`")
             return 0
         return int(rank)
 
@@ -265,7 +268,7 @@ class Emulator:
         """Launches a kernel of any PTX text, as a call of a compiled function does (`host.kernels.run`).
 
         Args:
-            ptx: Text of the module.
+            ptx: PTX text of the module.
             entry: Name of the kernel in it.
             grid: Number of CTAs along x, y, z.
             block: Threads of a CTA along x, y, z.
@@ -274,13 +277,13 @@ class Emulator:
             cluster: CTAs of a cluster along x, y, z; the default is the kernel's `.reqnctapercluster`.
             shared: Bytes of dynamic shared memory.
             stream: Launches of one stream run one after the other.
-            cooperative: Every CTA is resident at once.
-            programmatic: May begin before its predecessor in the stream ended.
-            reaches: Arrays and tensors that the kernel finds by addresses inside of structures.
-            ignore: Kinds of findings that are not kept of this kernel.
+            cooperative: Whether every CTA must be resident at once.
+            programmatic: Whether the kernel may begin before its predecessor in the stream has ended.
+            reaches: Arrays and tensors that the kernel accesses by addresses inside of structures.
+            ignore: Kinds of findings that are discarded for this kernel.
 
         Raises:
-            ValueError: No such kernel, arguments that do not fit, a launch that cannot run.
+            ValueError: The module has no such kernel, arguments do not fit, or the launch cannot run.
         """
         kernel, pairs = entry_of(ptx, entry), with_names(args)
         params = parameters(kernel, pairs)
@@ -304,7 +307,7 @@ class Emulator:
         self._enqueue(call, memory, owners)
         self._called()
 
-    # --- what the seam tells
+    # --- callbacks of the seam
 
     def _pack(self, tensor: Any) -> None:
         packed = self._local.__dict__.setdefault("packed", [])
@@ -315,7 +318,7 @@ class Emulator:
         self._enqueue(call, [named(tensor, f"argument {n}") for n, tensor in enumerate(tensors)], tensors)
 
     def _enqueue(self, call: KernelCall, memory: Sequence[Named], owners: tuple[Any, ...]) -> None:
-        """Queues a launch, or keeps it for each replay of the graph that is being captured."""
+        """Queues a launch, or stores it for each replay of the graph in capture."""
         rank = self.calling_rank()
         kept = tuple(map(self.timelines.kept, owners))
         submit = functools.partial(self._submit, call, rank, memory, kept)
@@ -361,7 +364,7 @@ class Emulator:
             self.run()
 
     def _constants(self, ptx: str, rank: int) -> dict[str, bytes]:
-        """Initial `.const` bytes: NVSHMEM's device state, for kernels linked with it."""
+        """Returns initial `.const` bytes: NVSHMEM's device state, for kernels linked with NVSHMEM."""
         if nvshmem.DEVICE_STATE not in ptx:
             return {}
         bases = self._heap.bases
@@ -383,7 +386,10 @@ class Emulator:
     def adopt(
         self, storage: torch.UntypedStorage, rank: int, pinned: bool = False, pooled: bool = True
     ) -> None:
-        """Lets kernels touch a storage for as long as it lives; `pooled`: torch's allocator gave it."""
+        """Lets kernels access a storage for its lifetime; `pooled`.
+
+        It was allocated by torch's caching allocator.
+        """
         base, nbytes, name = storage.data_ptr(), storage.nbytes(), "pinned memory" if pinned else "tensor"
         if nbytes:
             with self._lock:
@@ -397,21 +403,21 @@ class Emulator:
             self._registry.release([key])
 
     def finish(self) -> None:
-        """Runs what is queued, if anything is."""
+        """Runs queued launches, if any."""
         if self._pending:
             self.run()
 
     def has_pending(self, rank: int) -> bool:
-        """Whether launches of a rank are queued."""
+        """Returns whether launches of a rank are queued."""
         return any(item.rank == rank for item in self._pending)
 
     def register(self, tensor: torch.Tensor, rank: int = 0, name: str = "registered") -> torch.Tensor:
-        """Lets kernels touch a tensor that they reach by address; returns it. Lasts as long as the emulator.
+        """Lets kernels access a tensor by address until the emulator is deleted; returns the tensor.
 
         Args:
-            tensor: Any CPU tensor; one without elements has no memory to touch.
-            rank: Whose memory it is.
-            name: For reports.
+            tensor: CPU tensor; one without elements has no memory to access.
+            rank: Rank that owns the memory.
+            name: Name in reports.
         """
         address, nbytes = extent(tensor)
         if not nbytes:
@@ -425,16 +431,16 @@ class Emulator:
     def empty(
         self, shape: Sequence[int], dtype: torch.dtype, rank: int = 0, name: str = "empty"
     ) -> torch.Tensor:
-        """A registered tensor, poisoned: every byte 0xFF."""
+        """Returns a registered tensor, poisoned: every byte 0xFF."""
         return self.register(poison_(torch.empty(*shape, dtype=dtype)), rank, name)
 
     def symmetric(self, shape: Sequence[int], dtype: torch.dtype, name: str = "symmetric") -> Symmetric:
-        """The same tensor on every rank, poisoned, registered for all, with a multicast address.
+        """Allocates the same tensor on every rank, poisoned, registered for all, with a multicast address.
 
         Args:
-            shape: Of each rank's tensor.
-            dtype: Of each rank's tensor.
-            name: For reports.
+            shape: Shape of each rank's tensor.
+            dtype: Data type of each rank's tensor.
+            name: Name in reports.
         """
         shape = tuple(shape)
         with self._lock:

@@ -1,7 +1,7 @@
-"""CUDA graphs: what a rank's streams are given while it captures is kept, and carried out at every replay.
+"""CUDA graphs: work that a rank submits to its streams during capture is stored and executed at each replay.
 
-That is launches, torch's operations on device memory (`torch_mode`), and places where one stream waits for
-another, where a replay's host waits. A replay begins after all that the rank launched before.
+The work consists of launches, torch's operations on device memory (`torch_mode`), and waits between streams.
+During a replay the host waits there. A replay begins after all earlier launches of the rank.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from cute_emulator.host.timeline import Timeline, Vector
 
 
 class Capture:
-    """The work of one capture, in order."""
+    """Work of one capture, in order."""
 
     def __init__(self, origin: int) -> None:
         self._origin = origin  # the stream in which the capture began
@@ -25,11 +25,14 @@ class Capture:
         self._end: Vector = {}
 
     def keep(self, item: Callable[[], object]) -> None:
-        """Something that each replay does."""
+        """Stores an operation that each replay executes."""
         self._items.append(item)
 
     def replay(self, synchronize: Callable[[], None], timeline: Timeline | None) -> None:
-        """Does everything; `synchronize` runs the rank's launches, whatever waits for them."""
+        """Executes all operations.
+
+        `synchronize` runs the rank's launches before an operation that waits for them.
+        """
         synchronize()
         order = timeline.replaying(self, self._origin, self._end) if timeline else nullcontext()
         with order:
@@ -44,30 +47,32 @@ def classes(
     synchronize: Callable[[], None],
     timeline: Callable[[], Timeline | None],
 ) -> tuple[type, Any]:
-    """`torch.cuda.CUDAGraph` and `torch.cuda.graph`.
+    """Returns replacements of `torch.cuda.CUDAGraph` and `torch.cuda.graph`.
 
     Args:
-        captures: The captures under way, by rank.
-        rank: The calling thread's.
-        synchronize: Waits until its launches have run.
-        timeline: Its timeline.
+        captures: Captures in progress, by rank.
+        rank: Function that returns the calling thread's rank.
+        synchronize: Function that waits until the rank's launches have run.
+        timeline: Function that returns the rank's timeline.
     """
 
     class CUDAGraph:
-        """`torch.cuda.CUDAGraph`."""
+        """Replacement of `torch.cuda.CUDAGraph`."""
 
         def __init__(self, *_: Any, **__: Any) -> None:
             self._capture: Capture | None = None
 
         def capture_begin(self, *_: Any, **__: Any) -> None:
             if rank() in captures:
-                raise EmulatorError("a capture of this rank is under way already")
+                raise EmulatorError("a capture of this rank is already in progress: end it first")
             synchronize()
             self._capture = captures[rank()] = Capture(torch.cuda.current_stream().cuda_stream)
 
         def capture_end(self) -> None:
             if captures.pop(rank(), None) is not self._capture or self._capture is None:
-                raise EmulatorError("the end of a capture that this graph did not begin")
+                raise EmulatorError(
+                    "capture_end: this graph has no capture in progress; call capture_begin first"
+                )
 
         def replay(self) -> None:
             if self._capture is None:

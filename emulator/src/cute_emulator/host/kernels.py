@@ -1,4 +1,4 @@
-"""`run`: a kernel of any PTX text, with NumPy arrays, torch tensors and numbers as its arguments."""
+"""`run`: executes a kernel of any PTX text with NumPy arrays, torch tensors and numbers as arguments."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from cute_emulator.host.memory import extent
 from cute_emulator.machine.memory import Named
 
 Extents = int | Iterable[int]
-"""Along x, or along x, y and z; what is left out is 1."""
+"""Extents along x, or along x, y and z; missing ones are 1."""
 
 
 def run(
@@ -38,28 +38,28 @@ def run(
 ) -> Report:
     """Runs a kernel of any PTX text once: CUDA C++, Triton, or written by hand.
 
-    Arrays are copied to device memory and back, as a CUDA program does. Inside an open `Emulator` of one
-    rank, such as that of ``python -m cute_emulator check script.py``, the kernel runs in that one, unless
-    `arch` or options are passed.
+    Arrays are copied to device memory and back, as in a CUDA program. If an `Emulator` of one rank is open,
+    the kernel runs in it, unless `arch` or options are passed. ``python -m cute_emulator check script.py``
+    opens one.
 
     Args:
-        ptx: Text of the module.
+        ptx: PTX text of the module.
         entry: Name of the kernel in it.
         grid: Number of CTAs, along x or along x, y, z.
         block: Threads of a CTA.
         args: For each parameter a NumPy array or torch CPU tensor (a pointer), a number, None (a null
             pointer), or bytes (structures). The keys of a mapping are names for findings.
-        cluster: CTAs of a cluster; the default is what the kernel was compiled for.
+        cluster: CTAs of a cluster; the default is that of the kernel's directives.
         shared: Bytes of dynamic shared memory.
-        arch: The device; the default is the one that the PTX was compiled for.
-        options: Of `Emulator`: mode, seed, checks, limit and others. `Setting.options()` gives them for one
-            of `settings.settings()`.
+        arch: Device; the default is the target of the PTX.
+        options: Options of `Emulator`: mode, seed, checks, limit and others. `Setting.options()` returns them
+            for an element of `settings.settings()`.
 
     Returns:
-        What the run recorded; `findings` is empty for a kernel in which nothing was found.
+        Record of the run; `findings` is empty for a kernel without findings.
 
     Raises:
-        EmulatorError: The kernel broke off: a fault, a deadlock, a trap, an instruction that is not modelled.
+        EmulatorError: A fault, a deadlock, a trap, or an instruction that is not modelled ended the kernel.
         ValueError: The launch cannot run, or an argument does not fit its parameter.
     """
     emulator = Emulator.current()
@@ -73,7 +73,7 @@ def launch_once(
     emulator: Emulator, ptx: str, entry: str, grid: Extents, block: Extents, args: Arguments,
     cluster: Extents | None, shared: int,
 ) -> None:  # fmt: skip
-    """`run` in an emulator."""
+    """Executes `run` in an emulator."""
     with _on_device(args) as placed:
         clusters = None if cluster is None else _three(cluster)
         emulator.launch(ptx, entry, _three(grid), _three(block), placed, cluster=clusters, shared=shared)
@@ -81,7 +81,7 @@ def launch_once(
 
 
 def device_of(ptx: str) -> str:
-    """The architecture to run a module on: its target's, or the oldest that is emulated."""
+    """Returns the architecture to run a module on: that of its target, or the oldest that is emulated."""
     target = re.search(r"^\s*\.target\s+sm_(\d+)", ptx, re.M)
     number = int(target[1]) if target else 0
     return (
@@ -105,9 +105,9 @@ def _three(extents: Extents) -> Dim3:
 
 @contextlib.contextmanager
 def _on_device(args: Arguments) -> Iterator[dict[str, Any]]:
-    """The arguments in device memory, which is aligned as `cudaMalloc` does; copied back in the end.
+    """Copies the arguments to device memory, with the alignment of `cudaMalloc`, and back at the end.
 
-    Arrays that share memory share their copy, and lie as far from its start as from their own.
+    Arrays that share memory share their copy, at the same distances from its start.
     """
     values = args.values() if isinstance(args, Mapping) else args
     places = {id(a): _owner(a) for a in values if is_memory(a)}
@@ -134,7 +134,7 @@ def _on_device(args: Arguments) -> Iterator[dict[str, Any]]:
 
 
 def _owner(array: Any) -> tuple[int, int]:
-    """Beginning and end of the memory that an array is a view of."""
+    """Returns beginning and end of the memory of which an array is a view."""
     if isinstance(array, torch.Tensor):
         storage = array.untyped_storage()
         return storage.data_ptr(), storage.data_ptr() + storage.nbytes()

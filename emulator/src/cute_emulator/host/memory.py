@@ -1,4 +1,4 @@
-"""Host memory that kernels may touch: extents of tensors, and one symmetric heap per rank."""
+"""Host memory that kernels may access: extents of tensors, and one symmetric heap per rank."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from cute_emulator.errors import EmulatorError
 from cute_emulator.machine.memory import Named
 
 ALIGNMENT = 512
-"""Bytes; that of NVSHMEM's own symmetric heap."""
+"""Bytes; the alignment of NVSHMEM's symmetric heap."""
 
 GUARD = 512
-"""Bytes between two allocations that belong to none, so that an overrun is seen."""
+"""Bytes between two allocations that belong to none, so that an overrun is detected."""
 
 _PROT_NONE = 0
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -28,7 +28,7 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 def extent(tensor: Any) -> tuple[int, int]:
-    """(address, bytes) that the elements of a tensor or an array span."""
+    """Returns (address, bytes) of the range that the elements of a tensor or an array span."""
     it = named(tensor, "")
     if math.prod(it.shape) == 0:
         return it.address, 0
@@ -37,10 +37,10 @@ def extent(tensor: Any) -> tuple[int, int]:
 
 
 def named(tensor: Any, name: str) -> Named:
-    """A torch tensor, a NumPy array or a DSL runtime tensor, for findings.
+    """Returns a torch tensor, a NumPy array or a DSL runtime tensor as `Named`, for findings.
 
     Raises:
-        ValueError: An array that kernels cannot use by its address.
+        ValueError: Kernels cannot use the array by its address.
     """
     if isinstance(tensor, Named):
         return tensor
@@ -74,11 +74,11 @@ def poison_(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Symmetric:
-    """The same allocation on every rank.
+    """Allocation at the same offset on every rank.
 
     Attributes:
-        tensors: Each rank's tensor, poisoned.
-        multicast: Address that stands for all of them in `multimem` instructions; nothing else may touch it.
+        tensors: Tensor of each rank, poisoned.
+        multicast: Address of all tensors together, for `multimem` instructions only.
         nbytes: Bytes of one rank's tensor.
     """
 
@@ -91,16 +91,16 @@ class Symmetric:
 
     @property
     def addresses(self) -> tuple[int, ...]:
-        """Each rank's base address."""
+        """Returns the base address of each rank's tensor."""
         return tuple(t.data_ptr() for t in self.tensors)
 
 
 @dataclass
 class SymmetricHeap:
-    """Equal address ranges, one for each rank and one for multicast; untouched parts cost no memory.
+    """Equal address ranges, one for each rank and one for multicast; unused parts consume no memory.
 
     Attributes:
-        ranks: How many.
+        ranks: Number of ranks.
         size: Bytes of one rank's range.
     """
 
@@ -124,13 +124,13 @@ class SymmetricHeap:
 
     @property
     def bases(self) -> tuple[int, ...]:
-        """Where each rank's range begins."""
+        """Returns the base address of each rank's range."""
         if not self._maps:
             self._reserve()
         return tuple(view.data_ptr() for view in self._views)
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Symmetric:
-        """Takes the same piece of every rank's range.
+        """Allocates the same part of every rank's range.
 
         Raises:
             EmulatorError: The heap is full.
@@ -141,8 +141,8 @@ class SymmetricHeap:
         self._used = -(-(start + nbytes + GUARD) // ALIGNMENT) * ALIGNMENT
         if self._used > self.size:
             raise EmulatorError(
-                f"the symmetric heap of {self.size} bytes per rank is full: {nbytes} more asked at {start}; "
-                "open the emulator with a larger heap_bytes"
+                f"the symmetric heap of {self.size} bytes per rank is full: {nbytes} bytes requested, "
+                f"{start} in use; open the emulator with a larger heap_bytes"
             )
         tensors = tuple(
             poison_(view[start : start + nbytes].view(dtype)).view(shape)
@@ -151,7 +151,7 @@ class SymmetricHeap:
         return Symmetric(tensors, self._multicast + start, nbytes)
 
     def close(self) -> None:
-        """Gives the multicast range back; the ranks' ranges go when their last tensor does."""
+        """Releases the multicast range; a rank's range is released with its last tensor."""
         if self._multicast:
             _libc.munmap(self._multicast, self.size)
         self._multicast = 0

@@ -1,14 +1,14 @@
-"""NVSHMEM peers beyond the reach of loads and stores: puts travel, arrive late, and in any order allowed.
+"""Network of NVSHMEM peers that are not P2P-accessible: puts arrive late, in any allowed order.
 
-With a peer's heap base zero in the device state, NVSHMEM's device code hands every operation to functions
-named ``nvshmemi_transfer_*``, which on a GPU talk to a NIC or a proxy. They are intercepted by name
-(signatures: ``nvshmemi_transfer_api.cuh`` of nvidia-nvshmem-cu13 3.8.0), and become events of the async
-engine: in mode ``random`` they happen at random times, in ``lazy`` as late as the OpenSHMEM ordering rules
+If a peer's heap base is zero in the device state, NVSHMEM's device code passes every operation to functions
+named ``nvshmemi_transfer_*``. On a GPU these use a NIC or a proxy. Here they are intercepted by name
+(signatures: ``nvshmemi_transfer_api.cuh`` of nvidia-nvshmem-cu13 3.8.0) and become events of the async
+engine. In mode ``random`` events happen at random times, in ``lazy`` as late as the OpenSHMEM ordering rules
 allow:
 
-- ``put`` returns when its source was read; a ``put_nbi``'s source is read when the engine likes;
-- a signal of ``put_signal`` comes after the data of the same call, and after nothing else;
-- ``fence`` orders what comes before it to a PE ahead of what comes after it; ``quiet`` waits for all of it.
+- ``put`` returns when its source was read; the source of a ``put_nbi`` is read at any later time;
+- a signal of ``put_signal`` is ordered after the data of the same call, and after no other operation;
+- ``fence`` orders earlier operations to a PE before later ones; ``quiet`` waits for all earlier operations.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _ARGUMENTS = {
     "nvshmemi_transfer_put_signal_dispatch": 7,
     "nvshmemi_transfer_amo_nonfetch": 4,
 }
-"""How many arguments a call must have left after the compiler dropped those that never vary."""
+"""Least number of arguments of a call after the compiler has removed constant ones."""
 _EIGHT_BYTES = {"Im", "Il", "Iy", "Ix"}  # mangled template arguments: (unsigned) long, (unsigned) long long
 _MEMORY_ONLY = {
     "nvshmemi_transfer_syncapi_update_mem",
@@ -47,15 +47,15 @@ _MEMORY_ONLY = {
     "nvshmemi_transfer_region_end",
     "nvshmemi_transfer_submit_active_region_slow",
 }
-"""Functions with nothing to do where every delivery is visible at once."""
+"""Functions without effect here, because every delivery is visible at once."""
 
 
 class Network:
-    """Carries out transfers between the symmetric heaps of a machine's ranks.
+    """Executes transfers between the symmetric heaps of a machine's ranks.
 
     Args:
-        machine: The machine.
-        bases: Where each rank's heap begins.
+        machine: Machine of the ranks.
+        bases: Base address of each rank's heap.
     """
 
     def __init__(self, machine: Machine, bases: Sequence[int]) -> None:
@@ -67,7 +67,7 @@ class Network:
         self._known: set[str] = set()
 
     def intercept(self, ptx: str) -> None:
-        """Takes over the transfer functions that a module declares."""
+        """Intercepts the transfer functions that a module declares."""
         if ptx in self._known:
             return
         self._known.add(ptx)
@@ -80,8 +80,8 @@ class Network:
             self._machine.intercept(symbol, handler)
 
     def _handler(self, base: str, template: str, nbi: int) -> Callable[..., Any]:
-        found = _SCOPE.search(template)
-        scope = int(found.group(1)) if found else _THREAD
+        match = _SCOPE.search(template)
+        scope = int(match.group(1)) if match else _THREAD
         operation = _OPERATION.search(template)
         if base in _MEMORY_ONLY:
             return lambda group, *_: None
@@ -92,7 +92,7 @@ class Network:
         if base == "nvshmemi_transfer_amo_nonfetch" and template[:2] in _EIGHT_BYTES:
             return _each_thread_of(_THREAD, self._atomic)
         if base == "nvshmemi_transfer_put_signal_dispatch":
-            # Where all calls of a module agree on is_nbi, the compiler drops the argument.
+            # If all calls of a module have the same is_nbi, the compiler removes the argument.
             return _each_thread_of(scope, lambda *a: self._put_signal(*(a if len(a) > 8 else (*a, nbi))))
         puts = operation is not None and int(operation.group(1)) % 100 == _PUT
         if puts and base == "nvshmemi_transfer_rma":

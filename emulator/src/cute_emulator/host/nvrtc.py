@@ -1,4 +1,4 @@
-"""CUDA C++ to PTX, by NVRTC: neither a GPU nor a toolkit is needed, but the wheel nvidia-cuda-nvrtc."""
+"""Compilation of CUDA C++ to PTX by NVRTC; needs the wheel nvidia-cuda-nvrtc, but no GPU and no toolkit."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 HEADERS = ("cudart", "cccl")
-"""Libraries whose headers are found where they are installed: nvidia-cuda-runtime, nvidia-cuda-cccl."""
+"""Libraries whose installed headers are used: nvidia-cuda-runtime, nvidia-cuda-cccl."""
 
 
 def compile_cuda(
@@ -16,16 +16,16 @@ def compile_cuda(
     """Compiles CUDA C++ with line information.
 
     Args:
-        source: Text of the kernels; ``extern "C"`` keeps their names.
+        source: Source of the kernels; ``extern "C"`` keeps their names.
         arch: Architecture, such as "sm_90a" or "sm_100a".
-        name: File that findings name; where it exists, they show its lines.
+        name: File name in findings; if the file exists, findings show its lines.
         options: Further options of NVRTC.
 
     Returns:
-        The PTX, for `cute_emulator.run`.
+        PTX text for `cute_emulator.run`.
 
     Raises:
-        ValueError: NVRTC does not compile it; the message is NVRTC's.
+        ValueError: NVRTC reports an error; the message contains NVRTC's log.
         ImportError: NVRTC is not installed.
     """
     from cuda.bindings import nvrtc
@@ -50,8 +50,8 @@ def _headers() -> list[str]:
         return []
     from cuda.pathfinder import find_nvidia_header_directory
 
-    found = (find_nvidia_header_directory(library) for library in HEADERS)
-    return [f"-I{folder}" for folder in found if folder]
+    folders = (find_nvidia_header_directory(library) for library in HEADERS)
+    return [f"-I{folder}" for folder in folders if folder]
 
 
 def _result(answer: tuple[Any, ...]) -> Any:

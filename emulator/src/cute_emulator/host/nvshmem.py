@@ -1,8 +1,8 @@
-"""NVSHMEM for emulated ranks: the device state its linked code reads, and which bitcode to link.
+"""NVSHMEM for emulated ranks: the device state that its linked code reads, and the bitcode to link.
 
-NVSHMEM's device library is bitcode that the DSL links into a kernel. Its own code for reachable peers then
-runs as any other PTX; all it needs is `nvshmemi_device_state_d`, a constant that `nvshmemx_culibrary_init`
-fills on a GPU. Offsets were found by reading the inlined PTX of nvidia-nvshmem-cu13 3.8.0 and running it.
+NVSHMEM's device library is bitcode that the DSL links into a kernel. Its code for P2P-accessible peers runs
+as any other PTX. It needs only `nvshmemi_device_state_d`, a constant that `nvshmemx_culibrary_init` fills on
+a GPU. The offsets were determined by reading the inlined PTX of nvidia-nvshmem-cu13 3.8.0 and running it.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _BITCODE = re.compile(r"libnvshmem_device_sm_(\d+)\.bc")
 def device_state(
     rank: int, ranks: int, heap_base: int, heap_bytes: int, peer_table: int, reachable: bool
 ) -> bytes:
-    """The device state of one rank.
+    """Returns the device state of one rank.
 
     Args:
-        rank: This rank.
-        ranks: How many there are.
-        heap_base: Where this rank's symmetric heap begins.
-        heap_bytes: Its size.
-        peer_table: Address of `u64[ranks + 1]`: where each rank's heap begins as seen from this one, 0 for
-            those that loads and stores do not reach; and a zero, which says that no region of batched
+        rank: Number of this rank.
+        ranks: Number of ranks.
+        heap_base: Base address of this rank's symmetric heap.
+        heap_bytes: Size of the heap.
+        peer_table: Address of `u64[ranks + 1]`: base address of each rank's heap in this rank's address
+            space, 0 for peers that are not P2P-accessible. The last element is zero: no region of batched
             transfers is open.
-        reachable: Whether they reach all.
+        reachable: Whether all peers are P2P-accessible.
     """
     state = bytearray(DEVICE_STATE_BYTES)
     struct.pack_into(
@@ -49,22 +49,22 @@ def device_state(
 
 
 def bitcode_for(arch: str, folder: Path) -> Path:
-    """The newest device library in `folder` that is not above `arch` (e.g. ``"sm_100a"``).
+    """Returns the newest device library in `folder` that is not newer than `arch` (such as ``"sm_100a"``).
 
     Raises:
-        EmulatorError: There is none.
+        EmulatorError: The folder has no such library.
     """
     target = int(re.sub(r"\D", "", arch))
-    found = {int(m.group(1)): p for p in folder.iterdir() if (m := _BITCODE.fullmatch(p.name))}
-    fitting = [number for number in found if number <= target]
-    if not fitting:
-        raise EmulatorError(f"no NVSHMEM device library for {arch} in {folder}; it has {sorted(found)}")
-    return found[max(fitting)]
+    libraries = {int(m.group(1)): p for p in folder.iterdir() if (m := _BITCODE.fullmatch(p.name))}
+    compatible = [number for number in libraries if number <= target]
+    if not compatible:
+        raise EmulatorError(f"no NVSHMEM device library for {arch} in {folder}; it has {sorted(libraries)}")
+    return libraries[max(compatible)]
 
 
 @contextlib.contextmanager
 def linked_for(arch: str) -> Iterator[None]:
-    """Makes nvshmem4py's CuTe bindings, if imported, link the bitcode of a target, not of the device."""
+    """Makes nvshmem4py's CuTe bindings, if imported, link the bitcode of a target instead of the device's."""
     bindings: Any = sys.modules.get("nvshmem.bindings.device.cute._bitcode")
     if bindings is None:
         yield

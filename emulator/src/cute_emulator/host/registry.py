@@ -1,4 +1,4 @@
-"""Which host memory the machine may touch, counted, because call arguments overlap and come and go."""
+"""Registry of host memory that the machine may access, with reference counts: call arguments overlap."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from cute_emulator.machine.memory import GlobalMemory
 
 ARGUMENT = "argument"
-"""Name, in reports, of memory that is held because it is an argument of a call."""
+"""Name, in reports, of memory that is registered as an argument of a call."""
 
 
 @dataclass
@@ -21,12 +21,12 @@ class _Range:
 
 @dataclass
 class Registry:
-    """Holds on byte ranges; memory is registered with the machine while anybody holds it.
+    """Reference counts of byte ranges; memory is registered with the machine while its count is positive.
 
-    Overlapping ranges (a tensor and a slice of it) become one allocation for as long as any of them is held.
+    Overlapping ranges (a tensor and a slice of it) are one allocation while any of them is held.
 
     Attributes:
-        memory: The machine's memory.
+        memory: Memory of the machine.
     """
 
     memory: GlobalMemory
@@ -35,7 +35,7 @@ class Registry:
     _alive: list[Any] = field(default_factory=list)
 
     def hold(self, address: int, nbytes: int, rank: int, name: str) -> int:
-        """Lets kernels touch a range until `release` of the returned key."""
+        """Lets kernels access a range until `release` of the returned key."""
         key, self._next = self._next, self._next + 1
         if self.memory.is_multicast(address):
             return key
@@ -58,17 +58,17 @@ class Registry:
         return key
 
     def release(self, keys: Iterable[int]) -> None:
-        """Gives holds back; memory that nobody holds is freed as far as the machine is concerned."""
+        """Releases keys; memory without a remaining key is unregistered from the machine."""
         gone = set(keys)
         for item in [r for r in self._ranges if r.holds & gone]:
             item.holds -= gone
             if not item.holds:
                 allocation = self.memory.find(item.base, 1)
-                if allocation.name == ARGUMENT:  # it may well live on, but not for kernels
+                if allocation.name == ARGUMENT:  # the host may still use it, kernels may not
                     allocation.name = f"{ARGUMENT} of an earlier call"
                 self.memory.unregister(item.base)
                 self._ranges.remove(item)
 
     def keep_alive(self, owner: Any) -> None:
-        """Keeps the owner of held memory from being freed."""
+        """Keeps a reference to the owner of held memory."""
         self._alive.append(owner)

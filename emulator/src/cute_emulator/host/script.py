@@ -1,4 +1,4 @@
-"""Runs a script that was written for GPUs, unchanged: once, or once per rank."""
+"""Execution of a script that was written for GPUs, unchanged: once, or once per rank."""
 
 from __future__ import annotations
 
@@ -24,22 +24,23 @@ from cute_emulator.host.torch.turns import Turns
 
 
 def run_script(emulator: Emulator, script: str, arguments: list[str], poison_symmetric: bool = False) -> None:
-    """Runs a script with an open emulator, as ``python script arguments`` would on a machine with GPUs.
+    """Runs a script in an open emulator, as ``python script arguments`` does on a machine with GPUs.
 
-    With several ranks it runs once per rank, each in a thread with ``RANK``, ``LOCAL_RANK`` and
-    ``WORLD_SIZE`` of its own, as torchrun would start it. A file named .ptx or .cu is a kernel, and its one
-    argument the file of its launch (`launch_files`).
+    With several ranks it runs once per rank, each in a thread with separate ``RANK``, ``LOCAL_RANK`` and
+    ``WORLD_SIZE``, as under torchrun. A file named .ptx or .cu is a kernel, and its one argument is the file
+    of its launch (`launch_files`).
 
     Args:
-        emulator: Open.
+        emulator: Open emulator.
         script: Path of the script.
-        arguments: Its arguments.
-        poison_symmetric: Leave symmetric memory poisoned, where a device's is zero when first allocated.
+        arguments: Arguments of the script.
+        poison_symmetric: Whether symmetric memory stays poisoned; on a device it is zero when first
+            allocated.
 
     Raises:
         FileNotFoundError: There is no such script.
-        ValueError: A kernel without a launch, with one that cannot run, or on several ranks.
-        BaseException: What the script raises, `SystemExit` included.
+        ValueError: A kernel has no launch, a launch that cannot run, or several ranks.
+        BaseException: The script raised it, `SystemExit` included.
     """
     if not Path(script).is_file():
         raise FileNotFoundError(f"no script {script}")
@@ -62,7 +63,7 @@ def run_script(emulator: Emulator, script: str, arguments: list[str], poison_sym
 
 @contextlib.contextmanager
 def one_device(emulator: Emulator) -> Iterator[None]:
-    """Inside, torch and the CUDA bindings find one GPU, which is an open emulator's."""
+    """Provides, inside, one GPU to torch and the CUDA bindings: the device of an open emulator."""
     with contextlib.ExitStack() as stack:
         devices = cuda_device.CudaDevices(emulator, lambda: 0, emulator.finish)
         for change in cuda_device.changes(devices):
@@ -76,7 +77,7 @@ def one_device(emulator: Emulator) -> Iterator[None]:
 
 
 def _python_gradients(mode: Callable[[], CudaOnCpu]) -> contextlib.AbstractContextManager[None]:
-    """Nodes of autograd that are written in Python find their gradients where their results are."""
+    """Provides autograd nodes written in Python with gradients on the device of their results."""
     node = torch.autograd.function.BackwardCFunction
     real_apply = node.apply
 
@@ -107,7 +108,7 @@ def _run_ranks(emulator: Emulator, script: str, stack: contextlib.ExitStack, poi
     ):
         stack.enter_context(change)
     stack.callback(emulator.timelines.close)
-    # This file's __future__ imports are not the script's.
+    # This file's __future__ imports do not apply to the script.
     code = compile(Path(script).read_bytes(), script, "exec", dont_inherit=True)
 
     def body(rank: int) -> None:
@@ -121,17 +122,17 @@ def _run_ranks(emulator: Emulator, script: str, stack: contextlib.ExitStack, poi
 
 
 class _RankEnvironment(MutableMapping[str, str]):
-    """`os.environ` in which each rank's thread sees its own rank, as torchrun's processes do."""
+    """Replacement of `os.environ` in which each rank's thread has a separate rank, as under torchrun."""
 
     def __init__(self, base: Any, turns: Turns, ranks: int) -> None:
         self._base = base
         self._turns = turns
         self._ranks = ranks
 
-    def _own(self) -> dict[str, str]:
+    def _own_variables(self) -> dict[str, str]:
         try:
             rank = self._turns.rank
-        except AttributeError:  # not a rank's thread
+        except AttributeError:  # the thread belongs to no rank
             return {}
         size = str(self._ranks)
         return {
@@ -144,8 +145,8 @@ class _RankEnvironment(MutableMapping[str, str]):
         }
 
     def __getitem__(self, key: str) -> str:
-        own = self._own()
-        return own[key] if key in own else self._base[key]
+        separate = self._own_variables()
+        return separate[key] if key in separate else self._base[key]
 
     def __setitem__(self, key: str, value: str) -> None:
         self._base[key] = value
@@ -154,11 +155,11 @@ class _RankEnvironment(MutableMapping[str, str]):
         del self._base[key]
 
     def __iter__(self) -> Iterator[str]:
-        return iter({**self._base, **self._own()})
+        return iter({**self._base, **self._own_variables()})
 
     def __len__(self) -> int:
-        return len({**self._base, **self._own()})
+        return len({**self._base, **self._own_variables()})
 
     def copy(self) -> dict[str, str]:
-        """As `os.environ.copy`."""
+        """Returns a dict, as `os.environ.copy` does."""
         return dict(self)

@@ -1,16 +1,17 @@
-"""The host and the streams of one rank as parties: what they do to memory, and in which order.
+"""Order of the accesses of one rank's host and streams, for the rule about unordered accesses.
 
 The host and every stream have a vector clock. A launch, an operation of torch and a copy are *works* of a
-stream: each comes after the earlier works of its stream, after what the stream has waited for, and after all
-that the host did or waited for before it issued the work. The host comes after a stream where it waits for
-it. Two works that touch the same bytes, one of them writing, with no such order between them are a finding,
-whenever the emulator happened to carry them out.
+stream. A work is ordered after the earlier works of its stream, and after the works that the stream waited
+for. It is also ordered after all that the host did or waited for before it issued the work. The host is
+ordered after a stream that it waits for. Two works conflict if they access the same bytes and one of them
+writes. Conflicting works without an order are a finding, even if the emulator executed them one after the
+other.
 
-What launches of one run of the machine do to each other is judged there, access by access
-(`machine.races`); a launch comes here with all that it read and wrote when its run is over.
+Accesses of launches within one run of the machine are judged there, access by access (`machine.races`). At
+the end of the run a launch is recorded here with all that it read and wrote.
 
-The caching allocator is modelled by its rule: memory that is freed goes to the next allocation of the same
-stream that fits, with what other streams may still do to it.
+The caching allocator is modelled by its rule. The next allocation of the same stream that fits reuses freed
+memory. Accesses of other streams to that memory may still be in flight.
 """
 
 from __future__ import annotations
@@ -33,16 +34,16 @@ from cute_emulator.machine.memory import GlobalMemory
 Party = Hashable
 Vector = dict[Party, int]
 Bytes = tuple[NDArray[np.int64], NDArray[np.int64]]
-"""First addresses and ends of ranges, sorted and apart."""
+"""First addresses and ends of ranges, sorted and disjoint."""
 
 HOST = "host"
 DEFAULT = 0
 LEGACY = 1
-"""Stream handles: CUDA's default stream, and its other name."""
+"""Handles of CUDA's default stream: 0 and `cudaStreamLegacy`."""
 ROUND, SMALL = 512, 1 << 20
-"""Torch's allocator rounds to so many bytes, and keeps blocks up to a size apart from larger ones."""
+"""Granularity of torch's allocator, and largest size of its pool of small blocks, in bytes."""
 KEPT, FREE = 64, 255
-"""Different accesses that are kept of one place, and places that are kept for the next allocation."""
+"""Largest numbers of recorded accesses of one place, and of free places kept for reuse."""
 _MACHINERY = {
     "cute_emulator", "torch", "cutlass", "nvidia_cutlass_dsl", "triton", "contextlib.py", "<frozen runpy>",
     "runpy.py",
@@ -54,7 +55,7 @@ Line = tuple[str, int]
 
 
 def caller() -> Line | None:
-    """The line of the script that is being carried out, if there is one."""
+    """Returns the line of the script that is being executed, if any."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         path = PurePath(frame.f_code.co_filename)
@@ -65,20 +66,20 @@ def caller() -> Line | None:
 
 
 def named(line: Line | None) -> str:
-    """A line in words, such as `gemm.py:12`; empty where there is none."""
+    """Returns a line as text, such as `gemm.py:12`; empty if there is none."""
     return f"{PurePath(line[0]).name}:{line[1]}" if line is not None else ""
 
 
 @dataclass(frozen=True, eq=False)
 class Work:
-    """Something that a stream, or the host, does.
+    """Operation of a stream, or of the host.
 
     Attributes:
-        party: Who.
-        clock: The party's at it.
-        vector: What comes before it.
-        what: In words, with its place in the script.
-        line: The line of the script that issued it.
+        party: Stream or host.
+        clock: Clock of the party at the work.
+        vector: Vector clock of all works that are ordered before.
+        what: Description, with the line of the script.
+        line: Line of the script that issued the work.
     """
 
     party: Party
@@ -89,20 +90,20 @@ class Work:
 
     @property
     def issued(self) -> str:
-        """The line of the script, with its text; empty where there is none."""
+        """Returns the line of the script with its text; empty if there is none."""
         return f"{named(self.line)}: {linecache.getline(*self.line).strip()}" if self.line else ""
 
 
 @dataclass(frozen=True, eq=False)
 class Touch:
-    """What a work does to a place.
+    """Access of a work to a place.
 
     Attributes:
-        work: The work.
-        write: Whether it writes.
-        spans: The bytes, counted from where the place begins.
-        run: The run of the machine that it was part of; None for what is no launch.
-        tenant: Whose the place was.
+        work: Work that accesses the place.
+        write: Whether the access writes.
+        spans: Bytes, relative to the beginning of the place.
+        run: Run of the machine that contains the work; None if the work is no launch.
+        tenant: Allocation that the place belonged to.
     """
 
     work: Work
@@ -117,20 +118,20 @@ class Touch:
         return "write" if self.write else "read"
 
     def same(self, other: Touch) -> bool:
-        """Whether both are one party's, of one kind, to the same bytes."""
+        """Returns whether both accesses are of one party and kind, to the same bytes."""
         return (
             (self.work.party, self.write, self.tenant) == (other.work.party, other.write, other.tenant)
         ) and all(map(np.array_equal, self.spans, other.spans))
 
 
 class Place:
-    """Memory as the device has it: one allocation's, then another's.
+    """Memory of the device, used by one allocation after another.
 
     Attributes:
         nbytes: Size.
-        owner: The stream to which torch's allocator gives it, and whether it is pinned; None where it is no
-            allocator's.
-        touches: What was done to it, as far as that matters still.
+        owner: Stream whose allocations may reuse the place, and whether it is pinned; None if no allocator
+            manages it.
+        touches: Accesses that later ones must still be compared with.
     """
 
     def __init__(self, nbytes: int, owner: tuple[Party, bool] | None) -> None:
@@ -143,10 +144,10 @@ class Tenant:
     """An allocation.
 
     Attributes:
-        place: Where it is.
-        where: The line of the script that made it.
-        freed: The host's clock when it was freed; 0 before.
-        settled: Works of each party up to a clock that have ended before its place is handed out again.
+        place: Place of the allocation.
+        where: Line of the script that made it.
+        freed: Clock of the host when it was freed; 0 before.
+        settled: Clock per party: its works up to this clock end before the place is reused.
     """
 
     place: Place
@@ -156,17 +157,17 @@ class Tenant:
 
 
 def first_common(a: Bytes, b: Bytes) -> int | None:
-    """The first byte that is in both."""
+    """Returns the first byte that is in both sets of ranges, or None."""
     at = np.searchsorted(a[1], b[0], side="right")
     inside = at < len(a[0])
     at = np.where(inside, at, 0)
     begins = np.maximum(a[0][at], b[0])
-    found = np.flatnonzero(inside & (begins < np.minimum(a[1][at], b[1])))
-    return int(begins[found[0]]) if len(found) else None
+    common = np.flatnonzero(inside & (begins < np.minimum(a[1][at], b[1])))
+    return int(begins[common[0]]) if len(common) else None
 
 
 def united(begins: NDArray[np.int64], ends: NDArray[np.int64]) -> Bytes:
-    """Ranges in any order, sorted; those that touch are one."""
+    """Sorts ranges and joins those that touch."""
     order = np.argsort(begins, kind="stable")
     begins, ends = begins[order], np.maximum.accumulate(ends[order])
     first = np.flatnonzero(np.r_[True, begins[1:] > ends[:-1]])
@@ -177,10 +178,10 @@ class Timeline:
     """Order and accesses of one rank.
 
     Args:
-        rank: Whose; memory of other ranks is not judged.
-        memory: Names what is touched.
-        tell: Passes an event to the rules.
-        current: Handle of the stream to which torch's operations go now.
+        rank: Number of the rank; memory of other ranks is not judged.
+        memory: Memory with the names of allocations.
+        tell: Function that passes an event to the rules.
+        current: Function that returns the handle of torch's current stream.
     """
 
     def __init__(
@@ -198,20 +199,23 @@ class Timeline:
         self._tenants: dict[int, Tenant] = {}
         self._free: list[Place] = []
         self._by_host: set[Place] = set()
-        self._replay: dict[int, Party] | None = None  # captured stream -> the party that replays its work
+        self._replay: dict[int, Party] | None = None  # captured stream -> party that replays its work
         self._graph: object = None
         self._base: Vector = {}
-        self.on: int | None = None  # the stream of what a replay carries out now
+        self.on: int | None = None  # stream of the operation that a replay executes
 
     # --- order
 
     @property
     def handle(self) -> int:
-        """Of the stream to which torch's operations go now."""
+        """Returns the handle of the stream of torch's current operations."""
         return self._current() if self.on is None else self.on
 
     def party(self, handle: int | None = None) -> Party:
-        """A stream by its handle, the current one by default; in a replay, its double in the graph."""
+        """Returns a stream's party by its handle, by default of the current stream.
+
+        In a replay, its party in the graph.
+        """
         handle = self.handle if handle is None else handle
         handle = DEFAULT if handle == LEGACY else handle
         if self._replay is None:
@@ -219,11 +223,11 @@ class Timeline:
         return self._replay.setdefault(handle, (self._graph, handle))
 
     def made_blocking(self, handle: int) -> None:
-        """A stream was created that the default stream waits for, and that waits for it."""
+        """Records a new stream that waits for the default stream, and that the default stream waits for."""
         self._blocking.add(handle)
 
     def before(self, handle: int) -> list[int]:
-        """Streams that a new work of a stream waits for by CUDA's rule for the default stream."""
+        """Returns the streams that a new work of a stream waits for by CUDA's rule for the default stream."""
         if self._replay is not None:
             return []
         if handle in (DEFAULT, LEGACY):
@@ -231,7 +235,7 @@ class Timeline:
         return [DEFAULT] if handle in self._blocking and DEFAULT in self._known else []
 
     def issue(self, what: str, handle: int | None = None) -> Work:
-        """A new work of a stream."""
+        """Returns a new work of a stream."""
         party = self.party(handle)
         known = self._joined(party)
         if isinstance(party, int) and self._blocking:
@@ -240,15 +244,15 @@ class Timeline:
         return self._next(party, known, what)
 
     def snapshot(self, handle: int | None = None) -> Vector:
-        """What an event that is recorded in a stream now stands for."""
+        """Returns the vector clock of an event that is recorded in a stream now."""
         return dict(self._joined(self.party(handle)))
 
     def wait(self, handle: int, vector: Vector) -> None:
-        """A stream waits for an event."""
+        """Records that a stream waits for an event."""
         _merge(self._joined(self.party(handle)), vector)
 
     def host_waits(self, handle: int | None = None, vector: Vector | None = None) -> None:
-        """The host waits: for an event, a stream, or (without either) for the whole device."""
+        """Records that the host waits for an event, for a stream, or (without either) for all streams."""
         known = self._known.setdefault(HOST, {})
         if vector is not None:
             _merge(known, vector)
@@ -261,12 +265,12 @@ class Timeline:
 
     @contextmanager
     def replaying(self, graph: object, origin: int, end: Vector) -> Iterator[None]:
-        """Inside, works are those of a graph that the current stream replays.
+        """Assigns works inside to a graph that the current stream replays.
 
         Args:
-            graph: Which one.
-            origin: The stream in which it was captured.
-            end: What comes with the end of its last replay, which it waits for; is brought up to date.
+            graph: Graph that is replayed.
+            origin: Stream in which the graph was captured.
+            end: Vector clock of the end of the graph's last replay, which this replay waits for; updated.
         """
         root = self.party()
         known = self._joined(root)
@@ -295,13 +299,13 @@ class Timeline:
         self._clocks[party] += 1
         known[party] = self._clocks[party]
         line = caller()
-        said = f"{what} ({named(line)})" if line is not None else what
-        return Work(party, known[party], dict(known), said, line)
+        description = f"{what} ({named(line)})" if line is not None else what
+        return Work(party, known[party], dict(known), description, line)
 
     # --- accesses
 
     def touch(self, work: Work, base: int, spans: Bytes, write: bool, run: int | None = None) -> None:
-        """A work reads or writes bytes of the allocation at an address."""
+        """Records that a work reads or writes bytes of the allocation at an address."""
         if not len(spans[0]):
             return
         tenant = self._tenants.get(base)
@@ -330,7 +334,7 @@ class Timeline:
             self._by_host.add(tenant.place)
 
     def _is_over(self, touch: Touch) -> bool:
-        """Whether all that is issued from now on comes after it."""
+        """Returns whether all works that are issued from now on are ordered after the access."""
         return touch.work.party != HOST and _knows(self._known.get(HOST, {}), touch.work)
 
     def _ordered(self, first: Touch, then: Touch) -> bool:
@@ -345,13 +349,13 @@ class Timeline:
         )
 
     def touch_at(self, work: Work, spans: Bytes, write: bool) -> None:
-        """The same of bytes that lie in one allocation of the rank, or else in none that matters."""
+        """Records accesses to bytes of one allocation of the rank; accesses to other memory are ignored."""
         allocation = self._memory.lookup(int(spans[0][0])) if len(spans[0]) else None
         if allocation is not None and allocation.rank == self._rank:
             self.touch(work, allocation.base, spans, write)
 
     def by_host(self, what: str) -> Work:
-        """Something that the host does to pinned memory."""
+        """Returns a new work of the host on pinned memory."""
         return self._next(HOST, self._known.setdefault(HOST, {}), what)
 
     def run_over(
@@ -360,28 +364,28 @@ class Timeline:
         touches: Iterable[tuple[Work, int, Bytes, bool]],
         learnt: Iterable[tuple[Work, Work]],
     ) -> None:
-        """A run of the machine has ended.
+        """Records the launches of a run of the machine that has ended.
 
         Args:
-            number: Of the run.
+            number: Number of the run.
             touches: Work of a launch, allocation, bytes, whether it wrote them.
-            learnt: Works of launches of which the first knows the second, by flags in memory.
+            learnt: Pairs of works of launches: the first is ordered after the second by flags in memory.
         """
         for later, earlier in learnt:
             if not _knows(later.vector, earlier):
                 self._implied.append((later, {**earlier.vector, earlier.party: earlier.clock}))
         for work, base, spans, write in touches:
             self.touch(work, base, spans, write, number)
-        for place in self._by_host:  # launches from now on come after what the host did
+        for place in self._by_host:  # later launches are ordered after the host's accesses
             place.touches = [touch for touch in place.touches if touch.work.party != HOST]
         self._by_host.clear()
 
     # --- the caching allocator
 
     def allocated(self, base: int, nbytes: int, pinned: bool, pooled: bool) -> None:
-        """New memory: it may be what was freed in the current stream, as torch's allocator keeps it.
+        """Records an allocation, which may reuse memory freed in the current stream, as in torch's allocator.
 
-        Not `pooled`: no other's, as `cudaMalloc` gives it, or a graph's own pool.
+        If not `pooled`, it reuses no memory: it is from `cudaMalloc`, or from a graph's pool.
         """
         size = -(-nbytes // ROUND) * ROUND
         owner: tuple[Party, bool] = (HOST if pinned else self.party(), pinned)
@@ -396,12 +400,15 @@ class Timeline:
         self._tenants[base] = Tenant(place or Place(size, None), named(caller()))
 
     def recorded(self, base: int, handle: int) -> None:
-        """`record_stream`: freed memory waits for what a stream does until then."""
+        """Implements `record_stream`.
+
+        Freed memory is not reused before a stream's works until then have ended.
+        """
         if base in self._tenants:
             self._tenants[base].settled[self.party(handle)] = 0
 
     def freed(self, base: int) -> None:
-        """The last reference to an allocation is gone."""
+        """Records that the last reference to an allocation was dropped."""
         tenant = self._tenants.get(base)
         if tenant is None or tenant.place.owner is None:
             return
@@ -416,7 +423,7 @@ def _knows(vector: Vector, work: Work) -> bool:
     return vector.get(work.party, 0) >= work.clock
 
 
-def _merge(into: Vector, other: Vector) -> None:
+def _merge(target: Vector, other: Vector) -> None:
     for party, clock in other.items():
-        if into.get(party, 0) < clock:
-            into[party] = clock
+        if target.get(party, 0) < clock:
+            target[party] = clock

@@ -1,4 +1,4 @@
-"""The timelines of an emulator's ranks, and what ties them to the machine and to torch's memory."""
+"""Timelines of an emulator's ranks, and their connection to the machine and to torch's memory."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from cute_emulator.machine.streams import StreamEvent
 
 
 class Timelines:
-    """Which ranks' hosts are parties: those that are opened, none at first.
+    """Timelines of the ranks whose host is recorded; none at first.
 
     Args:
-        machine: Tells what launches did.
+        machine: Machine whose launches are recorded.
     """
 
     def __init__(self, machine: Machine) -> None:
@@ -33,26 +33,26 @@ class Timelines:
         return bool(self._of)
 
     def get(self, rank: int) -> Timeline | None:
-        """A rank's, if its host is a party."""
+        """Returns a rank's timeline, or None if its host is not recorded."""
         return self._of.get(rank)
 
     def open(self, rank: int, current: Callable[[], int]) -> Timeline:
-        """The host of a rank is a party from now on; `current` tells the stream of torch's operations."""
+        """Starts to record the host of a rank; `current` returns the stream of torch's operations."""
         machine = self._machine
         self._of[rank] = Timeline(rank, machine.memory, machine.checks.tell, current)
         machine.ended = self._run_over
         return self._of[rank]
 
     def concurrent(self) -> None:
-        """There is a stream beside the default one, or pinned memory: from now on it matters who reads.
+        """Starts to record reads, because there is a second stream or pinned memory.
 
-        To record it costs kernels of little but loads a third of their speed.
+        Recording reads costs a third of the speed of kernels that do little but load.
         """
         if self._of and self._machine.races is not None:
             self._machine.races.always_keeps_reads = self._machine.races.keeps_reads = True
 
     def close(self) -> None:
-        """No host is a party any more."""
+        """Ends the recording of all hosts."""
         self._of.clear()
         self._machine.ended = lambda: None
         if self._machine.races is not None:
@@ -61,7 +61,12 @@ class Timelines:
     def work(
         self, rank: int, stream: int, what: str, wait_stream: Callable[[int, int, int], None]
     ) -> Work | None:
-        """A launch of a rank whose host is a party, which waits for what CUDA's default stream waits for."""
+        """Returns the work of a launch.
+
+        The launch waits for the streams that CUDA's default-stream rule names.
+
+        None if the host of the rank is not recorded.
+        """
         timeline = self._of.get(rank)
         if timeline is None:
             return None
@@ -72,20 +77,23 @@ class Timelines:
         return timeline.issue(what, stream)
 
     def recorded(self, rank: int, stream: int, event: StreamEvent) -> StreamEvent:
-        """An event was recorded in a stream; returns it."""
+        """Records that an event was recorded in a stream; returns the event."""
         if rank in self._of:
             event.before = rank, self._of[rank].snapshot(stream)
         return event
 
     def waited(self, rank: int, stream: int, event: StreamEvent) -> None:
-        """A stream waits for an event; one of another rank tells nothing of this one's streams."""
+        """Records that a stream waits for an event.
+
+        An event of another rank does not order this rank's streams.
+        """
         if rank in self._of and event.before is not None and event.before[0] == rank:
             self._of[rank].wait(stream, event.before[1])
 
     # --- memory
 
     def keep(self, room: np.ndarray) -> None:
-        """An array holds a tensor's memory: launches need keep no more than that (`kept`)."""
+        """Records the array that contains a tensor's memory: a launch keeps only the array alive (`kept`)."""
         base = room.ctypes.data
         self._rooms[base] = room
         insort(self._bases, base)
@@ -93,7 +101,10 @@ class Timelines:
             self._bases = sorted(self._rooms)
 
     def kept(self, owner: Any) -> object:
-        """What keeps a launch's memory until it has run: not its tensor, whose end may be what matters."""
+        """Returns the object that keeps a launch's memory alive until it has run.
+
+        This is not the tensor: the time at which it is freed may be the subject of a rule.
+        """
         pointer = getattr(owner, "data_ptr", None)
         address = pointer() if callable(pointer) else pointer
         if not isinstance(address, int):
@@ -105,19 +116,19 @@ class Timelines:
         return owner
 
     def allocated(self, rank: int, base: int, nbytes: int, pinned: bool, pooled: bool) -> None:
-        """See `Timeline.allocated`."""
+        """Calls `Timeline.allocated` of the rank."""
         if rank in self._of:
             self._of[rank].allocated(base, nbytes, pinned, pooled)
 
     def freed(self, rank: int, base: int) -> None:
-        """See `Timeline.freed`."""
+        """Calls `Timeline.freed` of the rank."""
         if rank in self._of:
             self._of[rank].freed(base)
 
     # --- runs
 
     def _run_over(self) -> None:
-        """Tells each rank what its launches of the run did, and which of them know of each other."""
+        """Passes the accesses of a run's launches, and their order by flags, to their ranks' timelines."""
         self._runs += 1
         races, agents = self._machine.races, self._machine.checks.agents
         if races is None:

@@ -1,7 +1,7 @@
 """Triton in the emulator: kernels of ``@triton.jit`` are compiled for the emulated device, and run on it.
 
-While an emulator is open, Triton's driver is one of ours. Triton itself compiles, down to ptxas; the driver
-says what device there is, takes a kernel's PTX where NVIDIA's takes its machine code, and launches it.
+While an emulator is open, Triton's driver is replaced. Triton itself compiles, down to ptxas. The driver
+reports the device, loads a kernel's PTX instead of NVIDIA's machine code, and launches it.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 MAX_THREADS = 1024
 COMPILED_SO = frozenset(("mbarrier-init",))
-"""Findings that are about Triton's compiler (3.9): of CTAs without a cluster it fences no `mbarrier.init`."""
+"""Findings caused by Triton's compiler (3.9): without a cluster it emits no fence after `mbarrier.init`."""
 _HALVES = {"fp16": np.float16, "bf16": ml_dtypes.bfloat16}
-"""Scalars that Python's float is rounded to; parameters of 32 and 64 bits are told by the PTX."""
+"""Types that Python's float is rounded to; the PTX determines parameters of 32 and 64 bits."""
 
 
 @contextlib.contextmanager
 def served(emulator: Emulator) -> Iterator[None]:
-    """Inside, Triton, if it is installed, launches its kernels in an emulator."""
+    """Launches Triton's kernels inside the block in an emulator, if Triton is installed."""
     if importlib.util.find_spec("triton") is None:
         yield
         return
@@ -55,13 +55,16 @@ def _with_ptx(kernel_class: Any) -> Callable[[Any], None]:
     def init_handles(kernel: Any) -> None:
         kernel.kernel = _of_this_file(kernel)
         load(kernel)
-        kernel.module = None  # there is nothing to unload, and in the end no driver to ask
+        kernel.module = None  # there is nothing to unload, and at exit no driver
 
     return init_handles
 
 
 def _of_this_file(kernel: Any) -> str:
-    """A kernel's PTX. That in Triton's cache may come from a copy of the kernel in another file."""
+    """Returns a kernel's PTX with the path of its file.
+
+    Cached PTX may be of a copy of the kernel in another file.
+    """
     ptx: str = kernel.asm["ptx"]
     code = getattr(getattr(getattr(kernel.src, "fn", None), "fn", None), "__code__", None)
     if code is None:
@@ -70,7 +73,7 @@ def _of_this_file(kernel: Any) -> str:
 
 
 class _Driver:
-    """What Triton asks of a driver (`triton.backends.driver.GPUDriver`)."""
+    """Replacement of Triton's driver (`triton.backends.driver.GPUDriver`)."""
 
     def __init__(self, emulator: Emulator) -> None:
         self._emulator = emulator
@@ -78,43 +81,43 @@ class _Driver:
         self.utils = self
 
     def launcher_cls(self, src: Any, metadata: Any) -> Callable[..., None]:
-        """What launches a kernel."""
+        """Returns the launcher of a kernel."""
         return _Launcher(src, metadata)
 
     # --- the device
 
     def get_current_target(self) -> Any:
-        """What Triton compiles for."""
+        """Returns Triton's compile target."""
         from triton.backends.compiler import GPUTarget
 
         return GPUTarget("cuda", self.get_current_device(), 32)
 
     def get_current_device(self) -> int:
-        """Triton keeps compiled kernels by device, so that this one's number is its compute capability."""
+        """Returns the compute capability as device number: Triton caches compiled kernels by device."""
         major, minor = self._emulator.device.capability
         return 10 * major + minor
 
     def set_current_device(self, device: int) -> None:
-        """Each rank has one."""
+        """Does nothing: each rank has one device."""
 
     def get_device_capability(self, _device: int = 0) -> tuple[int, int]:
-        """Major and minor."""
+        """Returns the major and minor compute capability."""
         return self._emulator.device.capability
 
     def get_current_stream(self, _device: int = 0) -> int:
-        """The handle."""
+        """Returns the handle of the current stream."""
         return torch.cuda.current_stream().cuda_stream if serves_cuda() else 0
 
     def get_active_torch_device(self) -> torch.device:
-        """Where a script's tensors belong: on the CPU, where the script opens the emulator."""
+        """Returns the device of a script's tensors; it is the CPU if the script itself opens the emulator."""
         return torch.device("cuda" if serves_cuda() else "cpu")
 
     def get_device_interface(self) -> Any:
-        """What times kernels and makes streams."""
+        """Returns the module that times kernels and creates streams."""
         return torch.cuda
 
     def get_device_properties(self, _device: int = 0) -> dict[str, int]:
-        """What kernels and their authors adapt to; clock rates are an H100's."""
+        """Returns the properties that kernels adapt to; the clock rates are those of an H100."""
         device = self._emulator.device
         return {
             "max_shared_mem": device.attribute(97),
@@ -129,14 +132,14 @@ class _Driver:
     # --- kernels
 
     def load_binary(self, name: str, ptx: str, _shared: int, _device: int) -> tuple[Any, ...]:
-        """Module, function, registers, spills, threads that it may have."""
+        """Returns module, function, registers, spills, and largest number of threads."""
         return self, (ptx, name), 0, 0, MAX_THREADS
 
     def unload_module(self, _module: Any) -> None:
-        """Nothing is loaded."""
+        """Does nothing: nothing is loaded."""
 
     def launch(self, *args: Any, **kwargs: Any) -> None:
-        """`Emulator.launch`, unless a choice among configurations is being made."""
+        """Calls `Emulator.launch`, unless an autotuner compares configurations."""
         if not self._measuring:
             self._emulator.launch(*args, **kwargs)
 
@@ -144,7 +147,7 @@ class _Driver:
         self, address: int, swizzle: int, nbytes: int, kind: int, box: Sequence[int], shape: Sequence[int],
         strides: Sequence[int], padding: int,
     ) -> bytes:  # fmt: skip
-        """A tensor map, of extents and strides (in elements) from the outermost to the innermost."""
+        """Returns a tensor map, from extents and strides (in elements), the outermost first."""
         steps = [nbytes * stride for stride in strides[-2::-1]]
         ones = [1] * len(box)
         tensor_map = encode_tiled(
@@ -155,9 +158,10 @@ class _Driver:
     # --- measurements
 
     def get_benchmarker(self) -> Callable[..., Any]:
-        """What an autotuner compares. Time means nothing here: it gets the first configuration that fits.
+        """Returns the benchmark function of an autotuner, which then uses the first configuration that fits.
 
-        Each configuration is compiled, and those that need more than the device has are left out.
+        Time is not meaningful here. Each configuration is compiled; those that exceed the device's resources
+        fail.
         """
 
         def compile_only(call: Callable[[], Any], quantiles: Sequence[float] = (), **_: Any) -> list[float]:
@@ -171,7 +175,10 @@ class _Driver:
         return compile_only
 
     def run_once(self, call: Callable[[], Any], *_: Any, quantiles: Any = None, **__: Any) -> Any:
-        """`triton.testing.do_bench`: one run; a nanosecond for each warp instruction."""
+        """Replaces `triton.testing.do_bench`.
+
+        Runs once and returns a nanosecond for each warp instruction.
+        """
         self._emulator.finish()
         before = self._emulator.report.instructions
         call()
@@ -181,7 +188,7 @@ class _Driver:
 
 
 class _Launcher:
-    """Launches one kernel (`triton.backends.nvidia.driver.CudaLauncher`)."""
+    """Launcher of one kernel (`triton.backends.nvidia.driver.CudaLauncher`)."""
 
     def __init__(self, src: Any, metadata: Any) -> None:
         self._signature = dict(src.signature)
@@ -222,7 +229,7 @@ class _Launcher:
 
 
 def _active() -> Any:
-    """The driver of the emulator that is open now; a kernel may have been compiled in an earlier one."""
+    """Returns the driver of the open emulator; a kernel may have been compiled in an earlier one."""
     from triton.runtime import driver
 
     return driver.active
@@ -231,7 +238,7 @@ def _active() -> Any:
 def _flatten(
     name: str, kind: Any, value: Any, maps: Iterator[Any], values: dict[str, Any], reached: list[Any]
 ) -> None:
-    """Adds the parameters of an argument of a Triton kernel: none of a constant, several of a tuple."""
+    """Adds the parameters of one argument of a Triton kernel: none for a constant, several for a tuple."""
     if kind == "constexpr":
         return
     if isinstance(kind, tuple):
@@ -251,7 +258,7 @@ def _flatten(
 
 
 def _memory(name: str, value: Any) -> Any:
-    """A pointer's tensor, or its address."""
+    """Returns the tensor of a pointer, or its address."""
     tensor = getattr(value, "base", value) if not isinstance(value, torch.Tensor) else value
     if plays_host_memory(tensor):
         raise ValueError(f"Pointer argument {name} cannot be accessed from Triton (cpu tensor?)")

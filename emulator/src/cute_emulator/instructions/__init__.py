@@ -1,4 +1,4 @@
-"""What every instruction does: arithmetic, memory, synchronisation, async copies, tensor cores, control.
+"""Semantics of all instructions: arithmetic, memory, synchronisation, async copies, tensor cores, control.
 
 Each module registers its instructions in `registry`.
 """

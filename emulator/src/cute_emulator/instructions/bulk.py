@@ -36,20 +36,20 @@ if TYPE_CHECKING:
     from cute_emulator.machine.memory import GlobalMemory
 
 Merge = Callable[[np.ndarray, np.ndarray], np.ndarray]
-"""What a reduction makes of the chunks that are there and those that come."""
+"""Function of a reduction: present chunks and arriving chunks to the result."""
 
 
 _UNIFORM = {bool, int, tuple}
 
 
 def threads(mask: int, values: tuple[Any, ...], each: bool = False) -> Iterator[tuple[int, tuple[Any, ...]]]:
-    """(lane, operands) of each operation that is issued.
+    """Yields (lane, operands) of each operation that is issued.
 
-    By the ISA each thread that executes a bulk instruction issues one, and so it is where `each` is said:
-    for loads, products and commits, of which CuTe DSL compiles none without an election. A warp that executes
-    a bulk store or reduction with uniform operands issues it once: CuTe DSL compiles those without one, and
-    NVIDIA's kernels add by `cp.reduce.async.bulk.tensor` in a whole warp (`fmha_bwd`), right only if counted
-    once.
+    By the ISA each thread that executes a bulk instruction issues an operation. With `each` the function does
+    so: for loads, products and commits, which CuTe DSL never compiles without an election. A warp that
+    executes a bulk store or reduction with uniform operands issues it once. CuTe DSL compiles those without
+    an election. NVIDIA's `fmha_bwd` adds by `cp.reduce.async.bulk.tensor` in all lanes of a warp, which is
+    correct only if counted once.
     """
     kinds = {*map(type, values)}
     if tuple in kinds:
@@ -66,11 +66,11 @@ def threads(mask: int, values: tuple[Any, ...], each: bool = False) -> Iterator[
         )
 
 
-# -- moving bytes --------------------------------------------------------------------------------
+# -- copying bytes -------------------------------------------------------------------------------
 
 
 def granules_of(where: Where, chunk: int) -> Where:
-    """The 16-byte granules in which chunks of `chunk` bytes lie."""
+    """Returns the 16-byte granules that contain chunks of `chunk` bytes."""
     if chunk == 16:
         return where
     if isinstance(where, slice):
@@ -79,14 +79,14 @@ def granules_of(where: Where, chunk: int) -> Where:
 
 
 def smem_chunks(cta: Cta, chunk: int) -> np.ndarray:
-    """Shared memory in chunks of so many bytes, as TMA moves them."""
+    """Returns shared memory in chunks of `chunk` bytes, the unit of TMA copies."""
     if chunk == 16:
         return cta.chunks
     return cta.smem[: len(cta.smem) // chunk * chunk].view(CHUNK_DTYPE[chunk])
 
 
 def write_smem(cta: Cta, where: Where, chunk: int, data: np.ndarray) -> None:
-    """An async unit writes chunks of shared memory."""
+    """Writes chunks of shared memory by an async unit."""
     smem_chunks(cta, chunk)[where] = data
     written = granules_of(where, chunk)
     cta.grid.checks.smem_written(cta, written)
@@ -94,12 +94,12 @@ def write_smem(cta: Cta, where: Where, chunk: int, data: np.ndarray) -> None:
         notify(cta.cluster.watch, (np.arange(len(cta.dirty))[written] + (cta.base >> 4)).tolist())
 
 
-def arrives(group: Group, line: int, write: Callable[[], None], told: MBarrier, nbytes: int) -> None:
-    """A copy into shared memory arrives and tells its mbarrier, unless a fault on purpose keeps it."""
+def arrives(group: Group, line: int, write: Callable[[], None], barrier: MBarrier, nbytes: int) -> None:
+    """Completes a copy into shared memory on its mbarrier, unless an injected fault holds it back."""
 
     def arrive() -> None:
         write()
-        told.complete(nbytes)
+        barrier.complete(nbytes)
 
     faults = group.warp.grid.machine.faults
     if not (faults.active and faults.catches_load(group, line, arrive, write)):
@@ -110,9 +110,9 @@ class Chunks(NamedTuple):
     """Chunks of global memory.
 
     Attributes:
-        addresses: Of each, a multiple of its size.
-        bounds: The lowest and the highest.
-        size: Bytes of each.
+        addresses: Address of each chunk, a multiple of its size.
+        bounds: Lowest and highest address.
+        size: Bytes of each chunk.
     """
 
     addresses: np.ndarray
@@ -120,7 +120,7 @@ class Chunks(NamedTuple):
     size: int
 
     def copies(self, memory: GlobalMemory) -> list[Chunks]:
-        """Of chunks in multicast memory those behind them in every rank's; else the chunks."""
+        """Returns, for chunks in multicast memory, those of every rank; else the chunks."""
         low, high = self.bounds
         return [
             self if at == low else Chunks(self.addresses + (at - low), (at, high + at - low), self.size)
@@ -131,7 +131,10 @@ class Chunks(NamedTuple):
 def write_global(
     group: Group, line: int, copies: list[Chunks], data: np.ndarray, merge: Merge | None
 ) -> None:
-    """An async unit writes chunks of global memory, or merges into them; of multicast memory all copies."""
+    """Writes chunks of global memory by an async unit, or merges into them.
+
+    For multicast memory in all copies.
+    """
     machine = group.warp.grid.machine
     for chunks in copies:
         put = partial(_put_global, machine, chunks, data, merge)
@@ -152,23 +155,25 @@ def _put_global(machine: Any, chunks: Chunks, data: np.ndarray, merge: Merge | N
 
 
 def _run_of(start: int, nbytes: int) -> Chunks:
-    """A contiguous range in 16-byte chunks."""
+    """Returns a contiguous range in 16-byte chunks."""
     return Chunks(np.arange(start, start + nbytes, 16, dtype=np.int64), (start, start + nbytes - 16), 16)
 
 
 def _slice_of(address: int, nbytes: int) -> slice:
-    """Chunks of 16 bytes at a shared address."""
+    """Returns the chunks of 16 bytes at a shared address."""
     return slice((address & OFFSET) >> 4, (address & OFFSET) + nbytes >> 4)
 
 
 def copy_out(
     group: Group, ins: Instruction, lane: int, chunks: Chunks, where: Where, merge: Merge | None
 ) -> None:
-    """A copy from shared to global memory: a source read, and later a destination write."""
+    """Issues a copy from shared to global memory: a source read, and later a destination write."""
     grid, cta, chunk = group.warp.grid, group.warp.cta, chunks.size
     end = chunk * (where.stop if isinstance(where, slice) else int(where.max()) + 1)
     if end > len(cta.smem):
-        raise ValueError(f"the source ends at shared offset {end:#x}, beyond shared memory")
+        raise ValueError(
+            f"the source ends at shared offset {end:#x}, beyond shared memory ({len(cta.smem):#x})"
+        )
     machine = grid.machine
     low, high = chunks.bounds
     everywhere = machine.memory.is_multicast(low)
@@ -207,15 +212,15 @@ def copy_out(
 
 
 def bulk_reads(warp: Warp) -> Unit:
-    """The bulk stores of a warp, as readers of shared memory."""
+    """Returns the unit of a warp's bulk stores, as readers of shared memory."""
     return warp.cta.cluster.unit(warp.agent.units, "bulk", "a bulk store", warp, "bulk")
 
 
 def multicast_ctas(cluster: Cluster, mask: int) -> list[Cta]:
-    """The CTAs that a multicast mask names, by rank.
+    """Returns the CTAs that a multicast mask names, by rank.
 
     Raises:
-        ValueError: it names none, or one that is not there.
+        ValueError: The mask names no CTA, or one that does not exist.
     """
     if not mask or mask >> cluster.size:
         raise ValueError(f"multicast mask {mask:#x} in a cluster of {cluster.size}")
@@ -231,7 +236,7 @@ def copies_in(
     line: int,
     in_async_proxy: bool = True,
 ) -> None:
-    """A warp tells an async unit to write shared memory, and to complete on an mbarrier."""
+    """Checks a warp's request to an async unit to write shared memory and to complete on an mbarrier."""
     checks = group.warp.grid.checks
     checks.peer_used(group, cta, line)
     checks.mbarrier_known(group, barrier, line)

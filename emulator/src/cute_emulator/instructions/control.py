@@ -91,11 +91,11 @@ def _setmaxnreg(program: Any, f: Function, ins: Instruction) -> Op:
 
 
 Param = tuple[str, str]
-"""A .param variable: its function and its name."""
+""".param variable: its function and its name."""
 
 
 class Call:
-    """The tail of a `call`: given the target and the call's item, it returns the callee's first item."""
+    """Tail of a `call`: maps the target and the call's item to the callee's first item."""
 
     def __init__(self, program: Any, caller: Function, ins: Instruction) -> None:
         self._program, self._caller, self._line = program, caller.name, ins.line
@@ -105,7 +105,7 @@ class Call:
         self._returns: dict[tuple[str, int], int] = {}
 
     def __call__(self, group: Group, target: Any, item: int) -> int:
-        """`target` is a function's name, or an address by lane."""
+        """Calls `target`, the name of a function, or an address by lane."""
         program, name = self._program, self._name(group, target)
         handler = group.warp.grid.machine.intercepts.get(name) or BUILTIN.get(name)
         if handler is not None:
@@ -118,7 +118,9 @@ class Call:
                 f"{group.where()}, line {self._line}: {name} calls itself, which is not modelled"
             )
         group.grow()
-        self._copy(group, self._own(self._arguments), [(name, p.name) for p in callee.function.params])
+        self._copy(
+            group, self._variables_of(self._arguments), [(name, p.name) for p in callee.function.params]
+        )
         group.stack = (*group.stack, self._return_item(callee.function, item))
         return int(callee.start)
 
@@ -127,12 +129,12 @@ class Call:
             return str(target)
         functions, index = self._program.functions, one(target, group.mask) - FUNCTION
         if not 0 <= index < len(functions):
-            what = f"call of {one(target, group.mask):#x}, which is no function"
+            what = f"call of {one(target, group.mask):#x}, which is not the address of a function"
             raise EmulatorError(f"{group.where()}, line {self._line}: {what}")
         return str(functions[index])
 
-    def _own(self, operands: list[Any]) -> list[Param]:
-        """The caller's variables that a list of operands names."""
+    def _variables_of(self, operands: list[Any]) -> list[Param]:
+        """Returns the caller's variables that a list of operands names."""
         for operand in operands:
             if not isinstance(operand, Sym):
                 raise EmulatorError(f"line {self._line}: call argument {operand} is no .param variable")
@@ -149,13 +151,16 @@ class Call:
                 group.R[slot] = group.R[have[piece]]
 
     def _return_item(self, callee: Function, item: int) -> int:
-        """An item that copies the results back and goes on after the call."""
+        """Returns an item that copies the results back and continues after the call."""
         key = (callee.name, item)
         if key not in self._returns:
-            results, own = [(callee.name, p.name) for p in callee.returns], self._own(self._results)
+            results, targets = (
+                [(callee.name, p.name) for p in callee.returns],
+                self._variables_of(self._results),
+            )
 
             def back(group: Group) -> int:
-                self._copy(group, results, own)
+                self._copy(group, results, targets)
                 return item + 1
 
             self._returns[key] = self._program.append(back)
@@ -163,9 +168,9 @@ class Call:
         return self._returns[key]
 
     def _intercepted(self, group: Group, handler: Callable[..., Any], item: int) -> int:
-        """A function that the emulator serves."""
+        """Calls a function that the emulator implements."""
         program, values = self._program, []
-        for param in self._own(self._arguments):
+        for param in self._variables_of(self._arguments):
             pieces = [group.R[slot] for _, slot in sorted(program.pieces(*param).items())]
             values.append(pieces[0] if len(pieces) == 1 else tuple(pieces))
         result = handler(group, *values)
@@ -173,7 +178,7 @@ class Call:
             # The call is the end of its item, whose straight-line part must not run twice.
             group.pc = program.append(lambda g: self._intercepted(g, handler, item))
             return DIVERGED
-        for param in self._own(self._results):
+        for param in self._variables_of(self._results):
             for slot in program.pieces(*param).values():
                 group.R[slot] = result if result is not None else 0
         return item + 1
@@ -233,7 +238,10 @@ def _vprintf(group: Group, text: Any, arguments: Any) -> int:
 
 
 def _nvshmem_update_mem(group: Group) -> None:
-    """How NVSHMEM ends a wait: a fence of gpu scope, on which it relies beyond the GPU; taken at its word."""
+    """Executes the end of NVSHMEM's waits.
+
+    A fence of gpu scope that NVSHMEM uses beyond the GPU, modelled as .sys.
+    """
     group.warp.agent.fence(SCOPES.index("sys"))
 
 

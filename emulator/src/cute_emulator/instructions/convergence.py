@@ -1,9 +1,9 @@
 """Warp-wide instructions: shuffles, votes, elections, reductions (PTX ISA 9.7.9.6, 9.7.13.8 to 9.7.13.14).
 
-A `.sync` instruction waits until every live lane of its member mask has come to it. By the ISA its behaviour
-is undefined where the executing lane is not in the mask, and so is what `shfl.sync` reads from a lane that
-does not take part. The first is a finding, and so is reading from a lane that the mask names but that has
-exited; other such reads yield poison, since reductions make some whose results nobody uses.
+A `.sync` instruction waits until every live lane of its member mask has arrived. By the ISA its behaviour is
+undefined if the executing lane is not in the mask; this is a finding. What `shfl.sync` reads from a lane that
+does not take part is undefined, too. It is a finding if the mask names the lane and the lane has exited.
+Other such reads yield poison, because reductions have some whose results are unused.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ POISON = np.uint32(0xFFFFFFFF)
 
 
 def gathered(group: Group, mask: int, members: int, ins: Instruction | None = None) -> bool:
-    """Whether all live lanes of `members` are here; parks the group otherwise.
+    """Returns whether all live lanes of `members` have arrived; parks the group otherwise.
 
-    Lanes that are here and not among them are reported, for an instruction `ins`.
+    Arrived lanes that are not members are reported, for an instruction `ins`.
     """
     if mask & ~members and ins is not None:
         _not_named(group, mask, members, ins)
@@ -84,12 +84,15 @@ def _shfl(program: Any, f: Function, ins: Instruction) -> Op:
 
 
 def _union(members: Any, mask: int) -> int:
-    """The lanes that any of some lanes' masks names: parts of a warp may shuffle side by side."""
+    """Returns the union of some lanes' masks: parts of a warp may shuffle concurrently."""
     return int(np.bitwise_or.reduce(as_array(members, 32)[lane_array(mask)]))
 
 
 def _without_absent(group: Group, mask: int, want: int, ins: Instruction, values: Any, source: Any) -> Any:
-    """Poisons what was read from lanes that do not take part; reports those that were named but have left."""
+    """Poisons values read from lanes that do not take part.
+
+    Reports those that the mask names but that exited.
+    """
     absent = lane_array(mask) & ~lane_array(mask & want)[source]
     if not absent.any():
         return values
@@ -102,7 +105,7 @@ def _without_absent(group: Group, mask: int, want: int, ins: Instruction, values
 
 
 def _shuffle(mode: str, a: Any, b: Any, c: Any) -> tuple[Any, Any, Any]:
-    """What every lane gets, whether its source is in range, and the source."""
+    """Returns each lane's value, whether its source is in range, and the source."""
     lane, amount = _LANES, as_array(b, 32).astype(np.int64) & 31
     control = as_array(c, 32).astype(np.int64)
     clamp, segment = control & 31, control >> 8 & 31
@@ -176,7 +179,7 @@ def _activemask(program: Any, f: Function, ins: Instruction) -> Op:
 
 @lru_cache(maxsize=256)
 def _elected(lanes: int) -> tuple[int, Any]:
-    """The lowest of some lanes, and the predicate that it alone has; uniform where it is the only one."""
+    """Returns the lowest of some lanes, and the predicate of that lane; uniform if it is the only lane."""
     leader = first_lane(lanes)
     return leader, lanes == 1 << leader or lane_array(1 << leader)
 
@@ -200,7 +203,7 @@ _REDUCE: dict[str, Callable[[Any], Any]] = {
 
 
 def _extreme(values: Any, least: bool, nan: bool) -> int:
-    """The pattern of the least or largest of singles: NaN is canonical, -0 below +0."""
+    """Returns the pattern of the least or largest of singles: NaN is canonical, -0 below +0."""
     if nan:
         out = (np.minimum if least else np.maximum).reduce(values)
     else:
@@ -264,7 +267,7 @@ def _bar_warp(program: Any, f: Function, ins: Instruction) -> Op:
             for other in met:
                 group.absorb(other, warp.grid.program.live_in(group.pc))
                 warp.groups.remove(other)
-            return BLOCK_RESULT  # to come here again as all these lanes, and pass
+            return BLOCK_RESULT  # the group executes this again with all these lanes, and passes
         group.token = None
         return None
 

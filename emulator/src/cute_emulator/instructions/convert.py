@@ -37,17 +37,17 @@ def _cvt(e: Emitter, ins: Instruction) -> None:
 
 def _cvt_integers(e: Emitter, ins: Instruction, target: str, source: str) -> None:
     only(ins, "sat")
-    width, own, sign = 8 * TYPE_BYTES[source], 8 * TYPE_BYTES[target], source[0] == "s"
+    width, target_width, sign = 8 * TYPE_BYTES[source], 8 * TYPE_BYTES[target], source[0] == "s"
     value = e.i(ins.operands[1], width)
     if "sat" in ins.parts:
-        expression = f"clamp_int({value}, {width}, {sign}, {own}, {target[0] == 's'})"
+        expression = f"clamp_int({value}, {width}, {sign}, {target_width}, {target[0] == 's'})"
     else:
-        expression = e.resized(e.new(value), width, own, sign) if own != width else value
-    e.assign(ins.operands[0], expression, own, target[0] == "s")
+        expression = e.resized(e.new(value), width, target_width, sign) if target_width != width else value
+    e.assign(ins.operands[0], expression, target_width, target[0] == "s")
 
 
 def _cvt_small(e: Emitter, ins: Instruction, target: str, source: str) -> None:
-    """Pairs of formats of eight bits and fewer, from and to pairs of 16 bits, or from two singles."""
+    """Emits conversions between pairs of small formats and pairs of 16 bits, and from two singles."""
     only(ins, *_ENDS, *(("rz", "rp") if target == "ue8m0x2" else ("rn",)))
     d, *sources = ins.operands
     if source in _SMALL:
@@ -65,7 +65,7 @@ def _cvt_small(e: Emitter, ins: Instruction, target: str, source: str) -> None:
 
 
 def _cvt_packed(e: Emitter, ins: Instruction, target: str) -> None:
-    """Two singles to `f16x2` or `bf16x2`."""
+    """Emits the conversion of two singles to `f16x2` or `bf16x2`."""
     only(ins, "rn", "rz", *_ENDS)
     if target not in ("bf16x2", "f16x2"):
         raise Unsupported(ins.opcode)
@@ -78,7 +78,7 @@ def _cvt_packed(e: Emitter, ins: Instruction, target: str) -> None:
 
 
 def _cvt_random(e: Emitter, ins: Instruction, target: str, source: str) -> None:
-    """Two singles to a pair of 16 bits, rounded by random bits of the program's own."""
+    """Emits the conversion of two singles to a pair of 16 bits, rounded by random bits of the program."""
     only(ins, "rs", *_ENDS)
     if target not in ("bf16x2", "f16x2") or source != "f32" or len(ins.operands) != 4:
         raise Unsupported(ins.opcode)
@@ -106,7 +106,7 @@ def _cvt_to_integer(e: Emitter, ins: Instruction, target: str, source: str) -> N
 
 
 def _source(e: Emitter, ins: Instruction, source: str) -> str:
-    """A float operand; `.ftz` flushes those of single precision alone, and results."""
+    """Returns a float operand; `.ftz` flushes operands of single precision only, and results."""
     a = ins.operands[1]
     if source in ("f16", "bf16") and "ftz" in ins.parts:
         return e.new(f"unpack_half({e.i(a, 16)}, {source!r})")

@@ -1,9 +1,9 @@
-"""Writes the Python source of one item: straight-line code with at most one blocking head and one tail.
+"""Emitter of the Python source of one item: straight-line code with at most one blocking head and one tail.
 
-Every definition gets a fresh local name, and a register remembers in which forms its value is at hand (bit
-pattern, `float32`, `float64`, a pair of 32-bit halves), so that float code is not converted back and forth
-and unpacking what was just packed costs nothing. Only registers that are live after the item go back to the
-register file.
+Every definition has a fresh local name. A register records the forms in which its value is available: bit
+pattern, `float32`, `float64`, a pair of 32-bit halves. So float code is not converted back and forth, and
+unpacking a value that was just packed costs nothing. Only registers that are live after the item are written
+to the register file.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ EXITED = -3  # the group has ended
 
 @dataclass(frozen=True)
 class Op:
-    """How one instruction is executed by a call rather than by inline Python.
+    """Implementation of an instruction by a call instead of inline Python.
 
     Attributes:
         run: `run(group, mask, *inputs)`; returns the outputs (one value, or a tuple), or `BLOCK_RESULT` to
             wait.
         inputs: Operands evaluated for the call, in order.
-        outputs: Registers that take the result; None drops a part.
+        outputs: Registers that receive the result; None drops a part.
         head: Whether it may wait; then it begins an item.
-        uses: Further registers that `run` reads from the register file itself.
-        defs: Further registers that `run` writes to the register file itself.
-        joins: Whether neighbours of its kind may be made one (`memory.stores`): then `run` is a `Store`.
+        uses: Further registers that `run` reads from the register file.
+        defs: Further registers that `run` writes to the register file.
+        joins: Whether neighbours of its kind may be joined (`memory.stores`): then `run` is a `Store`.
     """
 
     run: Callable[..., Any]
@@ -59,11 +59,11 @@ class Op:
 
 
 class Unsupported(Exception):
-    """Raised while translating: the instruction becomes one that reports itself when executed."""
+    """Error of the translation: the instruction is translated to a call that reports it when executed."""
 
 
 def width_of(reg: Reg) -> int:
-    """Bits of a register; 0 for a predicate."""
+    """Returns the bits of a register; 0 for a predicate."""
     return 0 if reg.type == "pred" else 8 * max(2, TYPE_BYTES[reg.type])
 
 
@@ -72,12 +72,13 @@ class Emitter:
     """Source of one item.
 
     Attributes:
-        base: What is added to a register's slot for its place in the register file.
+        base: Offset of a register's slot in the register file.
         symbols: Addresses known at translation; others are looked up per launch.
         shared: Offsets of shared variables in the CTA's window.
         names: Global names of the generated function; handlers are added to it.
-        halves: Of which 32-bit local a 16-bit one is the low (0) or high (1) half.
-        opposites: Of which predicate another is the negation.
+        halves: By 16-bit local: the 32-bit local that contains it, and whether it is the low (0) or high (1)
+            half.
+        opposites: By predicate: the predicate that is its negation.
     """
 
     base: int
@@ -103,7 +104,7 @@ class Emitter:
         return f"v{self.counter}"
 
     def constant(self, value: Any, prefix: str = "k") -> str:
-        """A global name for an object."""
+        """Returns a global name for an object."""
         name = f"{prefix}{len(self.names)}"
         self.names[name] = value
         return name
@@ -140,12 +141,12 @@ class Emitter:
         return forms["f"]
 
     def i(self, op: Operand | None, width: int = 0, sign: bool = False) -> str:
-        """The bit pattern of an operand; with `width`, cut or extended to it."""
+        """Returns the bit pattern of an operand; with `width`, truncated or extended to it."""
         if isinstance(op, Reg):
             value = self._form(op, "i")
-            own = width_of(op)
-            if width and own and own != width:
-                return self.new(self.resized(str(value), min(own, width), width, sign))
+            declared = width_of(op)
+            if width and declared and declared != width:
+                return self.new(self.resized(str(value), min(declared, width), width, sign))
             return str(value)
         if isinstance(op, Imm):
             return str(_literal(op, width))
@@ -166,7 +167,7 @@ class Emitter:
         raise Unsupported(f"operand {op}")
 
     def f(self, op: Operand | None) -> str:
-        """The `float32` value of a 32-bit operand."""
+        """Returns the `float32` value of a 32-bit operand."""
         if isinstance(op, Reg):
             return str(self._form(op, "f"))
         if isinstance(op, Imm):
@@ -175,13 +176,13 @@ class Emitter:
         return self.new(f"F({self.i(op, 32)})")
 
     def either(self, op: Operand | None) -> str:
-        """A 32-bit operand as `float32` value or bit pattern, whichever is at hand."""
+        """Returns a 32-bit operand as `float32` value or bit pattern, whichever is available."""
         if isinstance(op, Reg) and "f" not in self.forms.get(self.base + op.slot, {}):
             return self.i(op, 32)
         return self.f(op)
 
     def bf16(self, op: Operand | None) -> str:
-        """The `float32` value of a 16-bit operand that holds a bf16."""
+        """Returns the `float32` value of a 16-bit operand that holds a bf16."""
         value = self.i(op, 16)
         if value in self.halves:
             word, half = self.halves[value]
@@ -189,7 +190,7 @@ class Emitter:
         return self.new(f"unpack_half({value}, 'bf16')")
 
     def d(self, op: Operand | None) -> str:
-        """The `float64` value of a 64-bit operand."""
+        """Returns the `float64` value of a 64-bit operand."""
         if isinstance(op, Reg):
             return str(self._form(op, "d"))
         if isinstance(op, Imm):
@@ -199,7 +200,7 @@ class Emitter:
         return self.new(f"D({self.i(op, 64)})")
 
     def p(self, op: Operand | None) -> str:
-        """A predicate."""
+        """Returns a predicate."""
         if isinstance(op, Imm):
             return str(op.value != 0)
         if isinstance(op, Reg) and op.type != "pred":
@@ -207,21 +208,21 @@ class Emitter:
         return self.i(op)
 
     def pair(self, op: Operand | None) -> tuple[dict[str, str], dict[str, str]]:
-        """The two 32-bit halves of a 64-bit operand, each in its forms."""
+        """Returns the two 32-bit halves of a 64-bit operand, each in its forms."""
         if isinstance(op, Reg):
             return self._form(op, "pair")  # type: ignore[no-any-return]
         value = int(self.i(op, 64))
         return {"i": str(value & MASK[32])}, {"i": str(value >> 32)}
 
     def half(self, op: Operand) -> dict[str, str]:
-        """The forms of a 32-bit operand, to become half of a pair."""
+        """Returns the forms of a 32-bit operand, as half of a pair."""
         if isinstance(op, Reg):
             self.i(op) if self.base + op.slot not in self.forms else None
             return dict(self.forms[self.base + op.slot])
         return {"i": self.i(op, 32)}
 
     def address(self, op: Mem) -> str:
-        """The byte address of a memory operand."""
+        """Returns the byte address of a memory operand."""
         if isinstance(op.base, Sym | Imm):
             base = self.i(op.base)
             return str(int(base) + op.offset) if base.isdigit() else self.new(f"{base} + {op.offset}")
@@ -232,11 +233,11 @@ class Emitter:
         return self.new(self.wrapped(f"{value} {op.offset:+d}", bits))
 
     def wrapped(self, expression: str, width: int) -> str:
-        """A sum, a product or the like, modulo 2**width, as NumPy computes it by itself."""
+        """Returns a sum, a product or the like modulo 2**width, which NumPy computes without further code."""
         return f"(t & {MASK[width]} if (t := {expression}).__class__ is int else t)"
 
     def resized(self, value: str, source: int, target: int, sign: bool) -> str:
-        """A local's value, or a constant, of `source` bits, cut or extended to `target`."""
+        """Returns a local's value, or a constant, of `source` bits, truncated or extended to `target`."""
         if value.isdigit():
             return str(lanes.resize(int(value), source, target, sign))
         number = f"{value} & {MASK[min(source, target)]}"
@@ -250,18 +251,18 @@ class Emitter:
     def assign(
         self, dst: Operand | None, expression: str, width: int = 0, sign: bool = False, form: str = "i"
     ) -> None:
-        """Assigns to a register; `width` is the expression's where it may differ from the register's."""
+        """Assigns to a register; `width` is that of the expression if it may differ from the register's."""
         if dst is None:
             return
         assert isinstance(dst, Reg)
-        own = width_of(dst)
-        if form == "i" and width and own and own != width:
-            expression = self.resized(self.new(expression), min(width, own), own, sign)
+        declared = width_of(dst)
+        if form == "i" and width and declared and declared != width:
+            expression = self.resized(self.new(expression), min(width, declared), declared, sign)
         value = self.new(expression)
         if self.guard is not None:
             if form != "i":
                 value = self.new(f"{'I' if form == 'f' else 'J'}({value})")
-            value, form = self.new(f"sel({own}, {self.guard}, {value}, {self._form(dst, 'i')})"), "i"
+            value, form = self.new(f"sel({declared}, {self.guard}, {value}, {self._form(dst, 'i')})"), "i"
         self._store(dst, {form: value})
 
     def set_pair(self, dst: Reg, lo: dict[str, str], hi: dict[str, str]) -> None:
@@ -314,7 +315,7 @@ class Emitter:
             self._store(dst, {"i": self.new(value)})
 
     def _input(self, x: Operand | None, ins: Instruction) -> str:
-        """An operand as it is; a float literal as one of the instruction's type."""
+        """Returns an operand; a float literal has the instruction's type."""
         if isinstance(x, Vec) and any(isinstance(item, Imm) for item in x.items):
             return "(" + "".join(f"{self._input(item, ins) if item else 0}, " for item in x.items) + ")"
         if isinstance(x, Imm) and x.kind != "int":
@@ -327,13 +328,13 @@ class Emitter:
         self.lines.extend(f"R[{slot}] = {value}" for slot, value in values)
 
     def source(self, name: str) -> str:
-        """The function's text."""
+        """Returns the text of the function."""
         body = "\n    ".join(needed(gather_runs(self.lines)))
         return f"def {name}(g):\n    R = g.R\n    {body}\n"
 
 
 def _literal(op: Imm, width: int) -> int:
-    """A literal's pattern; a double is made a single where 32 bits are wanted (PTX ISA 4.5.2)."""
+    """Returns a literal's pattern; a double is converted to single for 32 bits (PTX ISA 4.5.2)."""
     value = op.value
     if op.kind == "f64" and width == 32:
         return int(lanes.I(lanes.np.float32(lanes.D(value))))
@@ -343,7 +344,7 @@ def _literal(op: Imm, width: int) -> int:
 
 
 def namespace() -> dict[str, Any]:
-    """Global names of generated functions."""
+    """Returns the global names of generated functions."""
     public: Sequence[str] = [n for n in vars(lanes) if not n.startswith("__")]
     return {**{n: getattr(lanes, n) for n in public}, "BLOCK": BLOCK_RESULT, "SKIPPED": SKIPPED}
 

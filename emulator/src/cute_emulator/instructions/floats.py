@@ -23,7 +23,7 @@ def finish(e: Emitter, ins: Instruction, expression: str) -> None:
 
 
 def rounding(ins: Instruction, *modelled: str) -> str:
-    """The rounding that an opcode names, `rn` where it names none; others than those modelled are refused."""
+    """Returns the rounding of an opcode, `rn` by default; raises for others than `modelled`."""
     mode = next((p for p in ins.parts if p in _ROUNDINGS), "rn")
     if mode not in modelled:
         raise Unsupported(f"rounding .{mode}")
@@ -31,7 +31,7 @@ def rounding(ins: Instruction, *modelled: str) -> str:
 
 
 def operand(e: Emitter, ins: Instruction, o: Operand | None, kind: str = "f32") -> str:
-    """A float operand as `float32` or `float64`; `.ftz` flushes what is subnormal in its format."""
+    """Returns a float operand as `float32` or `float64`; `.ftz` flushes subnormal values of its format."""
     if kind == "f64":
         return e.d(o)
     if kind == "f32":
@@ -54,10 +54,10 @@ def _single(e: Emitter, ins: Instruction, symbol: str) -> None:
 
 
 def _towards(x: str, symbol: str, y: str) -> str:
-    """`x symbol y` rounded by `{mode}`, which is not the nearest."""
+    """Returns the expression of `x symbol y` with the directed rounding `{mode}`."""
     if symbol in "+-":
         return f"add_directed({x}, {'-' if symbol == '-' else ''}{y}, {{mode}})"
-    # A double holds the product; a quotient that no single holds is, as a double, on the same side.
+    # The product is exact in double; an inexact quotient is, as a double, on the same side of each single.
     return f"directed(f64({x}) {symbol} f64({y}), {{mode}})"
 
 
@@ -69,7 +69,10 @@ def _double(e: Emitter, ins: Instruction, symbol: str) -> None:
 
 
 def _packed(e: Emitter, ins: Instruction, template: str, towards: str) -> None:
-    """f32x2: the same operation on both halves; `towards` is that of the other roundings, named `{mode}`."""
+    """Emits an f32x2 operation: the same on both halves.
+
+    `towards` is the template for directed roundings, named `{mode}`.
+    """
     only(ins, *_ROUNDINGS, "ftz")
     mode = rounding(ins, *_ROUNDINGS)
     if mode != "rn":
@@ -84,7 +87,7 @@ def _packed(e: Emitter, ins: Instruction, template: str, towards: str) -> None:
 
 
 def _halves(e: Emitter, ins: Instruction, template: str, arity: int) -> None:
-    """f16, bf16 and their x2 forms: computed in single precision, rounded once."""
+    """Emits operations on f16, bf16 and their x2 forms: computed in single precision, rounded once."""
     kind = type_of(ins)
     d, *sources = ins.operands
     ends, element = "{}", kind.removesuffix("x2")
@@ -196,7 +199,10 @@ inline("max")(_extreme("fmax", or_pairs("max", scalar.max_int)))
 
 
 def _sign(xor: bool, integer: Emit) -> Emit:
-    """`neg` and `abs` of floats act on the sign bit alone, and on what `.ftz` flushes."""
+    """Returns the emitter of `neg` or `abs` of floats.
+
+    They change only the sign bit, and values that `.ftz` flushes.
+    """
 
     def emit(e: Emitter, ins: Instruction) -> None:
         kind = type_of(ins)
@@ -224,7 +230,10 @@ inline("abs")(_sign(False, scalar.abs_int))
 
 
 def _unary(single: str, double: str = "", directed: str = "") -> Emit:
-    """A function of one operand; `directed` is its value in double precision, to be rounded as asked."""
+    """Returns the emitter of a function of one operand.
+
+    `directed` is the expression of its value in double precision, for directed roundings.
+    """
 
     def emit(e: Emitter, ins: Instruction) -> None:
         kind = type_of(ins)
@@ -234,7 +243,7 @@ def _unary(single: str, double: str = "", directed: str = "") -> Emit:
         if kind == "f32" and mode != "rn":
             finish(e, ins, f"directed({directed.format(operand(e, ins, a))}, {mode!r})")
         elif kind == "f32":
-            # 2 to the power of what is subnormal is 1, as of zero.
+            # 2 to the power of a subnormal is 1, as of zero.
             finish(e, ins, f"{single}({e.f(a) if single == 'ex2' else operand(e, ins, a)})")
         elif kind == "f64" and double:
             e.assign(d, f"{double}({e.d(a)})", form="d")
@@ -314,7 +323,7 @@ def _setp(e: Emitter, ins: Instruction) -> None:
 
 
 _TRUE = {"f32": 0x3F800000, "f16": 0x3C00, "bf16": 0x3F80}
-"""What `set` writes: 1.0 of a float type, all ones of another."""
+"""Value that `set` writes: 1.0 of a float type, all ones of another."""
 
 
 @inline("set")

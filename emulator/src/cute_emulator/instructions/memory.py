@@ -22,7 +22,7 @@ _SPACES = ("global", "shared", "local", "param", "const")
 
 
 def space_of(ins: Instruction) -> str:
-    """State space of a memory instruction, "" for generic."""
+    """Returns the state space of a memory instruction, "" for generic."""
     for part in ins.parts:
         name = part.split("::")[0]
         if name in _SPACES:
@@ -31,7 +31,7 @@ def space_of(ins: Instruction) -> str:
 
 
 def shape_of(ins: Instruction) -> tuple[str, int, int]:
-    """(type, bytes of an element, elements)."""
+    """Returns (type, bytes of an element, elements)."""
     kind = next((p for p in reversed(ins.parts) if p in TYPE_BYTES), None)
     if kind is None:
         raise Unsupported(ins.opcode)
@@ -79,13 +79,13 @@ def _ld(program: Any, f: Function, ins: Instruction) -> Op:
     return Op(run, (address,), outputs, head=polling)
 
 
-_PATIENCE = 256  # looks at an unchanged place by a loop that counts, before it is parked
+_PATIENCE = 256  # polls of an unchanged address by a loop that counts, before the group is parked
 
 
 def _parked(
     group: Group, ins: Instruction, mask: int, space: str, address: Any, value: Any, size: int
 ) -> bool:
-    """Parks a group that polls in a loop in which nothing changes."""
+    """Parks a group that polls in a loop without progress."""
     parts = value if value.__class__ is tuple else (value,)
     seen = tuple(v if v.__class__ is int else v.tobytes() for v in parts)
     where = address if address.__class__ is int else address.tobytes()
@@ -117,7 +117,7 @@ def _parked(
 
 @dataclass
 class Poll:
-    """What a polling load saw last."""
+    """Last result of a polling load."""
 
     key: tuple[Any, ...]
     state: list[Any]
@@ -129,12 +129,12 @@ class Poll:
     visits: int = 0
 
     def describe(self, machine: Any) -> str:
-        """Where it looks, and what its first lane found there."""
+        """Returns the polled address and the value that the first lane read."""
         address = one(self.address, self.mask)
         owner = machine.memory.lookup(address) if self.space == "global" else None
         inside = f" of {owner}" if owner is not None else ""
-        found = ", ".join(f"{one(part, self.mask):#x}" for part in self.parts)
-        return f"{self.space} {address:#x}{inside}, found {found}"
+        values = ", ".join(f"{one(part, self.mask):#x}" for part in self.parts)
+        return f"{self.space} {address:#x}{inside}, read {values}"
 
 
 def _plain(value: Any) -> bool:
@@ -188,20 +188,20 @@ def _st(program: Any, f: Function, ins: Instruction) -> Op:
 
 
 class Store:
-    """An ordinary store of four registers to shared memory; several in a row may be made by `stores`."""
+    """Ordinary store of four registers to shared memory; `stores` executes several in a row."""
 
     def __init__(self, access: Access) -> None:
         self.access = access
 
     def __call__(self, group: Group, mask: int, address: Any, values: tuple[Any, ...]) -> None:
-        """Carries it out by itself."""
+        """Executes the store."""
         self.access.store(group, mask, "shared", address, values)
 
 
 def stores(
     group: Group, several: tuple[Store, ...], addresses: tuple[Any, ...], values: tuple[tuple[Any, ...], ...]
 ) -> None:
-    """Carries out stores that follow each other."""
+    """Executes consecutive stores."""
     if not store_run(group, [store.access for store in several], addresses, values):
         for store, address, each in zip(several, addresses, values, strict=True):
             store(group, group.mask, address, each)
@@ -261,7 +261,7 @@ def _float_op(name: str, kind: str) -> Callable[[int, int], int]:
 
 
 def _flushed(add: Callable[[int, int], int]) -> Callable[[int, int], int]:
-    """`atom.add.f32` of global memory, which flushes subnormal numbers; that of shared memory does not."""
+    """Returns `atom.add.f32` of global memory, which flushes subnormals; that of shared memory does not."""
 
     def flush(pattern: int) -> int:
         return pattern if pattern & 0x7F800000 else pattern & 0x80000000
@@ -273,7 +273,7 @@ _OPERATIONS = frozenset(("add", "min", "max", "and", "or", "xor", "exch", "inc",
 
 
 def operation_of(ins: Instruction) -> str:
-    """What an atomic or a reduction does, such as `add`."""
+    """Returns the operation of an atomic or a reduction, such as `add`."""
     name = next((p for p in ins.parts if p in _OPERATIONS), None)
     if name is None:
         raise Unsupported(ins.opcode)
@@ -281,7 +281,7 @@ def operation_of(ins: Instruction) -> str:
 
 
 def combine(name: str, kind: str) -> Callable[[int, int], int]:
-    """The function of an atomic or reduction on bit patterns: `f(old, operand)`."""
+    """Returns the function of an atomic or reduction on bit patterns: `f(old, operand)`."""
     if kind.startswith(("f", "bf")):
         return _float_op(name, kind)
     width = 8 * TYPE_BYTES[kind]

@@ -11,7 +11,7 @@ PAIRS = ("u16x2", "s16x2")
 
 
 def or_pairs(name: str, integer: Emit) -> Emit:
-    """What emits `name` of pairs, and leaves all else to `integer`."""
+    """Returns an emitter of `name` for pairs that delegates other types to `integer`."""
 
     def emit(e: Emitter, ins: Instruction) -> None:
         if type_of(ins) not in PAIRS:

@@ -1,4 +1,4 @@
-"""Improves the source of an item: makes one operation of many that are alike, drops what nobody needs."""
+"""Peephole optimizer of an item's source: joins operations of one kind, and removes unused ones."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _BF16 = re.compile(r"(v\d+) = bf16_(low|high)\((v\d+)\)")
 _STORE = re.compile(r"v\d+ = (s\d+)\(g, g\.mask, (\w+), (\(.*\))\)")
 _ASSIGN = re.compile(r"(v\d+) = (.*)")
 _ASSIGNS = re.compile(r"v\d+(, v\d+)*,? = .*")
-_EFFECT = re.compile(r"\b[hs]\d+\(|\bg\.")  # handlers, and special registers: reading a clock is noted
+_EFFECT = re.compile(r"\b[hs]\d+\(|\bg\.")  # handlers, and special registers: reading a clock has an effect
 _LOCAL = re.compile(r"\bv\d+\b")
 
 
 def gather_runs(lines: list[str]) -> list[str]:
-    """Makes one operation of conversions from and to bf16 that are near each other, and of register pairs.
+    """Joins neighbouring conversions from and to bf16, and register pairs, to one operation each.
 
     An epilogue has dozens of them in a row, each with more overhead than work.
     """
@@ -27,12 +27,12 @@ def gather_runs(lines: list[str]) -> list[str]:
 
     def pack(runs: list[tuple[str, ...]]) -> str:
         names, his, los = (", ".join(parts) for parts in zip(*runs, strict=True))
-        whole = [halves.get(lo, ("", ""))[1] for _, _, lo in runs]
+        words = [halves.get(lo, ("", ""))[1] for _, _, lo in runs]
         if all(
             halves.get(hi) == ("high", w) and halves[lo] == ("low", w)
-            for (_, hi, lo), w in zip(runs, whole, strict=True)
+            for (_, hi, lo), w in zip(runs, words, strict=True)
         ):
-            return f"{names}, = pack2_words(({', '.join(whole)},))"
+            return f"{names}, = pack2_words(({', '.join(words)},))"
         return f"{names}, = pack2_run(({his},), ({los},))"
 
     def pair(runs: list[tuple[str, ...]]) -> str:
@@ -57,7 +57,7 @@ def gather_runs(lines: list[str]) -> list[str]:
 
 
 def needed(lines: list[str]) -> list[str]:
-    """Drops assignments to locals that nothing uses, where the expression does no more than compute."""
+    """Removes assignments to unused locals whose expression has no effect."""
     out: list[str] = []
     used: set[str] = set()
     for line in reversed(lines):
@@ -70,7 +70,7 @@ def needed(lines: list[str]) -> list[str]:
 
 
 def _stores(lines: list[str]) -> list[str]:
-    """Makes one call of stores between which nothing happens but arithmetic on locals."""
+    """Joins stores to one call if only arithmetic on locals is between them."""
     out: list[str] = []
     waiting: list[tuple[str, re.Match[str]]] = []
 
@@ -96,9 +96,9 @@ def _stores(lines: list[str]) -> list[str]:
 def _sink(
     lines: list[str], pattern: re.Pattern[str], together: Callable[[list[tuple[str, ...]]], str]
 ) -> list[str]:
-    """Moves the lines of a pattern down to the first use of any, where all become one.
+    """Moves the lines of a pattern down to the first use of any, where all are joined.
 
-    Locals are assigned once, so a line may move down as far as its result is not needed.
+    Locals are assigned once, so a line may move down to the first use of its result.
     """
     out: list[str] = []
     waiting: dict[str, tuple[str, ...]] = {}

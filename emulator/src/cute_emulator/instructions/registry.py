@@ -1,8 +1,8 @@
-"""Who executes an instruction: everything that is modelled is registered here, once.
+"""Registry of instruction implementations: each modelled instruction is registered here, once.
 
-An instruction is either written into the translated Python (`inline`, by the opcode's first part: arithmetic)
-or called as an `Op` that a factory makes (`instruction`, by the longest registered prefix of the opcode:
-whatever touches the machine).
+An instruction is either written into the translated Python, or called as an `Op`. `inline` registers the
+first kind by the opcode's first part: arithmetic. `instruction` registers a factory of the second kind by the
+longest prefix of the opcode: all instructions that access the machine.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ INLINE: dict[str, Emit] = {}
 
 
 def inline(*names: str) -> Callable[[Emit], Emit]:
-    """Registers what writes the instructions of these names (opcodes' first parts) into the translation."""
+    """Registers an emitter of the instructions of these names (opcodes' first parts)."""
     return _registers(INLINE, names)
 
 
@@ -46,7 +46,7 @@ def _registers(table: dict[str, F], names: tuple[str, ...]) -> Callable[[F], F]:
 
 
 def make(program: Program, function: Function, ins: Instruction) -> Op:
-    """The `Op` of an instruction; one that raises when executed if it is not modelled."""
+    """Returns the `Op` of an instruction; if it is not modelled, one that raises when executed."""
     parts = ins.parts
     for n in range(len(parts), 0, -1):
         prefix = ".".join(parts[:n])
@@ -60,16 +60,16 @@ def make(program: Program, function: Function, ins: Instruction) -> Op:
 
 
 MALFORMED = (Unsupported, LookupError, TypeError, ValueError, AssertionError, StopIteration)
-"""What a factory or an emitter raises of an instruction that it does not know, or that is not PTX."""
+"""Errors of a factory or an emitter for an instruction that is not modelled, or that is not PTX."""
 
 
 def reason(ins: Instruction, why: Exception) -> str:
-    """What is not modelled of an instruction that was not translated."""
+    """Returns the part of an instruction that is not modelled."""
     return str(why) if isinstance(why, Unsupported) else f"{ins.opcode} with these operands"
 
 
 def unsupported(ins: Instruction, why: str) -> Callable[..., Any]:
-    """An implementation that names the instruction and its line."""
+    """Returns an implementation that raises an error with the instruction and its line."""
 
     def run(group: Group, mask: int, *inputs: Any) -> Any:
         raise UnsupportedInstruction(f"{group.where()}, line {ins.line}: {ins.text}: {why} is not modelled")
@@ -78,7 +78,7 @@ def unsupported(ins: Instruction, why: str) -> Callable[..., Any]:
 
 
 def destinations(ins: Instruction) -> tuple[Reg | None, ...]:
-    """The registers that the first operand names."""
+    """Returns the registers of the first operand."""
     d = ins.operands[0]
     if isinstance(d, Vec):
         items = d.items

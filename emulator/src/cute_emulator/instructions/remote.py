@@ -29,12 +29,12 @@ from cute_emulator.ptx.ir import TYPE_BYTES, Function, Instruction, Mem
 
 
 def _shifts(group: Group, ins: Instruction, mask: int, address: Any, size: int) -> list[int]:
-    """What to add to a multicast address for each rank's copy."""
+    """Returns the distances from a multicast address to each rank's copy."""
     memory = group.warp.grid.machine.memory
     lanes = [one(address, 1 << n) for n in lane_list(mask)] if address.__class__ is not int else [address]
     low, high = min(lanes), max(lanes)
     if not (memory.is_multicast(low) and memory.is_multicast(high + size - 1)):
-        raise fail(group, ins, f"{low:#x} is no multicast address")
+        raise fail(group, ins, f"{low:#x} is not a multicast address")
     return [t - low for t in memory.multicast_targets(low)]
 
 
@@ -151,7 +151,7 @@ def _st_async(program: Any, f: Function, ins: Instruction) -> Op:
         grid, cluster = group.warp.grid, group.warp.cta.cluster
         group.effects += 1
         if cluster.size < 2:
-            raise fail(group, ins, "the cluster has one CTA; the instruction is for those of several")
+            raise fail(group, ins, "the cluster has one CTA; the instruction requires several")
         for lane in lane_list(mask):
             pick = 1 << lane
             at, signal = one(address, pick) & WINDOW, one(barrier, pick) & WINDOW

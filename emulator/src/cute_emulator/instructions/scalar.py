@@ -1,7 +1,7 @@
 """Inline Python for integers, predicates and data movement (PTX ISA 9.7.1, 9.7.2, 9.7.6, 9.7.8, 9.7.9).
 
-Each function here emits one instruction into an `Emitter`. Integer expressions such as `(a + b) & M` hold
-for ints and arrays alike; signed comparison flips the sign bit on both sides.
+Each function here emits one instruction into an `Emitter`. Integer expressions such as `(a + b) & M` apply to
+ints and arrays; a signed comparison flips the sign bits of both operands.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from cute_emulator.ptx.ir import TYPE_BYTES, Imm, Instruction, Pair, Reg, Specia
 
 
 def type_of(ins: Instruction) -> str:
-    """The last type in an opcode, which is the instruction's type."""
+    """Returns the last type in an opcode, which is the instruction's type."""
     for part in reversed(ins.parts):
         if part in TYPE_BYTES:
             return part
@@ -21,7 +21,7 @@ def type_of(ins: Instruction) -> str:
 
 
 def is_float(kind: str) -> bool:
-    """Whether a type's arithmetic belongs to `floats`."""
+    """Returns whether `floats` implements the arithmetic of a type."""
     return kind.startswith(("f", "bf", "e", "ue8m0")) or kind == "tf32"
 
 
@@ -35,7 +35,7 @@ def _integer(ins: Instruction) -> tuple[int, bool]:
 
 
 def only(ins: Instruction, *allowed: str) -> None:
-    """Refuses modifiers that the emitter does not know."""
+    """Raises `Unsupported` for modifiers that the emitter does not model."""
     unknown = [p for p in ins.parts[1:] if p not in TYPE_BYTES and p not in allowed]
     if unknown:
         raise Unsupported(f"modifier .{unknown[0]}")
@@ -114,21 +114,21 @@ def _cnot(e: Emitter, ins: Instruction) -> None:
 
 
 def neg_int(e: Emitter, ins: Instruction) -> None:
-    """`neg.sN`."""
+    """Emits `neg.sN`."""
     only(ins)
     width, _ = _integer(ins)
     e.assign(ins.operands[0], e.wrapped(f"0 - {e.i(ins.operands[1], width)}", width), width)
 
 
 def abs_int(e: Emitter, ins: Instruction) -> None:
-    """`abs.sN`."""
+    """Emits `abs.sN`."""
     only(ins)
     width, _ = _integer(ins)
     e.assign(ins.operands[0], f"absolute({e.i(ins.operands[1], width)}, {width})", width)
 
 
 def mul_int(e: Emitter, ins: Instruction) -> None:
-    """`mul.{lo,hi,wide}`."""
+    """Emits `mul.{lo,hi,wide}`."""
     only(ins, "lo", "hi", "wide")
     width, sign = _integer(ins)
     d, a, b = ins.operands
@@ -151,7 +151,7 @@ def _mul24(e: Emitter, ins: Instruction) -> None:
 
 
 def mad_int(e: Emitter, ins: Instruction) -> None:
-    """Integer `mad`; the low or high half of the product, or all of it."""
+    """Emits an integer `mad` of the low or high half of the product, or of the full product."""
     only(ins, "lo", "hi", "wide")
     width, sign = _integer(ins)
     d, a, b, c = ins.operands
@@ -221,7 +221,7 @@ _COMPARE = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="
 
 
 def compare_int(e: Emitter, ins: Instruction) -> str:
-    """The comparison of `setp`/`set` on integers."""
+    """Returns the comparison of `setp`/`set` on integers."""
     only(ins, *_COMPARE, "and", "or", "xor")
     width, sign = _integer(ins)
     a, b = ins.operands[1:3]
@@ -236,7 +236,7 @@ def compare_int(e: Emitter, ins: Instruction) -> str:
 
 
 def set_predicates(e: Emitter, ins: Instruction, result: str) -> None:
-    """Stores a comparison, combined with a further predicate where the opcode asks for it."""
+    """Stores a comparison, combined with a further predicate if the opcode has one."""
     value = e.new(result)
     d = ins.operands[0]
     first, second = (d.first, d.second) if isinstance(d, Pair) else (d, None)
@@ -252,7 +252,7 @@ def set_predicates(e: Emitter, ins: Instruction, result: str) -> None:
 
 
 def setp_int(e: Emitter, ins: Instruction) -> None:
-    """`setp` on integers."""
+    """Emits `setp` on integers."""
     set_predicates(e, ins, compare_int(e, ins))
 
 
@@ -349,7 +349,7 @@ def _cvta(e: Emitter, ins: Instruction) -> None:
     value = e.i(a, 64)
     if base and "to" in ins.parts:
         e.assign(d, f"{value} & {MASK[32]}", 64)
-    elif base:  # an address of parameters or constants has it, unless it was kept in 32 bits
+    elif base:  # an address of parameters or constants has these bits, unless a 32-bit register held it
         e.assign(d, f"{value} | {base}", 64)
     else:
         e.assign(d, value, 64)

@@ -25,13 +25,13 @@ from cute_emulator.ptx.ir import Function, Imm, Instruction, Mem, Operand, Pair
 
 
 def fail(group: Group, ins: Instruction, what: str) -> EmulatorError:
-    """An error that names the place."""
+    """Returns an error with the position and the instruction."""
     place = group.warp.grid.program.place(ins.line)
     return EmulatorError(f"{group.where()}, line {place} ({ins.opcode}): {what}", ins.line)
 
 
 def within(group: Group, ins: Instruction, cta: Cta, spans: Iterable[tuple[int, int]]) -> None:
-    """Raises where 16-byte chunks that an instruction reads, first and end, are not shared memory."""
+    """Raises if 16-byte chunks that an instruction reads, first and end, are not shared memory."""
     for first, end in spans:
         if end > len(cta.dirty):
             raise fail(
@@ -64,7 +64,7 @@ def _bar(program: Any, f: Function, ins: Instruction) -> Op:
             if count % 32:
                 raise fail(group, ins, f"thread count {count} is not a multiple of the warp size")
             if not count and verb == "arrive":
-                raise fail(group, ins, "an arrival names the number of threads that take part")
+                raise fail(group, ins, "an arrival requires the number of participating threads")
             votes = (bits(vote) & mask).bit_count() if reduces else 0
             expected = (count or barrier.everyone()) if reduces else 0
             cta.grid.checks.arrive(group, mask, barrier, ins)
@@ -96,7 +96,7 @@ def _bar(program: Any, f: Function, ins: Instruction) -> Op:
 
 
 def _threads(group: Group, mask: int) -> int:
-    """Threads that an arrival counts: a ragged last warp counts as a whole one."""
+    """Returns the number of threads of an arrival: a partial last warp counts as a full one."""
     warp = group.warp
     return 32 if mask == warp.live else mask.bit_count()
 
@@ -140,7 +140,7 @@ def _shared(address: Any, mask: int) -> int:
 
 
 def _per_lane(mask: int, *values: Any) -> list[tuple[int, ...]]:
-    """The operands lane by lane; uniform ones of a whole mask still count once per lane."""
+    """Returns the operands lane by lane; uniform ones of a full mask still count once per lane."""
     if np.ndarray not in map(type, values):
         return [values] * mask.bit_count()
     return [tuple([v if v.__class__ is int else int(v[lane]) for v in values]) for lane in lane_list(mask)]
@@ -246,7 +246,7 @@ def _wait(program: Any, f: Function, ins: Instruction) -> Op:
     outputs = (d.first, d.second) if isinstance(d, Pair) else (d,)
     address, phase = ins.operands[1:3]
     hinted = len(ins.operands) > 3
-    # Groups that were told "not yet" by this line.
+    # Groups that have executed this wait without success.
     looked: WeakKeyDictionary[Group, int] = WeakKeyDictionary()
 
     def done(barrier: MBarrier, want: int) -> bool:
@@ -269,7 +269,7 @@ def _wait(program: Any, f: Function, ins: Instruction) -> Op:
             return True
         timed_out = group.token == "timeout"
         if timed_out and group in barrier.parked:
-            barrier.parked.remove(group)  # it looks again, or gives up
+            barrier.parked.remove(group)  # it polls again, or times out
         if timed_out or not (hinted or looked.get(group) == group.effects):
             group.token = None
             looked[group] = group.effects

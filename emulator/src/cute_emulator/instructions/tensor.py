@@ -29,18 +29,18 @@ from cute_emulator.units.block_scale import BLOCKS
 
 
 def pair_of(cta: Cta) -> list[Cta]:
-    """The CTA pair of a CTA, even rank first."""
+    """Returns the CTA pair of a CTA, even rank first."""
     ctas, even = cta.cluster.ctas, cta.rank_in_cluster & ~1
     return [ctas[even], ctas[even | 1]]
 
 
 def group_of(cta: Cta, ins: Instruction) -> list[Cta]:
-    """The CTAs on which an instruction acts, by its `.cta_group`."""
+    """Returns the CTAs on which an instruction acts, by its `.cta_group`."""
     return pair_of(cta) if "cta_group::2" in ins.parts else [cta]
 
 
 def grouped(group: Group, ins: Instruction) -> None:
-    """Notes the `.cta_group` that an instruction names: a kernel's are all alike."""
+    """Checks the `.cta_group` of an instruction: all instructions of a kernel must have the same."""
     pair, grid = "cta_group::2" in ins.parts, group.warp.grid
     if grid.pairs is None:
         grid.pairs = pair
@@ -49,7 +49,7 @@ def grouped(group: Group, ins: Instruction) -> None:
 
 
 def cells_of(first: int, columns: int, halves: tuple[int, ...] = (0, 1), quarter: int | None = None) -> Any:
-    """Cells of tensor memory for the race detector: quarter of the lanes, half of these, columns."""
+    """Returns cells of tensor memory for the race detector: quarter of the lanes, half of these, columns."""
     quarters = slice(None) if quarter is None else slice(quarter, quarter + 1)
     return quarters, slice(halves[0], halves[-1] + 1), slice(first, first + columns)
 
@@ -57,14 +57,14 @@ def cells_of(first: int, columns: int, halves: tuple[int, ...] = (0, 1), quarter
 def touch(
     group: Group, cta: Cta, cells: Any, line: int, store: bool, unit: Unit | None = None, frees: bool = False
 ) -> None:
-    """Tells the race detector that a warp, or an asynchronous unit, accesses cells of tensor memory."""
+    """Records in the race detector an access of a warp, or of an async unit, to cells of tensor memory."""
     shared = cta.grid.checks.shared
     if shared is not None:
         shared.tensor(group.warp.agent, cta, cells, line, store, unit, frees)
 
 
 def _access(group: Group, ins: Instruction, kind: str, at: int, lanes: int, columns: int) -> None:
-    """A warp accesses its quarter of tensor memory."""
+    """Checks and records an access of a warp to its quarter of tensor memory."""
     warp, lane, first = group.warp, at >> 16, at & 0xFFFF
     _check_cells(group, ins, at, columns)
     warp.grid.engine.settle()
@@ -77,9 +77,9 @@ _PIPES = [f"tcgen05 {lane}" for lane in range(32)]
 
 
 def _pipe(warp: Warp, lane: int) -> Unit:
-    """The tensor-core operations that a thread issues: in order among themselves.
+    """Returns the unit of a thread's tensor-core operations, which are ordered among themselves.
 
-    `tcgen05.commit` tracks those "initiated by the executing thread" (PTX ISA 9.7.16.12), of nobody else.
+    `tcgen05.commit` tracks only those "initiated by the executing thread" (PTX ISA 9.7.16.12).
     """
     unit = warp.agent.units.get(_PIPES[lane])
     if unit is None:
@@ -99,20 +99,23 @@ def of_all(group: Group, ins: Instruction, value: Any, mask: int, name: str) -> 
     return first
 
 
-def _own(group: Group, address: int) -> int:
-    """An address that names none of the four quarters of the lanes means the warp's own.
+def _in_warp_quarter(group: Group, address: int) -> int:
+    """Returns an address in the warp's quarter of the lanes, if the address names quarter 0.
 
-    The ISA does not say so. Kernels that run on GPUs rely on it (an example of CuTe DSL's primitives does).
+    The ISA does not state this rule. Kernels that run on GPUs depend on it (an example of CuTe DSL's
+    primitives).
     """
     return address | (group.warp.index % 4) << 21 if address >> 21 == 0 else address
 
 
 def _check_cells(group: Group, ins: Instruction, address: int, columns: int) -> None:
-    """A warp reaches the 32 lanes that its place in the warpgroup gives it (9.7.16.2.2), where allocated."""
+    """Checks that a warp accesses allocated columns of the lanes of its warpgroup rank (9.7.16.2.2)."""
     mine = 32 * (group.warp.index % 4)
     lane = address >> 16
     if not mine <= lane < mine + 32:
-        raise fail(group, ins, f"lane {lane} of tensor memory; this warp reaches lanes {mine} to {mine + 31}")
+        raise fail(
+            group, ins, f"lane {lane} of tensor memory; this warp can access lanes {mine} to {mine + 31}"
+        )
     first = address & 0xFFFF
     cta = group.warp.cta
     if cta.tmem_owner[first : first + columns].all():
@@ -120,7 +123,7 @@ def _check_cells(group: Group, ins: Instruction, address: int, columns: int) -> 
     what = f"columns {first} to {first + columns - 1} of tensor memory"
     if not (cta.tmem_freed[first : first + columns, 0] > 0).all():
         raise fail(group, ins, f"{what} are not allocated")
-    # What was there is there still: the run goes on, and shows what else is wrong.
+    # The contents are unchanged: the run continues, to report further errors.
     cta.grid.checks.tell(FreedTensorMemoryUsed(group, ins.line, first, columns))
 
 
@@ -143,7 +146,7 @@ def _ld(program: Any, f: Function, ins: Instruction) -> Op:
     def run(group: Group, mask: int, address: Any) -> Any:
         if not gathered(group, mask, FULL):
             return BLOCK_RESULT
-        at = _own(group, of_all(group, ins, address, mask, "taddr"))
+        at = _in_warp_quarter(group, of_all(group, ins, address, mask, "taddr"))
         _access(group, ins, "ld", at, lanes, columns)
         try:
             values = tmem.load(group.warp.cta.tmem, at, shape, repeat, packed, split)
@@ -165,7 +168,7 @@ def _st(program: Any, f: Function, ins: Instruction) -> Op:
     def run(group: Group, mask: int, address: Any, values: Any) -> Any:
         if not gathered(group, mask, FULL):
             return BLOCK_RESULT
-        at = _own(group, of_all(group, ins, address, mask, "taddr"))
+        at = _in_warp_quarter(group, of_all(group, ins, address, mask, "taddr"))
         _access(group, ins, "st", at, lanes, columns)
         rows = np.stack([as_array(v, 32) for v in (values if isinstance(values, tuple) else (values,))])
         try:
@@ -196,7 +199,7 @@ def _fence(program: Any, f: Function, ins: Instruction) -> Op:
 
 
 class _Products(Event):
-    """A `tcgen05.mma`, or a run of them into one accumulator."""
+    """One `tcgen05.mma`, or several into one accumulator."""
 
     def __init__(self, group: Group, ins: Instruction, ctas: list[Cta], product: tcgen05.Mma) -> None:
         cta = group.warp.cta
@@ -207,7 +210,7 @@ class _Products(Event):
         self._products = [product]
 
     def take(self, group: Group, ctas: list[Cta], product: tcgen05.Mma) -> bool:
-        """Whether another product has become part of this event."""
+        """Adds another product to this event if it continues the event's products; returns whether it did."""
         if group.warp is not self._group.warp or len(ctas) != len(self._ctas):
             return False
         if not tcgen05.continues(self._products[0], product):
@@ -232,7 +235,7 @@ class _Products(Event):
 
 
 def _note_product(group: Group, lane: int, product: tcgen05.Mma, ctas: list[Cta], line: int) -> None:
-    """Tells the race detector what a product reads and writes: once for all K steps after one commit."""
+    """Records in the race detector the memory of a product: once for all K steps after one commit."""
     agent, unit, shared = group.warp.agent, _pipe(group.warp, lane), group.warp.grid.checks.shared
     assert shared is not None
     footprint = footprints.footprint(product, len(ctas))
@@ -280,9 +283,9 @@ def _mma(program: Any, f: Function, ins: Instruction) -> Op:
         scale_a: Any,
         scale_b: Any,
     ) -> None:
-        given = d, a, b, descriptor, enable, shift, (scale_a, scale_b), disabled or ()
+        operands = d, a, b, descriptor, enable, shift, (scale_a, scale_b), disabled or ()
         grouped(group, ins)
-        for lane, values in threads(mask, given, each=True):
+        for lane, values in threads(mask, operands, each=True):
             issue(group, lane, *values)
 
     def issue(

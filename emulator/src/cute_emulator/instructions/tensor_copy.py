@@ -34,7 +34,7 @@ from cute_emulator.units.tma import CHUNK_DTYPE, Plan, TensorMap
 
 
 def tensor_map(group: Group, address: int) -> TensorMap:
-    """The tensor map at a generic address: kernel parameter, constant or global memory."""
+    """Returns the tensor map at a generic address: kernel parameter, constant or global memory."""
     grid = group.warp.grid
     if address >> WINDOW_SHIFT == PARAM >> WINDOW_SHIFT:
         at = address & WINDOW

@@ -1,6 +1,6 @@
 """Tensor maps that a kernel changes: `tensormap.replace`, `tensormap.cp_fenceproxy` (PTX ISA 9.7.9.26, .28).
 
-Whether a `fence.proxy.tensormap` lies between a change and the TMA operation that reads it is not checked.
+The order of a change and a TMA operation that reads the map (`fence.proxy.tensormap`) is not checked.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from cute_emulator.units.tma_encode import FIELDS, field_bits
 
 
 def _word(group: Group, space: str, address: int) -> int:
-    """What a field's surroundings hold. Keeping them is no access that could race with another's."""
+    """Returns the word that contains a field; rewriting its other bits is no access that could race."""
     if space == "global":
         return int.from_bytes(group.warp.grid.machine.memory.bytes_at(address, 4), "little")
     at = address & OFFSET

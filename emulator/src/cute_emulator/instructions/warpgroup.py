@@ -1,7 +1,7 @@
 """Tensor-core instructions with register operands: wgmma, mma, ldmatrix, stmatrix (PTX ISA 9.7.14, 9.7.15).
 
-A `wgmma.mma_async` is carried out once for its warpgroup, when all four warps have issued it
-(`machine.wgmmas` keeps what is in flight).
+A `wgmma.mma_async` is executed once for its warpgroup, when all four warps have issued it (`machine.wgmmas`
+contains those in flight).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ POISON = 0x7FFFDEAD  # a NaN, in accumulator registers that are in flight
 
 
 def rows_of(values: Any) -> np.ndarray:
-    """Registers of a warp as `uint32 [registers, 32]`."""
+    """Returns registers of a warp as `uint32 [registers, 32]`."""
     values = values if isinstance(values, tuple | list) else (values,)
     if int in map(type, values):
         values = [as_array(v, 32) for v in values]
@@ -41,12 +41,12 @@ def rows_of(values: Any) -> np.ndarray:
 
 
 def _unit(warp: Warp) -> Unit:
-    """The wgmmas of a warp's warpgroup, as readers of shared memory."""
+    """Returns the unit of a warpgroup's wgmmas, as readers of shared memory."""
     unit = warp.wgmmas.unit
     if unit is None:
         cta, group = warp.cta, warp.index // 4
-        whole = f"warpgroup {group} of {cta}"
-        unit = warp.wgmmas.unit = cta.cluster.unit(cta.wgmma_units, str(group), "a wgmma", whole, "wgmma")
+        name = f"warpgroup {group} of {cta}"
+        unit = warp.wgmmas.unit = cta.cluster.unit(cta.wgmma_units, str(group), "a wgmma", name, "wgmma")
     return unit
 
 
@@ -66,7 +66,7 @@ def _wgmma(program: Any, f: Function, ins: Instruction) -> Op:
     registers = tuple(r for r in d.items if isinstance(r, Reg))
     slots = tuple(program.base + r.slot for r in registers)
     a_slots = [program.base + r.slot for r in a.items if isinstance(r, Reg)] if isinstance(a, Vec) else []
-    decode = lru_cache(maxsize=256)(shape.decode)  # a main loop comes back to the same stages
+    decode = lru_cache(maxsize=256)(shape.decode)  # a mainloop reuses the same stages
 
     def run(group: Group, mask: int, a: Any, b: Any, scale_d: Any) -> Any:
         if not gathered(group, mask, FULL):
@@ -99,11 +99,11 @@ def _wgmma(program: Any, f: Function, ins: Instruction) -> Op:
     return Op(run, (a, b, scale_d), (), head=True, uses=registers, defs=registers)
 
 
-_shape = lru_cache(Wgmma)  # K steps that are alike have one, which tells
+_shape = lru_cache(Wgmma)  # equal K steps share one object
 
 
 def _static(ins: Instruction) -> Wgmma:
-    """What an instruction says of itself: shape, types, and the immediates after its operands."""
+    """Returns the static part of an instruction: shape, types, and the immediates after its operands."""
     size = next(p for p in ins.parts if p.startswith("m64n"))
     types = ins.parts[ins.parts.index(size) + 1 :]
     d_type, a_type, b_type = types[:3]
@@ -120,7 +120,7 @@ def _static(ins: Instruction) -> Wgmma:
 
 
 def _check_proxy(group: Group, product: Product, line: int) -> None:
-    """What a product reads must have been fenced since ordinary stores wrote it."""
+    """Checks that memory which a product reads was fenced after ordinary stores."""
     cta = group.warp.cta
     checks = cta.grid.checks
     if "proxy" in checks.enabled and cta.written_in(product.operands.spans):
@@ -130,7 +130,7 @@ def _check_proxy(group: Group, product: Product, line: int) -> None:
 
 
 def _note_reads(warp: Warp, product: Product, line: int) -> None:
-    """Tells the race detector what a product reads: once for all K steps of a group."""
+    """Records in the race detector the memory that a product reads: once for all K steps of a group."""
     shared, state = warp.grid.checks.shared, warp.wgmmas
     if shared is None:
         return
@@ -150,7 +150,10 @@ def _note_reads(warp: Warp, product: Product, line: int) -> None:
 def _hand_over(
     group: Group, product: Product, slots: tuple[int, ...], a: np.ndarray | None, line: int
 ) -> None:
-    """A warp issues its part: D's registers are the product's until it comes back; `a` are those of A."""
+    """Issues a warp's part of a product; `a` contains the registers of A.
+
+    D's registers belong to the product until it is waited for.
+    """
     warp, R, state = group.warp, group.R, group.warp.wgmmas
     w, flying = warp.index % 4, slots in state.flying
     touched = not flying and not (product.reads_d and all(state.returned.get(s) is R[s] for s in slots))
@@ -168,12 +171,12 @@ def _hand_over(
 
 
 def _changed(now: Any, before: Any) -> bool:
-    """Whether a register holds something else: a value, uniform or by lane."""
+    """Returns whether a register has another value, uniform or by lane."""
     return now is not before and bool(np.any(now != before))
 
 
 class _Products(Event):
-    """A wgmma of a warpgroup, or a run of them into one accumulator."""
+    """One wgmma of a warpgroup, or several into one accumulator."""
 
     def __init__(self, group: Group, ins: Instruction, product: Product) -> None:
         cta, what = group.warp.cta, f"the wgmma of line {ins.line}"
@@ -183,7 +186,7 @@ class _Products(Event):
         self._products = [product]
 
     def take(self, product: Product) -> bool:
-        """Whether another product has become part of this event."""
+        """Adds another product to this event if it continues the event's products; returns whether it did."""
         continues = product.continues(self._products[0])
         if continues:
             self._products.append(product)
@@ -274,7 +277,10 @@ def _wait(program: Any, f: Function, ins: Instruction) -> Op:
 
 
 def _mma_scaled(ins: Instruction) -> Op:
-    """Operands with a factor per block of K, which one or two lanes of every four hold (9.7.14.5)."""
+    """Returns the operation of operands with a factor per block of K (9.7.14.5).
+
+    One or two lanes of every four hold the factors.
+    """
     vector = next((p for p in ins.parts if p.startswith("scale_vec::")), "scale_vec::1X")
     shape = next(p for p in ins.parts if p.startswith("m16n8k"))
     types = ins.parts[ins.parts.index("col") + 1 :]
@@ -325,7 +331,7 @@ def _mma(program: Any, f: Function, ins: Instruction) -> Op:
 
 
 def _matrix_access(ins: Instruction, store: bool) -> tuple[Access, int]:
-    """The access, and how many lanes give the address of a row of 16 bytes."""
+    """Returns the access, and the number of lanes that provide the address of a row of 16 bytes."""
     trans = "trans" in ins.parts
     rows = {("m8n8", "b16"): 8}
     if trans:

@@ -1,1 +1,1 @@
-"""Where compiled functions of the CuTe DSL meet the emulator."""
+"""Connection of compiled CuTe DSL functions to the emulator."""

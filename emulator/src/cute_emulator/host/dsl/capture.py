@@ -1,9 +1,9 @@
-"""The PTX of a kernel travels inside the binary it was compiled to.
+"""Storage of a kernel's PTX in the binary that it is compiled to.
 
-A compile leaves a device binary (a fat binary that holds SASS only) as a constant of the host module. While
-an emulator is open the PTX text is appended to that constant. The CUDA runtime reads no further than the
-length in the fat binary's header, so the module still runs on a GPU; the emulator finds the text after it.
-So PTX and binary cannot be mixed up, whatever the kernels are called, and survive the DSL's caches and its
+A compile leaves a device binary (a fat binary that contains SASS only) as a constant of the host module.
+While an emulator is open the PTX text is appended to that constant. The CUDA runtime reads no further than
+the length in the fat binary's header, so the module still runs on a GPU; the emulator reads the text after
+it. So PTX and binary always correspond, whatever the kernels' names. They survive the DSL's caches and its
 export to object files.
 """
 
@@ -31,10 +31,10 @@ _PIPELINE = "cute-to-nvvm{"
 
 
 def keep_ptx(compile_module: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps the DSL's ``Compiler.compile(module, pipeline, ...)``: the compiled module carries its PTX.
+    """Wraps the DSL's ``Compiler.compile(module, pipeline, ...)``: the compiled module contains its PTX.
 
-    The PTX is dumped into a folder of this one compile: the DSL's own dump files have truncated names,
-    which two compiles at the same time overwrite for each other.
+    The PTX is dumped into a folder of this one compile. The DSL's dump files have truncated names, which two
+    concurrent compiles would overwrite.
     """
 
     @wraps(compile_module)
@@ -64,7 +64,7 @@ def keep_ptx(compile_module: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _dump(texts: Mapping[str, str], path: str) -> None:
-    """Writes PTX, by the ends of its files' names, where the pipeline says."""
+    """Writes PTX texts to the path of the pipeline's dump option, by the suffixes of their files' names."""
     for suffix, text in texts.items() if path else ():
         Path(path + suffix).write_text(text)
 
@@ -100,7 +100,7 @@ def _binary_constants(module: Any) -> Iterator[Any]:
 
 
 def ptx_of(address: int) -> str:
-    """The PTX after the device binary at an address of this process.
+    """Returns the PTX after the device binary at an address of this process.
 
     Raises:
         EmulatorError: There is none: the function was compiled while no emulator was open.

@@ -1,8 +1,8 @@
-"""A shared object made of names alone: every symbol is the absolute address of something in this process.
+"""Shared object without code: every symbol is the absolute address of a function of this process.
 
-The DSL's JIT looks runtime functions up by name in shared libraries. A symbol of section ``SHN_ABS`` is
-taken by the dynamic linker as an address, not as an offset into the file (glibc >= 2.28), so a library that
-answers with our callbacks needs no machine code, and therefore no compiler.
+The DSL's JIT looks up runtime functions by name in shared libraries. The dynamic linker interprets a symbol
+of section ``SHN_ABS`` as an address, not as an offset into the file (glibc >= 2.28). So a library that
+exports the emulator's callbacks needs no machine code, and no compiler.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _READ_WRITE = 6
 
 
 def absolute_symbols(symbols: Mapping[str, int], soname: str) -> bytes:
-    """The image of an ELF64 little-endian shared object that defines ``symbols`` at absolute addresses.
+    """Returns an ELF64 little-endian shared object that defines ``symbols`` at absolute addresses.
 
     Args:
-        symbols: address in this process by symbol name.
-        soname: the library's own name.
+        symbols: Address in this process by symbol name.
+        soname: Name of the library.
 
     Raises:
         OSError: The running interpreter is not a 64-bit little-endian ELF program.
@@ -71,17 +71,17 @@ def absolute_symbols(symbols: Mapping[str, int], soname: str) -> bytes:
     image = _elf_header(headers)
     image += program_header(_PT_LOAD, 0, size, 0x1000)
     image += program_header(_PT_DYNAMIC, dynamic_offset, len(dynamic), 8)
-    image += program_header(_PT_GNU_STACK, 0, 0, 16)  # its absence would ask for an executable stack
+    image += program_header(_PT_GNU_STACK, 0, 0, 16)  # without it the loader requests an executable stack
     image += b"".join(entries) + hash_table + names
     return image.ljust(dynamic_offset, b"\0") + dynamic
 
 
 def _elf_header(program_headers: int) -> bytes:
     with Path("/proc/self/exe").open("rb") as executable:
-        own = executable.read(20)
-    if own[:6] != b"\x7fELF\x02\x01":
+        header = executable.read(20)
+    if header[:6] != b"\x7fELF\x02\x01":
         raise OSError("the emulator needs a 64-bit little-endian Linux Python")
-    machine = struct.unpack_from("<H", own, 18)[0]
+    machine = struct.unpack_from("<H", header, 18)[0]
     identity = b"\x7fELF\x02\x01\x01" + bytes(9)
     return identity + struct.pack(
         "<HHIQQQIHHHHHH",
@@ -90,11 +90,11 @@ def _elf_header(program_headers: int) -> bytes:
 
 
 def rename_undefined(image: bytes, names: Mapping[str, str]) -> bytes:
-    """An ELF64 object file that asks for other symbols.
+    """Returns an ELF64 object file with renamed undefined symbols.
 
     Args:
-        image: a relocatable object; anything else comes back as it is.
-        names: new name by old name of undefined symbols, of the same length.
+        image: Relocatable object; other bytes are returned unchanged.
+        names: New name by old name of undefined symbols, of the same length.
     """
     if not image.startswith(b"\x7fELF"):
         return image

@@ -1,4 +1,4 @@
-"""What the DSL's own helpers ask of the hardware."""
+"""Replacement of the DSL's queries of the hardware."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cute_emulator.host.replace import replaced
 def hardware_info(
     device: Callable[[], DeviceProperties],
 ) -> Iterator[contextlib.AbstractContextManager[None]]:
-    """`cutlass.utils.HardwareInfo`, which host code of persistent kernels asks for the number of clusters."""
+    """Replaces `cutlass.utils.HardwareInfo`, the source of cluster counts for host code of kernels."""
     from cutlass.utils import HardwareInfo
 
     def init(self: Any, device_id: int = 0) -> None:

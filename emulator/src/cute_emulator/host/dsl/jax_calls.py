@@ -1,8 +1,8 @@
-"""CuTe DSL kernels called from JAX: XLA's CPU backend computes, and what `cutlass_call` gives it runs here.
+"""Execution of CuTe DSL kernels called from JAX: XLA's CPU backend computes, and `cutlass_call` runs here.
 
-JAX has no CUDA device to put arrays on, so a program runs on its CPU backend, whose arrays are device memory
-to kernels. `cutlass.jax` lowers a call to a custom call that names its target and carries the compiled
-object. Here that target is a function of this process, called by XLA's foreign function interface with a
+JAX has no CUDA device for arrays here, so a program runs on its CPU backend, whose arrays are device memory
+of kernels. `cutlass.jax` lowers a call to a custom call that contains its target's name and the compiled
+object. Here that target is a function of this process, which XLA's foreign function interface calls with a
 `XLA_FFI_CallFrame` (xla/ffi/api/c_api.h, API 0.x). It loads the object as `load_module` does and calls it.
 Functions that `jax_tvm_ffi` registers for GPUs are registered for the CPU and called with torch tensors.
 """
@@ -29,7 +29,7 @@ from cute_emulator.host.replace import replaced
 _VOID, _SIZE, _INT = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 _HEAD = [("struct_size", _SIZE), ("extension", _VOID)]
 _INTERNAL_ERROR, _METADATA = 13, 1
-_PREFIX = "cutlass_call"  # of the functions in an object that cutlass.jax compiles
+_PREFIX = "cutlass_call"  # prefix of the functions in an object that cutlass.jax compiles
 
 # xla/ffi/api/c_api.h, XLA_FFI_DataType
 _ITEM_BYTES = {
@@ -78,14 +78,14 @@ def _pointers(address: int, count: int) -> list[int]:
 
 
 def _attributes(frame: Any) -> dict[str, bytes]:
-    """The string attributes of a call."""
+    """Returns the string attributes of a call."""
     held = frame.attributes
     named = zip(_pointers(held.names, held.size), _pointers(held.values, held.size), strict=True)
     return {bytes(_Span.from_address(n)).decode(): bytes(_Span.from_address(v)) for n, v in named}
 
 
 def _bytes_of(buffer: Any) -> torch.Tensor:
-    """The memory of an array, as bytes."""
+    """Returns the memory of an array, as bytes."""
     shape = (ctypes.c_int64 * buffer.rank).from_address(buffer.dims)[:] if buffer.rank else ()
     size = math.prod(shape) * _ITEM_BYTES[buffer.dtype]
     if not size:
@@ -95,7 +95,7 @@ def _bytes_of(buffer: Any) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _loaded(image: bytes) -> Any:
-    """The function in an object that `cutlass.jax` compiled."""
+    """Returns the function of an object that `cutlass.jax` compiled."""
     from cutlass.cute.runtime import load_module
 
     with tempfile.TemporaryDirectory(prefix="overlap_gemm_jax_") as folder:
@@ -105,22 +105,25 @@ def _loaded(image: bytes) -> Any:
 
 
 def _call(frame: Any, pack: Callable[[Any], None]) -> None:
-    """Runs a custom call: the function takes the stream and a pointer to (data, shape) of each array."""
+    """Executes a custom call.
+
+    The function's arguments are the stream and a pointer to each array's (data, shape).
+    """
     function = _loaded(_attributes(frame)["module"])
-    given: list[Any] = [_VOID(0)]
+    arguments: list[Any] = [_VOID(0)]
     for values in (frame.inputs, frame.results):
         for address in _pointers(values.values, values.size):
             buffer = _Buffer.from_address(address)
             pack(_bytes_of(buffer))
-            given.append(ctypes.pointer((_VOID * 2)(buffer.data, buffer.dims)))
-    function.run_compiled_program([ctypes.addressof(value) for value in given])
+            arguments.append(ctypes.pointer((_VOID * 2)(buffer.data, buffer.dims)))
+    function.run_compiled_program([ctypes.addressof(value) for value in arguments])
 
 
 def _handler(pack: Callable[[], Callable[[Any], None] | None]) -> Any:
-    """What XLA calls.
+    """Returns the function that XLA calls.
 
     Args:
-        pack: Gives the receiver of the tensors of a call, or None where no emulator is open.
+        pack: Function that returns the receiver of a call's tensors, or None if no emulator is open.
     """
 
     def handle(pointer: Any) -> int | None:
@@ -145,7 +148,7 @@ def _handler(pack: Callable[[], Callable[[Any], None] | None]) -> Any:
 
 
 class JaxCalls:
-    """Serves JAX while an emulator is open. What XLA has been told it keeps for the process."""
+    """Serves JAX while an emulator is open; registrations in XLA last for the process."""
 
     def __init__(self) -> None:
         self._pack: Callable[[Any], None] | None = None
@@ -154,12 +157,12 @@ class JaxCalls:
 
     @contextlib.contextmanager
     def served(self, pack: Callable[[Any], None]) -> Iterator[None]:
-        """Inside, calls run; the modules of JAX may have been imported before or be imported within."""
+        """Executes calls inside; modules of JAX may be imported before or inside."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(replaced(self, "_pack", pack))
 
             def jax(module: Any) -> None:
-                # Calls are then carried out one by one, in the thread that makes them.
+                # Calls are then executed one by one, in the calling thread.
                 module.config.update("jax_cpu_enable_async_dispatch", False)
 
             def cutlass_jax(module: ModuleType) -> None:
@@ -178,14 +181,14 @@ class JaxCalls:
             finder = _WhenImported(kinds)
             sys.meta_path.insert(0, finder)
             stack.callback(sys.meta_path.remove, finder)
-            for name, found in kinds.items():
+            for name, action in kinds.items():
                 if sys.modules.get(name) is not None:  # None: it must not be imported
-                    found(sys.modules[name])
+                    action(sys.modules[name])
             yield
 
 
 def _register(ffi: Any, primitive: Any, handler: Any) -> None:
-    """Tells JAX to lower `cutlass_call` for the CPU too, and XLA what its targets are."""
+    """Registers the lowering of `cutlass_call` for the CPU in JAX, and its targets in XLA."""
     import jax  # type: ignore[import-not-found]
     from jax.interpreters import mlir  # type: ignore[import-not-found]
 
@@ -197,7 +200,7 @@ def _register(ffi: Any, primitive: Any, handler: Any) -> None:
 
 
 def _for_the_cpu(register: Callable[..., Any]) -> Callable[..., Any]:
-    """`jax_tvm_ffi.register_ffi_target`, where a function for GPUs is one for the CPU."""
+    """Wraps `jax_tvm_ffi.register_ffi_target` so that a function for GPUs is registered for the CPU."""
     import tvm_ffi  # type: ignore[import-not-found]
 
     @functools.wraps(register)
@@ -217,7 +220,7 @@ def _for_the_cpu(register: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _WhenImported(importlib.abc.MetaPathFinder):
-    """Calls something with a module as soon as it has been imported."""
+    """Calls a function with a module as soon as the module has been imported."""
 
     def __init__(self, actions: dict[str, Callable[[ModuleType], Any]]) -> None:
         self._actions = actions

@@ -1,8 +1,7 @@
-"""The CUDA runtime functions that CuTe DSL's host code calls, answered in Python.
+"""CUDA runtime functions that CuTe DSL's host code calls, implemented in Python.
 
-Signatures and struct layouts are those of the CUDA runtime API (`cudaLaunchKernelExC`, `cudaLaunchConfig_t`,
-`cudaLaunchAttribute`, `cuTensorMapEncodeTiled`), which the DSL calls under the same names with an
-underscore in front.
+Signatures and struct layouts are those of the CUDA runtime API: `cudaLaunchKernelExC`, `cudaLaunchConfig_t`,
+`cudaLaunchAttribute`, `cuTensorMapEncodeTiled`. The DSL calls them with an underscore in front of the name.
 """
 
 from __future__ import annotations
@@ -34,16 +33,16 @@ _INT, _U32, _U64, _PTR = ctypes.c_int, ctypes.c_uint32, ctypes.c_uint64, ctypes.
 
 @dataclass(frozen=True)
 class KernelCall:
-    """One kernel launch as the host code asked for it, before it is given a rank.
+    """Kernel launch requested by the host code, before it is assigned to a rank.
 
     Attributes:
-        ptx: Text of the module; `entry` names the kernel in it.
+        ptx: PTX text of the module; `entry` is the name of the kernel in it.
         grid, block, cluster: CTAs, threads of a CTA, CTAs of a cluster along x, y, z.
-        dynamic_smem: Bytes.
+        dynamic_smem: Bytes of dynamic shared memory.
         stream: Handle of the stream.
-        params: The bytes of each kernel parameter.
-        cooperative, programmatic: The launch attributes of these names.
-        ignore: Kinds of findings that are not kept of this module.
+        params: Bytes of each kernel parameter.
+        cooperative, programmatic: Launch attributes of these names.
+        ignore: Kinds of findings that are discarded for this module.
     """
 
     ptx: str
@@ -63,12 +62,12 @@ class KernelCall:
 class RuntimeApi:
     """Functions by symbol name, for the DSL's JIT to call.
 
-    An exception inside a callback cannot cross the C frames above it: it is kept for `reraise`, and the
+    An exception inside a callback cannot cross the C frames above it: it is stored for `reraise`, and the
     callback returns a CUDA error code, which makes the host code return.
 
     Attributes:
-        launch: Receives every kernel call.
-        device: The device of the calling rank, which answers for its attributes.
+        launch: Receiver of every kernel call.
+        device: Function that returns the properties of the calling rank's device.
     """
 
     launch: Callable[[KernelCall], None] | None = None
@@ -108,7 +107,7 @@ class RuntimeApi:
             self._callbacks[name] = prototype(self._guarded(function))
 
     def symbols(self) -> dict[str, int]:
-        """Address by symbol name of everything served here."""
+        """Returns the address of each implemented function by symbol name."""
         addresses = {}
         for name, callback in self._callbacks.items():
             addresses[name] = ctypes.cast(callback, ctypes.c_void_p).value or 0
@@ -117,13 +116,13 @@ class RuntimeApi:
         return addresses
 
     def reraise(self) -> None:
-        """Raises what a callback of this thread could not, if anything."""
+        """Raises the stored exception of a callback of this thread, if any."""
         error = self._local.__dict__.pop("error", None)
         if error is not None:
             raise error
 
     def fail(self, message: str) -> NoReturn:
-        """Raises an `EmulatorError` that survives frames which turn exceptions into their own."""
+        """Raises an `EmulatorError` that is preserved by frames which replace exceptions."""
         self._local.error = EmulatorError(message)
         raise self._local.error
 
@@ -132,7 +131,7 @@ class RuntimeApi:
             try:
                 function(*args)
             except BaseException as error:  # Ctrl-C too
-                if self.device is None:  # closed: nobody would call `reraise`
+                if self.device is None:  # closed: there is no later call of `reraise`
                     print(f"cute_emulator: {error}", file=sys.stderr)
                 else:
                     self._local.error = error
@@ -151,7 +150,7 @@ class RuntimeApi:
     def _library_get_kernel(self, out: int, library: int, name: bytes) -> None:
         if library not in self._modules:
             raise EmulatorError(
-                f"kernel {name.decode()} asked from library {library:#x}, which is not loaded"
+                f"kernel {name.decode()} requested from library {library:#x}, which is not loaded"
             )
         handle = next(self._handles)
         self._kernels[handle] = (self._modules[library], name.decode())
@@ -159,12 +158,15 @@ class RuntimeApi:
 
     def _kernel_get_attribute(self, out: int, attribute: int, kernel: int, _device: int) -> None:
         ptx, _ = self._kernels[kernel]
-        if attribute != 1:  # CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES is all the DSL asks for
+        if attribute != 1:  # the DSL reads only CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
             raise EmulatorError(f"the emulator has no value for CUfunction_attribute {attribute}")
         _store(out, _INT, static_shared_bytes(ptx))
 
     def _kernel_set_attribute(self, kernel: int, attribute: int, value: int, _device: int = 0) -> None:
-        """Accepted: the machine checks shared memory at launch, and allows every cluster size that fits."""
+        """Does nothing.
+
+        The machine checks shared memory at launch, and allows every cluster size that fits.
+        """
 
     def _init_library_once(self, state: int, init: int, load_to_device: int, _set_error: int) -> None:
         """Loads the library of a TVM-FFI function once; `state` is a word of its module, 0 before."""
@@ -203,7 +205,10 @@ class RuntimeApi:
     # --- launches
 
     def _launch_ex(self, config: int, kernel: int, arguments: int) -> None:
-        """`cudaLaunchConfig_t`: grid u32[3], block u32[3], u64 dynamic bytes, stream, attributes, count."""
+        """Reads a `cudaLaunchConfig_t`.
+
+        Grid u32[3], block u32[3], u64 dynamic bytes, stream, attributes, count.
+        """
         gx, gy, gz, bx, by, bz, smem, stream, attributes, count = struct.unpack(
             "<6IQQQI", ctypes.string_at(config, 52)
         )
@@ -274,25 +279,25 @@ class RuntimeApi:
 
 
 _UNLOADS = ("_cudaLibraryUnload", "cuda_dialect_unload_library_once")
-"""Answered by a C function that does nothing: a shared library unloads when Python has ended."""
+"""Implemented by a C function that does nothing: a shared library unloads when Python has ended."""
 
 _HINTS = {
     1,  # access policy window
     3,  # synchronization policy
     5,  # cluster scheduling policy preference
     8,  # priority
-    7,  # programmatic event: who waits for it waits for the kernel here
+    7,  # programmatic event: a wait for it waits for the kernel here
     11,  # preferred cluster dimension
-    12,  # launch completion event, the same
+    12,  # launch completion event: a wait for it waits for the kernel here
     14,  # preferred shared memory carveout
 }
-"""Launch attributes (`cudaLaunchAttributeID`) that change speed only."""
+"""Launch attributes (`cudaLaunchAttributeID`) that only affect speed."""
 
 _STATIC_SHARED = re.compile(r"^(?!.*\.extern).*\.shared\s+\.align\s+\d+\s+\.b8\s+[\w$]+\[(\d+)\]", re.M)
 
 
 def static_shared_bytes(ptx: str) -> int:
-    """Bytes of statically allocated shared memory of a PTX module."""
+    """Returns the bytes of statically allocated shared memory of a PTX module."""
     return sum(int(size) for size in _STATIC_SHARED.findall(ptx))
 
 

@@ -1,17 +1,16 @@
-"""Where a compiled CuTe DSL function meets the emulator: what changes in the DSL while one is open.
+"""Seam between CuTe DSL and the emulator: changes of the DSL while an emulator is open.
 
-A function compiled while the seam is open is bound, for good, to the callbacks of `runtime_api`, because
-the DSL's JIT resolves the CUDA runtime functions that its host code calls from the libraries it is told of,
-and is told of a library of ours (`elf`). Nothing else of the DSL's host path is changed: argument packing,
-shape checks, tensor-map encoding and the launch configuration are the DSL's own. The changes, all undone by
-`close`:
+The DSL's JIT resolves the CUDA runtime functions of its host code from a list of libraries; the seam adds a
+library to the list (`elf`). So a function compiled while the seam is open is permanently bound to the
+callbacks of `runtime_api`. The rest of the DSL's host path is unchanged: argument packing, shape checks,
+tensor-map encoding and the launch configuration. `close` undoes all changes:
 
-- the runtime library's path, in the environment (``CUTE_DSL_LIBS``) and in the settings the DSL read from it;
-- the target architecture, likewise (``CUTE_DSL_ARCH``), and that any architecture may be run here;
+- the runtime library's path, in the environment (``CUTE_DSL_LIBS``) and in the settings read from it;
+- the target architecture, likewise (``CUTE_DSL_ARCH``); any architecture may be run here;
 - `Compiler.compile` keeps the PTX (`capture`);
 - the number of devices is one;
-- a tensor that the DSL is given lies on the device: its pointers are to global memory, as a CUDA tensor's;
-- a call ends by telling the emulator, which is told of each tensor argument as it is packed.
+- a tensor passed to the DSL is device memory: its pointers are to global memory, like a CUDA tensor's;
+- the emulator is called for each tensor argument when it is packed, and after each call.
 """
 
 from __future__ import annotations
@@ -38,13 +37,13 @@ from cute_emulator.host.replace import environment, replaced
 from cute_emulator.host.torch.torch_mode import plays_host_memory
 
 TESTED_DSL = "4.8.1"
-"""Version of nvidia-cutlass-dsl this seam was tested with."""
+"""Version of nvidia-cutlass-dsl that this seam was tested with."""
 
-LIBRARY_NAME = "libcute_dsl_runtime.so"  # the DSL finds its runtime by the end of the file name
+LIBRARY_NAME = "libcute_dsl_runtime.so"  # the DSL identifies its runtime by the end of the file name
 
 
 class Seam:
-    """The connection of this process, open or closed; functions bound to it work whenever it is open."""
+    """Connection of this process, open or closed; functions bound to it run whenever it is open."""
 
     def __init__(self) -> None:
         self.api = RuntimeApi()
@@ -62,15 +61,15 @@ class Seam:
         """Connects the DSL.
 
         Args:
-            device: What the calling rank's device says of itself; its arch becomes the default target of
-                compiles.
-            launch: Receives each kernel call of the host code.
-            pack: Receives each tensor argument (the DSL's runtime tensor or a torch tensor) of a call,
-                before it.
-            called: Called when a compiled function has returned, and when a compile has ended.
+            device: Function that returns the properties of the calling rank's device; its arch becomes the
+                default target of compiles.
+            launch: Receiver of each kernel call of the host code.
+            pack: Receiver of each tensor argument (the DSL's runtime tensor or a torch tensor) of a call,
+                before the call.
+            called: Callback after a compiled function has returned, and after a compile.
 
         Raises:
-            EmulatorError: An emulator is open already.
+            EmulatorError: An emulator is already open.
         """
         if self._opened is not None:
             raise EmulatorError(
@@ -93,10 +92,10 @@ class Seam:
         self._opened, self.api.launch, self.api.device = None, None, None
 
     def library(self) -> Path:
-        """The shared object to give to the DSL's JIT, made once per process."""
+        """Returns the shared object for the DSL's JIT, made once per process."""
         if self._path is None:
             symbols = {**_real_helpers(), **self.api.symbols()}
-            symbols |= {own_name(name): address for name, address in symbols.items()}
+            symbols |= {seam_name(name): address for name, address in symbols.items()}
             self._folder = tempfile.TemporaryDirectory(prefix="overlap_gemm_seam_")
             path = Path(self._folder.name) / LIBRARY_NAME
             path.write_bytes(absolute_symbols(symbols, LIBRARY_NAME))
@@ -122,7 +121,7 @@ class Seam:
         from cutlass.cutlass_dsl.cuda_jit_executor import CudaDialectJitCompiledFunction
         from cutlass.cutlass_dsl.cutlass import CuTeDSL, CuteExperimentalDSL, CutlassBaseDSL
 
-        yield from _binding_to_own_names()
+        yield from _binding_to_seam_names()
         function = CudaDialectJitCompiledFunction
         for dialect in (CuTeDSL, CuteExperimentalDSL):
             settings = dialect._get_dsl().envar
@@ -159,7 +158,7 @@ class Seam:
     def _ending(
         self, run: Callable[..., Any], called: Callable[[], None] = lambda: None
     ) -> Callable[..., Any]:
-        """`run`, which raises what a callback below it could not, and then calls `called`."""
+        """Wraps `run`: raises the exception of a callback below it, and then calls `called`."""
 
         @wraps(run)
         def run_and_tell(*args: Any, **kwargs: Any) -> Any:
@@ -175,7 +174,7 @@ class Seam:
         return run_and_tell
 
     def _reraise(self) -> None:
-        """Raises what a callback could not; where CUDA has an error code, as the DSL's error with it."""
+        """Raises the exception of a callback; as the DSL's error if CUDA has an error code for it."""
         try:
             self.api.reraise()
         except CooperativeLaunchTooLargeError as error:
@@ -225,7 +224,7 @@ def _refusing_unbound(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _on_device(init: Callable[..., None]) -> Callable[..., None]:
-    """The DSL's tensor of a CPU tensor says that it lies on device 0, save a script's own CPU tensors."""
+    """Wraps the constructor of the DSL's tensor: CPU tensors are on device 0, except those of a script."""
 
     @wraps(init)
     def init_on_device(tensor: Any, *args: Any, **kwargs: Any) -> None:
@@ -247,22 +246,22 @@ def _linking_nvshmem(trace: Callable[..., Any]) -> Callable[..., Any]:
     return trace_and_link
 
 
-def own_name(name: str) -> str:
-    """The equally long name under which only the seam's library offers a function of the CUDA runtime."""
+def seam_name(name: str) -> str:
+    """Returns the name of equal length by which only the seam's library exports a runtime function."""
     return name.replace("cu", "em", 1) if name.startswith(("_cu", "cuda_dialect_")) else name
 
 
-def _binding_to_own_names() -> Iterator[contextlib.AbstractContextManager[None]]:
-    """Functions made from object files (TVM-FFI's, loaded ones) find the seam, whatever else is loaded.
+def _binding_to_seam_names() -> Iterator[contextlib.AbstractContextManager[None]]:
+    """Binds functions made from object files (TVM-FFI's, loaded ones) to the seam, whatever else is loaded.
 
-    Their engine looks a symbol up in the whole process before it does in the libraries it is given, and once
-    a function was compiled for the device of this process, the DSL's own runtime library is there.
+    Their engine looks up a symbol in the process before it does so in its list of libraries. The process
+    contains the DSL's runtime library once a function was compiled for the device of this process.
     """
     from cutlass._mlir._mlir_libs._cutlass_ir import _execution_engine as engines
     from cutlass.base_dsl.export import ExternalBinaryModule
 
     real = engines.BinaryExecutionEngine
-    names = {name: own_name(name) for name in (*SEAM.api.symbols(), *_real_helpers())}
+    names = {name: seam_name(name) for name in (*SEAM.api.symbols(), *_real_helpers())}
 
     def bound(image: bytes, *rest: Any) -> Any:
         return real(rename_undefined(bytes(image), names), *rest)
@@ -272,12 +271,12 @@ def _binding_to_own_names() -> Iterator[contextlib.AbstractContextManager[None]]
 
 
 def dsl_version() -> str:
-    """Version of the installed CuTe DSL."""
+    """Returns the version of the installed CuTe DSL."""
     return importlib.metadata.version("nvidia-cutlass-dsl")
 
 
 def missing_symbols(module: Any, served: set[str]) -> set[str]:
-    """CUDA runtime functions that a compiled host module calls and `served` lacks."""
+    """Returns the CUDA runtime functions that a compiled host module calls and `served` lacks."""
     called: set[str] = set()
 
     def visit(operation: Any) -> Any:
@@ -292,7 +291,7 @@ def missing_symbols(module: Any, served: set[str]) -> set[str]:
 
 
 def _real_helpers() -> dict[str, int]:
-    """Addresses of the DSL's own runtime helpers that touch no device (error texts of TVM-FFI functions)."""
+    """Returns addresses of the DSL's runtime helpers that use no device (error texts of TVM-FFI)."""
     from cutlass.base_dsl import env_manager
 
     try:
@@ -302,10 +301,10 @@ def _real_helpers() -> dict[str, int]:
     except Exception:  # as the DSL itself does
         flavours = ["cu12", "cu13"]
     folders = ["lib", *(f"{flavour}/lib" for flavour in flavours)]
-    found = env_manager.find_libs_in_ancestors(env_manager.__file__, {"cute_dsl_runtime"}, folders)
-    if not found:
+    libraries = env_manager.find_libs_in_ancestors(env_manager.__file__, {"cute_dsl_runtime"}, folders)
+    if not libraries:
         return {}
-    library = ctypes.CDLL(str(found[0]))
+    library = ctypes.CDLL(str(libraries[0]))
     names = (
         "CuteDSLRT_TVMFFISetRaisedCudaError",
         "CuteDSLRT_TVMFFISetRaisedCudaLaunchError",
@@ -319,4 +318,4 @@ def _real_helpers() -> dict[str, int]:
 
 
 SEAM = Seam()
-"""The connection of this process."""
+"""Connection of this process."""

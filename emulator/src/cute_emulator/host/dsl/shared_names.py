@@ -1,8 +1,8 @@
-"""What a kernel calls its parts of shared memory: read off the module that is compiled, kept with the PTX.
+"""Names of a kernel's parts of shared memory, read from the module in compilation and stored with the PTX.
 
-CuTe DSL 4.8 and newer leaves each allocation in the module as an operation whose location is the source line,
-with the fields of a `cute.struct`; the compiler lays those of dynamic memory out in program order. (Older
-ones compute addresses in Python, and nothing has a name.) A view of a part tells its stages and elements.
+In CuTe DSL 4.8 and newer each allocation is an operation of the module. Its location is the source line, with
+the fields of a `cute.struct`. The compiler lays out those of dynamic memory in program order. Older versions
+compute addresses in Python, so that nothing has a name. A view of a part determines its stages and elements.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FIELD = re.compile(r'"([^":]+):(\d+):(\d+)"')
 
 
 def comments_of(module: Any) -> str:
-    """Comments for the PTX of a module that is about to be compiled, one for each kernel."""
+    """Returns comments for the PTX of a module before its compilation, one for each kernel."""
     text = module.operation.get_asm(enable_debug_info=True)
     aliases, sources = {}, {}
     for kind, meaning, place, source in _ALIAS.findall(text):
@@ -37,19 +37,19 @@ def comments_of(module: Any) -> str:
         if begin := _KERNEL.match(line):
             out.append(kernel)
             kernel = _Kernel(begin[1], kernel.variables)
-        elif found := _OPERATION.match(line):
-            result, name, operands, rest, place = found.groups()
+        elif operation := _OPERATION.match(line):
+            result, name, operands, rest, place = operation.groups()
             attributes, _, kinds = rest.rpartition(": ")
-            own = kinds.rpartition("-> ")[2].rpartition(" to ")[2]
+            kind = kinds.rpartition("-> ")[2].rpartition(" to ")[2]
             target = _TARGET.match(sources.get(place, ""))
             to = target[1] if target else ""
-            kernel.see(name, result, operands.split(", "), attributes, kinds, aliases.get(own, own), to)
+            kernel.see(name, result, operands.split(", "), attributes, kinds, aliases.get(kind, kind), to)
     out.append(kernel)
     return "".join(as_comment(k.name, k.parts) for k in out if k.parts)
 
 
 class _Kernel:
-    """Goes through the operations of a kernel, in program order."""
+    """Visitor of the operations of a kernel, in program order."""
 
     def __init__(self, name: str, variables: int) -> None:
         self.name = name
@@ -59,15 +59,25 @@ class _Kernel:
         self._pointers: dict[str, tuple[str, int]] = {}  # to (symbol, byte) in shared memory
 
     def see(
-        self, name: str, result: str, operands: list[str], attributes: str, kinds: str, own: str, target: str
+        self, name: str, result: str, operands: list[str], attributes: str, kinds: str, kind: str, target: str
     ) -> None:
-        """An operation: operands, attributes, types of both sides and of its result, where it goes."""
-        element, source = _ELEMENT.match(own), self._pointers.get(operands[0])
-        if element is None or " smem," not in own and " smem>" not in own:
+        """Visits an operation.
+
+        Args:
+            name: Name of the operation.
+            result: Name of the result.
+            operands: Names of the operands.
+            attributes: Attributes of the operation.
+            kinds: Types of operands and result.
+            kind: Type of the result.
+            target: Name in the source that the result is assigned to.
+        """
+        element, source = _ELEMENT.match(kind), self._pointers.get(operands[0])
+        if element is None or " smem," not in kind and " smem>" not in kind:
             return
         bits = int(element[1])
         if name == "cute.memref.alloca":
-            self._allocated(result, attributes, own, target)
+            self._allocated(result, attributes, kind, target)
         elif name == "cute_nvgpu.arch.alloc_smem":
             symbol = f"__static_shmem__{self.variables}"
             self.variables += 1
@@ -80,11 +90,11 @@ class _Kernel:
                     return
                 source = source[0], source[1] + int(by[1]) * bits // 8
             elif name == "cute.make_view":
-                self._viewed(*source, bits, own)
+                self._viewed(*source, bits, kind)
             self._pointers[result] = source
 
-    def _allocated(self, result: str, attributes: str, own: str, target: str) -> None:
-        shape = _BYTES.search(own)
+    def _allocated(self, result: str, attributes: str, kind: str, target: str) -> None:
+        shape = _BYTES.search(kind)
         if shape is None:
             return
         align, size = map(int, shape.groups())
@@ -99,8 +109,8 @@ class _Kernel:
         if target and not fields:
             self.parts.append(Part(symbol, begin, size, target))
 
-    def _viewed(self, symbol: str, at: int, bits: int, own: str) -> None:
-        layout = _LAYOUT.search(own)
+    def _viewed(self, symbol: str, at: int, bits: int, kind: str) -> None:
+        layout = _LAYOUT.search(kind)
         for n, part in enumerate(self.parts):
             if layout and part.symbol == symbol and part.offset == at and part.view is None:
                 self.parts[n] = part._replace(view=View(bits, layout[1].split(" o ")[-1]))

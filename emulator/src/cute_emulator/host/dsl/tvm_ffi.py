@@ -1,7 +1,7 @@
-"""TVM-FFI functions: compiled and called as if the CPU tensors they are given were on CUDA device 0.
+"""TVM-FFI functions: compiled and called as if their CPU tensors were on CUDA device 0.
 
-Their generated wrapper checks the device of each tensor against that of the tensor it was compiled with.
-One that is loaded from an object file is TVM-FFI's own, none of the DSL's: `LoadedFunction` stands for it.
+Their generated wrapper compares the device of each tensor with that of the tensor at compile time. A function
+that is loaded from an object file belongs to TVM-FFI, not to the DSL: `LoadedFunction` replaces it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from cute_emulator.host.replace import replaced
 
 
 class _OnDevice:
-    """A DLPack exporter whose capsule names CUDA device 0 for memory of the CPU."""
+    """DLPack exporter whose capsule names CUDA device 0 for memory of the CPU."""
 
     def __init__(self, tensor: Any) -> None:
         self._tensor = tensor
@@ -31,24 +31,24 @@ class _OnDevice:
 
 
 class LoadedFunction:
-    """A TVM-FFI function from an object file, which runs wherever an emulator is open."""
+    """TVM-FFI function from an object file, which runs in the open emulator."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
 
     def __call__(self, *args: Any) -> Any:
-        """Calls it."""
+        """Calls the function."""
         return self._function(*args)
 
 
 def changes(
     pack: Callable[[Any], None], called: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> Iterator[contextlib.AbstractContextManager[None]]:
-    """What changes in tvm_ffi and in the DSL's use of it.
+    """Yields the changes of tvm_ffi and of the DSL's use of it.
 
     Args:
-        pack: Receives each tensor argument; these functions pack in C++, so they are taken from Python's.
-        called: Wraps the call of a function.
+        pack: Receiver of each tensor argument; these functions pack in C++, so Python's arguments are passed.
+        called: Wrapper of the call of a function.
     """
     import tvm_ffi  # type: ignore[import-not-found]
     from cutlass.base_dsl.export import ExternalBinaryModule
@@ -78,8 +78,8 @@ def changes(
     find = ExternalBinaryModule.__getattr__
 
     def find_and_stand(module: Any, name: str) -> Any:
-        found = find(module, name)
-        return LoadedFunction(found) if module.enable_tvm_ffi else found
+        function = find(module, name)
+        return LoadedFunction(function) if module.enable_tvm_ffi else function
 
     yield replaced(ExternalBinaryModule, "__getattr__", find_and_stand)
     kinds = provider.TVMFFIJitCompiledFunction, provider.TVMFFIJitCompiledFunctionWithKwargs

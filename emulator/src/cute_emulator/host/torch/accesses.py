@@ -1,4 +1,4 @@
-"""Which bytes torch's operations read and write, by the schemas of what they come down to."""
+"""Bytes that torch's operations read and write, by the schemas of the dispatched operations."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ WAITS = {
     "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "_local_scalar_dense",
     "equal", "is_nonzero", "repeat_interleave", "bincount", "nonzero_static",
 }  # fmt: skip
-"""Operations whose result's size, or value, the host waits for."""
+"""Operations for whose result the host waits, or for its size."""
 MOST_RANGES = 1 << 18
-"""Of a view; one with more is not judged."""
+"""Largest number of ranges of a view; a view with more is not judged."""
 
 
 def spans(tensor: torch.Tensor) -> Bytes:
-    """The bytes of a view."""
+    """Returns the bytes of a view."""
     size, none = tensor.element_size(), (np.zeros(0, np.int64), np.zeros(0, np.int64))
     if not tensor.numel():
         return none
@@ -41,22 +41,22 @@ def spans(tensor: torch.Tensor) -> Bytes:
 
 
 class Accesses(TorchDispatchMode):
-    """Inside, notes what operations read and write of tensors that matter.
+    """Dispatch mode that records which relevant tensors operations read and write.
 
     Args:
-        matters: Whether a tensor does.
+        matters: Function that returns whether a tensor is relevant.
 
     Attributes:
-        found: Views, and whether they are written.
+        accessed: Views, and whether they are written.
         host_waits: Whether the host waits for a value.
     """
 
     def __init__(self, matters: Callable[[torch.Tensor], bool]) -> None:
         super().__init__()
         self._matters = matters
-        self.found: list[tuple[torch.Tensor, bool]] = []
+        self.accessed: list[tuple[torch.Tensor, bool]] = []
         self.host_waits = False
-        self.muted = 0  # operations inside of it that are noted by themselves
+        self.muted = 0  # depth of inner operations that are recorded separately
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -74,7 +74,7 @@ class Accesses(TorchDispatchMode):
                 continue
             for leaf in tree_leaves(value):
                 if isinstance(leaf, torch.Tensor) and self._matters(leaf):
-                    self.found.append((leaf, info is not None and info.is_write))
+                    self.accessed.append((leaf, info is not None and info.is_write))
                     self.host_waits |= name in WAITS or (
                         leaf.dtype is torch.bool and argument.name == "indices"
                     )

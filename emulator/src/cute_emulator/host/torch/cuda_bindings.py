@@ -1,4 +1,4 @@
-"""Stand-ins for cuda.bindings' driver and runtime calls, and for cuda.core."""
+"""Replacements of cuda.bindings' driver and runtime calls, and of cuda.core."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 Calls = dict[str, Callable[..., Any]]
 DRIVER_VERSION = 13000
 NON_BLOCKING = 1
-"""Flag of a stream that neither waits for the default stream nor has it wait."""
+"""Flag of a stream without implicit order with the default stream."""
 
 
 def changes(devices: CudaDevices) -> Iterator[contextlib.AbstractContextManager[None]]:
-    """Every replacement, to be entered; leaving them restores what was there."""
+    """Yields every replacement as a context manager; its exit restores the original."""
     import cuda.bindings.driver as driver
     import cuda.bindings.runtime as runtime
 
@@ -47,7 +47,7 @@ def _with_status(success: Any, call: Callable[..., Any]) -> Callable[..., tuple[
 
 
 class _Shared:
-    """Calls that driver and runtime both have, by other names."""
+    """Calls that driver and runtime have under different names."""
 
     def __init__(self, devices: CudaDevices) -> None:
         self._devices = devices
@@ -55,22 +55,22 @@ class _Shared:
         self._places: dict[int, StreamEvent] = {}
 
     def accept(self, *_: Any) -> None:
-        """There is nothing to do."""
+        """Does nothing."""
 
     def synchronize(self, *_: Any) -> None:
-        """Of a device."""
+        """Waits for the device."""
         self._devices.host_waits()
 
     def await_stream(self, stream: Any) -> None:
-        """Of a stream."""
+        """Waits for a stream."""
         self._devices.host_waits(int(stream))
 
     def await_event(self, event: Any) -> None:
-        """Of an event."""
+        """Waits for an event."""
         self._devices.host_waits(event=self._places.get(int(event), NOWHERE))
 
     def create(self, stream: Any, flags: Any = 0) -> Any:
-        """A stream: the default stream and it wait for each other, unless it is to be non-blocking."""
+        """Registers a stream: it and the default stream wait for each other, unless it is non-blocking."""
         self._devices.emulator.timelines.concurrent()
         timeline = self._devices.timeline()
         if timeline is not None and not int(flags) & NON_BLOCKING:
@@ -78,23 +78,23 @@ class _Shared:
         return stream
 
     def wait(self, stream: Any, event: Any, *_: Any) -> None:
-        """A stream waits for an event."""
+        """Makes a stream wait for an event."""
         rank, place = self._devices.current(), self._places.get(int(event), NOWHERE)
         self._devices.do(lambda: self._devices.emulator.wait_event(rank, int(stream), place))
 
     def attribute(self, number: Any, _device: Any) -> int:
-        """Of the device."""
+        """Returns an attribute of the device."""
         return self._devices.attribute(int(number))
 
     def record(self, event: Any, stream: Any = 0, *_: Any) -> None:
-        """Notes what comes before an event, and when the launches before it have run."""
+        """Records the work before an event, and the time at which the launches before it have run."""
         rank = self._devices.current()
         self._places[int(event)] = self._devices.emulator.record_event(rank, int(stream))
         self._devices.synchronize()
         self._times[int(event)] = time.perf_counter()
 
     def elapsed(self, start: Any, end: Any) -> float:
-        """Milliseconds from one event to another."""
+        """Returns the milliseconds from one event to another."""
         return max((self._times[int(end)] - self._times[int(start)]) * 1e3, 1e-6)
 
 
@@ -152,7 +152,7 @@ def _runtime_calls(devices: CudaDevices, shared: _Shared, runtime: Any) -> Calls
 def _core(devices: CudaDevices) -> Iterator[contextlib.AbstractContextManager[None]]:
     try:
         import cuda.core
-    except ImportError:  # the DSL brings cuda.bindings alone
+    except ImportError:  # the DSL installs cuda.bindings only
         return
 
     class Device:

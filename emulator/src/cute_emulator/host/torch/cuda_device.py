@@ -1,7 +1,7 @@
-"""The CUDA that a script sees, and what its parts ask of the emulator.
+"""CUDA devices of a script, and the calls of their parts to the emulator.
 
 Work is ordered as CUDA orders it, or more strictly: launches of one stream run in order, streams wait for
-each other and for events, torch's own operations wait for all launches. Times are the emulation's.
+each other and for events, torch's operations wait for all launches. Times are those of the emulation.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 
 class CudaDevices:
-    """What torch.cuda and its kin ask of the emulator.
+    """Services of the emulator for the replacements of torch.cuda and other libraries.
 
     Args:
-        emulator: Open.
-        current: Index of the calling thread's device.
-        synchronize: Waits until the calling rank's launches have run.
+        emulator: Open emulator.
+        current: Function that returns the index of the calling thread's device.
+        synchronize: Function that waits until the calling rank's launches have run.
     """
 
     def __init__(
@@ -49,23 +49,23 @@ class CudaDevices:
             lambda storage: emulator.adopt(storage, current(), pooled=False),
             self.in_order,
             self.host_waits,
-            self.copy_beside,
+            self.copy_by_engine,
             self.touched,
         )
 
     def open_timelines(self) -> None:
-        """The host of each rank is a party from now on."""
+        """Starts to record the host of each rank."""
         for rank in range(self.count):
             self.emulator.timelines.open(rank, lambda: int(self.streams.current.cuda_stream))
 
     def timeline(self) -> Timeline | None:
-        """The calling rank's."""
+        """Returns the calling rank's timeline, or None."""
         return self.emulator.timelines.get(self.current())
 
     def host_waits(self, stream: int | None = None, event: StreamEvent | None = None) -> None:
-        """The host waits for an event, a stream, or the whole device of the calling rank.
+        """Makes the host wait for an event, a stream, or the device of the calling rank.
 
-        All its launches run, whatever it waits for; what it waits for is what it may then rely on.
+        All launches of the rank run; only the awaited ones are ordered before the host's later work.
         """
         self.synchronize()
         timeline = self.timeline()
@@ -73,17 +73,17 @@ class CudaDevices:
             timeline.host_waits(stream, None if event is None else event.before[1] if event.before else {})
 
     def record_stream(self, tensor: torch.Tensor, stream: Any) -> None:
-        """`torch.Tensor.record_stream`."""
+        """Implements `torch.Tensor.record_stream`."""
         timeline = self.timeline()
         if timeline is not None:
             timeline.recorded(tensor.untyped_storage().data_ptr(), stream.cuda_stream)
 
     def instructions(self) -> int:
-        """Warp instructions executed so far: what benchmarks measure."""
+        """Returns the warp instructions executed so far, which benchmarks measure."""
         return self.emulator.report.instructions
 
     def do(self, operation: Callable[[], object]) -> None:
-        """Carries an operation out, in a capture at each replay."""
+        """Executes an operation; in a capture, at each replay."""
         capture = self.captures.get(self.current())
         if capture is not None:
             capture.keep(operation)
@@ -91,15 +91,15 @@ class CudaDevices:
             operation()
 
     def in_order(self, operation: Callable[[], object]) -> None:
-        """Carries an operation out after the launches before it; in a capture, in each replay."""
+        """Executes an operation after the launches before it; in a capture, at each replay."""
         self.do(self.synchronize)
         self.do(operation)
 
-    def copy_beside(self, stream: int, target: int, source: int, nbytes: int) -> bool:
-        """Gives a copy to a copy engine, if the rank has launches that it runs beside and engines take it."""
+    def copy_by_engine(self, stream: int, target: int, source: int, nbytes: int) -> bool:
+        """Submits a copy to a copy engine if the rank has launches in flight and engines support the copy."""
         rank = self.current()
-        whole = nbytes == 4 or (nbytes | target | source) % 16 == 0
-        if not whole or not (rank in self.captures or self.emulator.has_pending(rank)):
+        is_supported = nbytes == 4 or (nbytes | target | source) % 16 == 0
+        if not is_supported or not (rank in self.captures or self.emulator.has_pending(rank)):
             return False
         self.do(lambda: self.emulator.copy(rank, stream, target, source, nbytes))
         return True
@@ -107,7 +107,7 @@ class CudaDevices:
     def touched(
         self, what: str, stream: int, reads: list[Range], writes: list[Range], host_waits: bool
     ) -> None:
-        """A stream reads and writes ranges of memory, for which the host may wait."""
+        """Records that a stream reads and writes ranges of memory, and whether the host waits for it."""
         timeline = self.timeline()
         if timeline is None:
             return
@@ -117,22 +117,22 @@ class CudaDevices:
                 timeline.touch_at(work, (np.array([begin]), np.array([begin + nbytes])), write)
         if host_waits:
             timeline.host_waits(stream)
-        self.emulator.tell()
+        self.emulator.raise_findings()
 
     def wait_stream(self, stream: int, other: int) -> None:
-        """What a stream is given from now on begins after what another one has."""
+        """Orders later work of a stream after the present work of another stream."""
         rank = self.current()
         self.do(lambda: self.emulator.wait_stream(rank, stream, other))
 
     def attribute(self, number: int) -> int:
-        """Value of a device attribute, numbered as in `cudaDeviceAttr` and `CUdevice_attribute` alike."""
+        """Returns a device attribute; `cudaDeviceAttr` and `CUdevice_attribute` have the same numbers."""
         if number == 38:  # L2 cache size
             return L2_BYTES
         return self.properties.attribute(number)
 
 
 def changes(devices: CudaDevices) -> Iterator[contextlib.AbstractContextManager[None]]:
-    """Every replacement, to be entered; leaving them restores what was there."""
+    """Yields every replacement as a context manager; its exit restores the original."""
     for part in (torch_cuda, generic_torch, cuda_bindings, dsl_benchmarks):
         yield from part.changes(devices)
     yield library_ops.served()

@@ -1,4 +1,4 @@
-"""`cudaMalloc` and its kin, for scripts that call the driver or the runtime through `cuda.bindings`."""
+"""`cudaMalloc` and related functions, for scripts that call driver or runtime through `cuda.bindings`."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ Range = tuple[int, int]
 
 
 class DeviceMemory:
-    """What was allocated, and copies and fills in stream order.
+    """Allocations, and copies and fills in stream order.
 
     Args:
-        adopt: Told of every storage that becomes device memory.
-        in_order: Carries out an operation after the launches before it, or keeps it for a graph's replays.
-        host_waits: Has the host wait for the device.
-        touched: Told of what a stream does (what, stream, addresses and bytes that it reads, that it writes,
-            whether the host waits for it).
-        beside: Gives a copy of bytes from one device address to another to a copy engine, in the order of its
-            stream (stream, target, source, bytes), or returns False.
+        adopt: Callback for every storage that becomes device memory.
+        in_order: Executes an operation after the launches before it, or stores it for a graph's replays.
+        host_waits: Makes the host wait for the device.
+        touched: Callback for a stream's accesses (what, stream, addresses and bytes read, addresses and bytes
+            written, whether the host waits for it).
+        by_engine: Submits a copy between device addresses to a copy engine, in stream order (stream, target,
+            source, bytes), or returns False.
     """
 
     def __init__(
@@ -34,17 +34,17 @@ class DeviceMemory:
         adopt: Callable[[torch.UntypedStorage], None],
         in_order: Callable[[Callable[[], object]], None],
         host_waits: Callable[[], None],
-        beside: Callable[[int, int, int, int], bool] = lambda *_: False,
+        by_engine: Callable[[int, int, int, int], bool] = lambda *_: False,
         touched: Callable[[str, int, list[Range], list[Range], bool], object] = lambda *_: None,
     ) -> None:
         self._touched = touched
         self._adopt = adopt
-        self._beside = beside
+        self._by_engine = by_engine
         self._in_order, self._host_waits = in_order, host_waits
         self._blocks: dict[int, torch.Tensor] = {}
 
     def allocate(self, size: int) -> int:
-        """The address of new memory, poisoned."""
+        """Returns the address of new memory, poisoned."""
         room = np.full(size + ALIGNMENT, 0xFF, np.uint8)
         begin = -room.ctypes.data % ALIGNMENT
         block = torch.from_numpy(room[begin : begin + size])
@@ -53,7 +53,7 @@ class DeviceMemory:
         return block.data_ptr()
 
     def free(self, address: Any) -> None:
-        """Frees what `allocate` gave, after all work of the device, as CUDA does."""
+        """Frees memory of `allocate` after all work of the device, as CUDA does."""
         self._host_waits()
         self._blocks.pop(int(address), None)
 
@@ -68,7 +68,7 @@ class DeviceMemory:
         self._in_order(fill)
 
     def copy(self, to: Any, source: Any, size: int, stream: Any = None) -> None:
-        """Copies bytes, between host and device alike; the host waits where no stream is named."""
+        """Copies bytes between any of host and device; the host waits if no stream is passed."""
         target, begin, nbytes = _address(to), _address(source), int(size)
 
         def copy() -> None:
@@ -79,8 +79,8 @@ class DeviceMemory:
         self._in_order(copy)
 
     def copy_in_stream(self, to: Any, source: Any, size: int, stream: Any = None) -> None:
-        """Copies bytes of device memory beside running kernels, where that makes a difference."""
-        if not self._beside(int(stream or 0), int(to), int(source), int(size)):
+        """Copies device memory concurrently with running kernels, if a copy engine supports the copy."""
+        if not self._by_engine(int(stream or 0), int(to), int(source), int(size)):
             self.copy(to, source, size, stream or 0)
 
 
@@ -89,7 +89,7 @@ def _address(where: Any) -> int:
 
 
 def driver_functions(memory: DeviceMemory, pointer: type) -> dict[str, Callable[..., Any]]:
-    """Those of `cuda.bindings.driver`; `pointer` is its CUdeviceptr."""
+    """Returns the replacements for `cuda.bindings.driver`; `pointer` is its CUdeviceptr."""
     table: dict[str, Callable[..., Any]] = {
         "cuMemAlloc": lambda size: pointer(memory.allocate(size)),
         "cuMemFree": memory.free,
@@ -108,7 +108,7 @@ def driver_functions(memory: DeviceMemory, pointer: type) -> dict[str, Callable[
 
 
 def runtime_functions(memory: DeviceMemory) -> dict[str, Callable[..., Any]]:
-    """Those of `cuda.bindings.runtime`."""
+    """Returns the replacements for `cuda.bindings.runtime`."""
     table: dict[str, Callable[..., Any]] = {"cudaMalloc": memory.allocate, "cudaFree": memory.free}
     for tail in ("", "Async"):
         table[f"cudaMemset{tail}"] = lambda to, value, size, stream=0: memory.fill(

@@ -1,8 +1,8 @@
 """torch.distributed, torch symmetric memory and nvshmem.core's host calls, for ranks that are threads.
 
-Process groups are torch's own threaded ones (made for its tests), whose collectives here end a turn instead
-of blocking a thread. Symmetric allocations come from the emulator's symmetric heap: the n-th allocation of
-every rank is one.
+Process groups are torch's threaded ones (made for its tests). Their collectives here end a turn instead of
+blocking a thread. Symmetric allocations come from the emulator's symmetric heap: the n-th allocations of all
+ranks form one symmetric allocation.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ if TYPE_CHECKING:
 
 
 SIGNAL_PAD_BYTES = 2048
-"""As torch's; `set_signal_pad_size` is not looked at."""
+"""Torch's default; `set_signal_pad_size` has no effect."""
 
 
 class SymmetricAllocator:
-    """Gives each rank its part of collective allocations.
+    """Returns each rank's part of collective allocations.
 
-    Memory that a GPU's driver hands out for the first time is zero, and scripts rely on it.
+    Memory that a GPU's driver allocates for the first time is zero, and scripts rely on it.
 
     Args:
-        emulator: Whose heap it is.
-        poison: Whether to leave the memory poisoned instead, to find such scripts.
+        emulator: Emulator with the heap.
+        poison: Whether the memory stays poisoned instead, to detect such scripts.
     """
 
     def __init__(self, emulator: Emulator, poison: bool) -> None:
@@ -50,11 +50,11 @@ class SymmetricAllocator:
         self._pads: dict[int, Symmetric] = {}
 
     def adopt(self, tensor: torch.Tensor, rank: int) -> None:
-        """Lets kernels touch a rank's tensor."""
+        """Lets kernels access a rank's tensor."""
         self._emulator.adopt(tensor.untyped_storage(), rank)
 
     def signal_pads(self, symmetric: Symmetric) -> Symmetric:
-        """The words by which ranks signal each other about an allocation; zero when it is first met."""
+        """Returns the flags by which ranks signal each other about an allocation; zero at the first call."""
         key = symmetric.addresses[0]
         if key not in self._pads:
             self._pads[key] = pads = self._emulator.symmetric((SIGNAL_PAD_BYTES,), torch.uint8, "signal pad")
@@ -63,10 +63,10 @@ class SymmetricAllocator:
         return self._pads[key]
 
     def take(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """The next allocation of a rank.
+        """Returns the next allocation of a rank.
 
         Raises:
-            EmulatorError: Another rank's allocation of the same number had another size.
+            EmulatorError: Another rank's allocation of the same number has another size.
         """
         number = self._taken[rank]
         self._taken[rank] += 1
@@ -79,32 +79,32 @@ class SymmetricAllocator:
         symmetric = self._made[number]
         if (tuple(symmetric[rank].shape), symmetric[rank].dtype) != (shape, dtype):
             raise EmulatorError(
-                f"symmetric allocation {number}: rank {rank} asks for {shape} {dtype}, another asked for "
-                f"{tuple(symmetric[rank].shape)} {symmetric[rank].dtype}"
+                f"symmetric allocation {number} must be equal on all ranks: rank {rank} requests {shape} "
+                f"{dtype}, another rank {tuple(symmetric[rank].shape)} {symmetric[rank].dtype}"
             )
         tensor = set_mark(symmetric[rank])
         self._owner[tensor.data_ptr()] = symmetric
         return tensor
 
     def of(self, tensor: torch.Tensor) -> Symmetric:
-        """The allocation whose base a tensor is.
+        """Returns the allocation that begins at a tensor.
 
         Raises:
-            EmulatorError: It is none.
+            EmulatorError: No allocation begins there.
         """
         if tensor.data_ptr() not in self._owner:
             raise EmulatorError("the tensor is not the base of a symmetric allocation")
         return self._owner[tensor.data_ptr()]
 
     def peer(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
-        """The same tensor of another rank."""
+        """Returns the same tensor of another rank."""
         return set_mark(self.of(tensor)[rank])
 
 
 def changes(
     emulator: Emulator, turns: Turns, synchronize: Callable[[], None], poison_symmetric: bool
 ) -> Iterator[contextlib.AbstractContextManager[None]]:
-    """Every replacement, to be entered; leaving them restores what was there."""
+    """Yields every replacement as a context manager; its exit restores the original."""
     allocator = SymmetricAllocator(emulator, poison_symmetric)
     yield from _process_groups(emulator.ranks, turns, synchronize)
     yield from _torch_symmetric_memory(allocator, emulator.ranks, turns)
@@ -147,7 +147,7 @@ def _process_groups(
     yield threaded_world()
     for module in (dist, device_mesh):
         yield replaced(module, "init_process_group", init_process_group)
-    group = threaded.ProcessLocalGroup  # which says of no device that it serves it
+    group = threaded.ProcessLocalGroup  # declares no device
     devices = [torch.device("cpu"), torch.device("cuda")]
     yield replaced(group, "_device_types", property(lambda _: devices))
     yield replaced(group, "_get_backend", lambda self, _device: self)
@@ -156,7 +156,7 @@ def _process_groups(
 
 
 def _shape(size: tuple[Any, ...]) -> tuple[int, ...]:
-    """`f(2, 3)`, `f((2, 3))` and `f(6)` alike."""
+    """Returns the shape of `f(2, 3)`, `f((2, 3))` and `f(6)`."""
     flat = size[0] if len(size) == 1 and isinstance(size[0], (tuple, list)) else size
     return tuple(int(n) for n in flat)
 
@@ -201,7 +201,7 @@ def _torch_symmetric_memory(
             signal_pad_ptrs_dev=tables[1].data_ptr(),
             signal_pad_size=pads.nbytes,
             get_signal_pad=get_signal_pad,
-            device_tables=tables,  # whose addresses the above are
+            device_tables=tables,  # keeps the memory of the addresses above alive
             multicast_ptr=symmetric.multicast,
             buffer_size=symmetric.nbytes,
             get_buffer=get_buffer,

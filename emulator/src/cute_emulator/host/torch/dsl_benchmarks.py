@@ -1,4 +1,4 @@
-"""Stand-ins for how the DSL measures a kernel, in `cutlass.testing` and `cutlass.cute.testing`."""
+"""Replacements of the DSL's time measurement, in `cutlass.testing` and `cutlass.cute.testing`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def changes(devices: CudaDevices) -> Iterator[contextlib.AbstractContextManager[None]]:
-    """Every replacement, to be entered; leaving them restores what was there."""
+    """Yields every replacement as a context manager; its exit restores the original."""
     import cutlass.cute.testing
     import cutlass.testing
 
@@ -24,7 +24,10 @@ def changes(devices: CudaDevices) -> Iterator[contextlib.AbstractContextManager[
         workspace_generator: Callable[[], Any] | None = None,
         **_: Any,
     ) -> float:
-        """Runs the kernel once; takes a nanosecond for each warp instruction, so that choices repeat."""
+        """Runs the kernel once.
+
+        Returns a nanosecond per warp instruction, so that choices are reproducible.
+        """
         arguments = workspace_generator() if workspace_generator is not None else kernel_arguments
         return measure(callable, *arguments.args, **arguments.kwargs)
 
@@ -45,7 +48,7 @@ def changes(devices: CudaDevices) -> Iterator[contextlib.AbstractContextManager[
         current_stream: Any = None,
         **named: Any,
     ) -> float:
-        """What `tune` compares; it leaves out a configuration that fails."""
+        """Returns the time that `tune` compares; a configuration that fails is skipped by `tune`."""
         return measure(callable, *args, **named)
 
     for module in (cutlass.testing, cutlass.cute.testing):

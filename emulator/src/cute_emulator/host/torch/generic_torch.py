@@ -1,4 +1,4 @@
-"""Stand-ins for what torch offers for any device: torch.accelerator, generators, torch.compile."""
+"""Replacements of torch's functions for any device: torch.accelerator, generators, torch.compile."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def changes(devices: CudaDevices) -> Iterator[contextlib.AbstractContextManager[None]]:
-    """Every replacement, to be entered; leaving them restores what was there."""
+    """Yields every replacement as a context manager; its exit restores the original."""
     for name, value in _accelerator(devices).items():
         if hasattr(torch.accelerator, name):
             yield replaced(torch.accelerator, name, value)
@@ -47,7 +47,10 @@ def _accelerator(devices: CudaDevices) -> dict[str, Callable[..., Any]]:
 
 
 def _generator_class(devices: CudaDevices) -> type:
-    """`torch.Generator`: one for "cuda" draws as the CPU's does, and says that it is on "cuda"."""
+    """Returns a replacement of `torch.Generator`.
+
+    A generator for "cuda" draws as the CPU's does and reports the device "cuda".
+    """
     real = torch.Generator
 
     class OfAnyDevice(type(real)):  # type: ignore[misc]
@@ -76,7 +79,7 @@ def _generator_class(devices: CudaDevices) -> type:
 
 
 def _eager(model: Any = None, **_: Any) -> Any:
-    """`torch.compile`: what is compiled runs as it is written, since a compiler would make code for a GPU."""
+    """Replaces `torch.compile` by eager execution, because a compiler would generate code for a GPU."""
     return (lambda function: function) if model is None else model
 
 
@@ -84,9 +87,9 @@ _add_device = _device.DeviceContext.__torch_function__
 
 
 def _for_scripts(mode: Any, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    """The default device's mode, above `CudaOnCpu` or below, which then has looked at it.
+    """Applies the default device only below `CudaOnCpu` on the mode stack, where a script's calls pass.
 
-    Below, it would send to "cuda" what is done to carry a script's call out.
+    Otherwise it would also place internal tensors of an operation's implementation on "cuda".
     """
     if any(isinstance(below, CudaOnCpu) for below in torch.overrides._get_current_function_mode_stack()):
         return _add_device(mode, function, types, args, kwargs)
@@ -95,7 +98,7 @@ def _for_scripts(mode: Any, function: Any, types: Any, args: Any = (), kwargs: A
 
 @contextlib.contextmanager
 def _default_device_kept() -> Iterator[None]:
-    """A script's `torch.set_default_device` ends with it."""
+    """Restores the default device at the end of a script that called `torch.set_default_device`."""
     before = _device.CURRENT_DEVICE
     try:
         yield

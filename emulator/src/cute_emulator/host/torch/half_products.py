@@ -1,9 +1,8 @@
-"""Torch's products of half precision on the emulated device: sums in the order of a tensor core.
+"""Torch's matrix products of half precision on the emulated device: sums in the order of a tensor core.
 
-A kernel made of `mma.sync` adds 16 products of K at a time to a float32 sum, and cuBLAS does the same, so
-scripts compare the two to the last bit. Torch's products on a CPU take another order, which changes 1 of
-1000 elements by one unit in the last place. Each block of 16 is summed exactly here, as in `units.mma`, and
-rounded once.
+A kernel with `mma.sync` adds 16 products of K at a time to a float32 sum. cuBLAS does the same, so scripts
+compare the two bit for bit. Torch's products on a CPU add in another order, which changes 1 of 1000 elements
+by one unit in the last place. Here each block of 16 is summed exactly, as in `units.mma`, and rounded once.
 """
 
 from __future__ import annotations
@@ -14,17 +13,17 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 BLOCK = 16
-"""Products of K that one `mma.sync` adds up."""
+"""Products of K that one `mma.sync` adds."""
 
 HALF = (torch.float16, torch.bfloat16)
 NAMES = {"matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "baddbmm", "einsum", "linear"}
-"""Functions of torch that come down to the products below."""
+"""Functions of torch that dispatch to the products below."""
 
 _aten = torch.ops.aten
 
 
 def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """`a [.., m, k] @ b [.., k, n]` in float32, rounded once for each block of K."""
+    """Returns `a [.., m, k] @ b [.., k, n]` in float32, rounded once for each block of K."""
     a, b = a.double(), b.double()
     out = torch.zeros(*a.shape[:-1], b.shape[-1])
     for k in range(0, a.shape[-1], BLOCK):
@@ -70,11 +69,11 @@ _PRODUCTS_AS: dict[Any, Any] = {
     _aten.addmm.dtype: _added_as,
     _aten.baddbmm.dtype: _added_as,
 }
-"""With `out_dtype=`, which torch has for CUDA alone."""
+"""Products with `out_dtype=`, which torch implements for CUDA only."""
 
 
 class HalfProducts(TorchDispatchMode):
-    """Inside, the products of half precision are those of this module."""
+    """Dispatch mode that replaces products of half precision by those of this module."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

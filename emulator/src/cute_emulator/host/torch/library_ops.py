@@ -1,8 +1,9 @@
-"""Operators of `torch.library` that have a kernel for CUDA: called with device memory, that one runs.
+"""Operators of `torch.library` with a kernel for CUDA: for device memory, the CUDA kernel runs.
 
-To torch's dispatcher device memory is memory of the CPU. So an operator that is called with some gets, for
-the length of a run, a kernel for CPU tensors that hands such calls on to the one for CUDA, with "cuda" served
-inside (`torch_mode`), and other calls to the one that was there before.
+For torch's dispatcher, device memory is memory of the CPU. So an operator that is called with device memory
+is assigned a kernel for CPU tensors, for the duration of a run. That kernel forwards calls with device memory
+to the CUDA kernel, with "cuda" served inside (`torch_mode`). It forwards other calls to the original CPU
+kernel.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 _TORCHS_OWN = {"aten", "prim", "prims", "c10d", "_c10d_functional", "symm_mem", "inductor", "higher_order"}
-"""Namespaces of torch, whose operators have kernels for the CPU."""
+"""Namespaces of torch's operators, which have kernels for the CPU."""
 
 _bridges: dict[str, torch.library.Library | None] = {}
 _calls = threading.local()
@@ -23,7 +24,7 @@ _calls = threading.local()
 
 @contextlib.contextmanager
 def served() -> Iterator[None]:
-    """Inside, operators may be given bridges; they go with the block."""
+    """Allows bridges of operators inside; removes them at the end."""
     try:
         yield
     finally:
@@ -35,12 +36,12 @@ def served() -> Iterator[None]:
 
 @contextlib.contextmanager
 def called_by(mode: Any, op: Any, on_device: Callable[[Any], bool]) -> Iterator[None]:
-    """Inside, `op` is called for `mode`.
+    """Calls `op` inside for `mode`.
 
     Args:
-        mode: The `torch_mode.CudaOnCpu` of the call; its kernels run within it.
+        mode: `torch_mode.CudaOnCpu` of the call; its kernels run within it.
         op: An `OpOverload` or an `OpOverloadPacket`.
-        on_device: Whether any tensor of some arguments is device memory.
+        on_device: Function that returns whether any tensor of some arguments is device memory.
     """
     overloads = [op] if isinstance(op, torch._ops.OpOverload) else [getattr(op, n) for n in op.overloads()]
     for overload in overloads:
@@ -55,7 +56,10 @@ def called_by(mode: Any, op: Any, on_device: Callable[[Any], bool]) -> Iterator[
 
 
 def _bridge(op: Any, on_device: Callable[[Any], bool]) -> torch.library.Library | None:
-    """The library that lets `op`'s kernel for CUDA serve device memory; None where it has none."""
+    """Returns the library that calls `op`'s CUDA kernel for device memory.
+
+    None if there is no such kernel.
+    """
     has = {key: torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key) for key in _KEYS}
     if not (has["CUDA"] or has["CompositeExplicitAutograd"]):
         return None
@@ -70,7 +74,7 @@ def _bridge(op: Any, on_device: Callable[[Any], bool]) -> torch.library.Library 
             with mode:
                 return op.redispatch(cuda, *args, **kwargs)
         if host is None:
-            raise NotImplementedError(f"{op.name()} has a kernel for CUDA alone, and was given CPU tensors")
+            raise NotImplementedError(f"{op.name()} has a kernel for CUDA only, got CPU tensors")
         return host.call_boxed(keys, *args, **kwargs)
 
     library = torch.library.Library(op.namespace, "IMPL")

@@ -1,4 +1,4 @@
-"""What ranks that are threads of one process each have: random numbers, and what `clients` says is theirs."""
+"""State per rank of ranks that are threads of one process: random generators, and globals of `clients`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from cute_emulator import clients
 
 @dataclass(frozen=True)
 class ProcessState:
-    """A rank's own, while another one has its turn.
+    """State of a rank while another rank has the turn.
 
     Attributes:
-        generators: of torch, NumPy and `random`.
-        owned: values of the declared globals, by module and name; those that are missing begin anew.
+        generators: Random generators of torch, NumPy and `random`.
+        owned: Values of the declared globals, by module and name; missing ones are initialized.
     """
 
     generators: tuple[Any, Any, Any]
@@ -27,12 +27,12 @@ class ProcessState:
 
 
 def new() -> ProcessState:
-    """Of a process that begins here: it goes on with these random numbers."""
+    """Returns the state of a new process, which continues with the current random numbers."""
     return ProcessState(_generators(), {})
 
 
 def take() -> ProcessState:
-    """What the rank whose turn ends leaves behind."""
+    """Returns the state of the rank whose turn ends."""
     owned = {
         (module, name): getattr(sys.modules[module], name)
         for module, name in clients.owned
@@ -42,7 +42,7 @@ def take() -> ProcessState:
 
 
 def put(state: ProcessState) -> None:
-    """Gives the rank whose turn begins what it left behind; what is new to it begins as declared."""
+    """Restores the state of the rank whose turn begins; new globals are initialized as declared."""
     torch.set_rng_state(state.generators[0])
     np.random.set_state(state.generators[1])
     random.setstate(state.generators[2])

@@ -1,9 +1,9 @@
-"""Torch's products of block-scaled operands, one or one for each group, which torch has on a GPU only.
+"""Torch's products of block-scaled operands, single or grouped, which torch implements on a GPU only.
 
-Scale factors lie as cuBLAS wants them: tiles of 128 rows by 4 blocks of K, in a tile row r % 32 first, then
-r // 32, then the block; tiles of one group of rows follow each other. Blocks of 16 elements of K have e4m3
-factors (NVFP4), blocks of 32 have e8m0 ones (MX). Groups of rows, or of K, have tiles of their own, one
-group's after the other's.
+Scale factors have cuBLAS's layout: tiles of 128 rows by 4 blocks of K. In a tile row r % 32 is outermost,
+then r // 32, then the block; tiles of one group of rows are consecutive. Blocks of 16 elements of K have e4m3
+factors (NVFP4), blocks of 32 have e8m0 ones (MX). Each group of rows, or of K, has separate tiles, in the
+order of groups.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _BLOCKS = {torch.float8_e4m3fn: 16, torch.float8_e8m0fnu: 32}
 
 
 def is_block_scaled(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, *_: Any, **__: Any) -> bool:
-    """Whether a call of `torch._scaled_mm` has a factor for each block of K."""
+    """Returns whether a call of `torch._scaled_mm` has a factor for each block of K."""
     return scale_a.dtype in _BLOCKS and scale_a.numel() > 1
 
 
@@ -30,7 +30,7 @@ def block_scaled(
     bias: torch.Tensor | None = None, scale_result: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None, use_fast_accum: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    """`a @ b` of scaled operands, accumulated in float64; arguments as `torch._scaled_mm`'s."""
+    """Returns `a @ b` of scaled operands, accumulated in float64; arguments as for `torch._scaled_mm`."""
     block = _BLOCKS[scale_a.dtype]
     left, right = (_scaled(x, s, block) for x, s in ((a, scale_a), (b.t(), scale_b)))
     out = torch.from_numpy(left @ right.T)
@@ -42,7 +42,7 @@ def block_scaled(
 def is_group_scaled(
     a: torch.Tensor, b: torch.Tensor, scale_a: list[torch.Tensor], *_: Any, **__: Any
 ) -> bool:
-    """Whether a call of `torch._scaled_grouped_mm_v2` has a factor for each block of K."""
+    """Returns whether a call of `torch._scaled_grouped_mm_v2` has a factor for each block of K."""
     return scale_a[0].dtype in _BLOCKS
 
 
@@ -53,13 +53,14 @@ def group_scaled(
     offs: torch.Tensor, bias: torch.Tensor | None = None, out_dtype: torch.dtype | None = None,
     *_: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """A product for each group, in float64; arguments as `torch._scaled_grouped_mm_v2`'s.
+    """Returns a product for each group, in float64; arguments as for `torch._scaled_grouped_mm_v2`.
 
-    Groups are of rows of `a [rows, k]` where `b` is `[groups, k, n]`, and give `[rows, n]`. They are of K
-    where `b` is `[k, n]`, and give `[groups, rows, n]`. A second factor of an operand is one for each group.
+    If `b` is `[groups, k, n]`, groups are of rows of `a [rows, k]`, and the result is `[rows, n]`. If `b` is
+    `[k, n]`, they are of K, and the result is `[groups, rows, n]`. A second factor of an operand is per
+    group.
 
     Raises:
-        NotImplementedError: a bias.
+        NotImplementedError: There is a bias.
     """
     if bias is not None:
         raise NotImplementedError("torch._scaled_grouped_mm_v2 with a bias in the emulator")
@@ -86,7 +87,7 @@ def group_scaled(
 
 
 def _scaled(x: torch.Tensor, scale: torch.Tensor, block: int) -> np.ndarray:
-    """A matrix `[rows, k]` times its factors, float64."""
+    """Returns a matrix `[rows, k]` times its factors, in float64."""
     if x.dtype == torch.float4_e2m1fn_x2:
         packed = x.view(torch.uint8).numpy()
         codes = np.stack([packed & 0xF, packed >> 4], axis=-1).reshape(len(packed), 2 * packed.shape[1])

@@ -1,4 +1,4 @@
-"""Stand-ins for torch.cuda and torch.profiler."""
+"""Replacements of torch.cuda and torch.profiler."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MEMORY_BYTES = 96 << 30
 
 
 def changes(devices: CudaDevices) -> Iterator[contextlib.AbstractContextManager[None]]:
-    """Every replacement, to be entered; leaving them restores what was there."""
+    """Yields every replacement as a context manager; its exit restores the original."""
     streams = devices.streams = Streams(devices)
     devices.open_timelines()
     for name, value in {**_of_devices(devices), **_of_memory(), **_of_streams(devices, streams)}.items():
@@ -41,7 +41,7 @@ def changes(devices: CudaDevices) -> Iterator[contextlib.AbstractContextManager[
 
 
 def _of_devices(devices: CudaDevices) -> dict[str, Any]:
-    """Which devices there are, and what they are like."""
+    """Returns the replacements that list devices and their properties."""
 
     def device_properties(device: Any = None) -> SimpleNamespace:
         major, minor = devices.properties.capability
@@ -82,7 +82,7 @@ def _of_devices(devices: CudaDevices) -> dict[str, Any]:
 
 
 def _of_memory() -> dict[str, Any]:
-    """What torch's allocator tells."""
+    """Returns the replacements that query torch's allocator."""
     return {
         "empty_cache": _nothing(),
         "mem_get_info": lambda *_: (MEMORY_BYTES, MEMORY_BYTES),
@@ -93,7 +93,7 @@ def _of_memory() -> dict[str, Any]:
 
 
 def _of_streams(devices: CudaDevices, streams: Streams) -> dict[str, Any]:
-    """Streams, events and graphs."""
+    """Returns the replacements of streams, events and graphs."""
     cuda_graph, graph = classes(devices.captures, devices.current, devices.synchronize, devices.timeline)
     return {
         "Stream": streams.Stream,
@@ -110,5 +110,8 @@ def _of_streams(devices: CudaDevices, streams: Streams) -> dict[str, Any]:
 
 
 def _nothing() -> Callable[..., None]:
-    """A function that does nothing, of its own: torch._dynamo tells functions of torch by identity."""
+    """Returns a new function that does nothing.
+
+    Torch._dynamo distinguishes functions of torch by identity.
+    """
     return lambda *_, **__: None

@@ -1,11 +1,12 @@
-"""``device="cuda"`` served by CPU memory, for scripts that were written for a GPU.
+"""Device ``"cuda"`` in CPU memory, for scripts that were written for a GPU.
 
-Torch has no switch for this, so a `TorchFunctionMode` keeps the fiction: a storage is either ordinary or
-*marked* as device memory; marked tensors say ``cuda`` when asked for their device; copies between the two
-kinds are real copies, as on a GPU; results of operations on marked tensors are marked. Memory that is
-allocated uninitialised is poisoned. Marked storages begin at multiples of 256 bytes, as cudaMalloc's do.
-Pinned host memory is ordinary memory that kernels may touch by its address, as on a GPU; no operation waits
-for them before the host reads it. Each operation is a work of the current stream, or of the host
+Torch has no option for this, so a `TorchFunctionMode` implements it. A storage is either ordinary or *marked*
+as device memory; marked tensors report the device ``cuda``. Copies between the two kinds are real copies, as
+on a GPU. Results of operations on marked tensors are marked. Memory that is allocated uninitialised is
+poisoned. Marked storages begin at multiples of 256 bytes, as those of cudaMalloc.
+
+Pinned host memory is ordinary memory that kernels may access by its address, as on a GPU. No operation waits
+for kernels before the host reads it. Each operation is a work of the current stream, or of the host
 (`host.timeline`).
 """
 
@@ -53,7 +54,7 @@ _METADATA = {
     "transpose", "t", "unsqueeze", "squeeze", "expand", "detach", "as_strided", "empty_like", "new_empty",
     "_is_view",
 }  # fmt: skip
-"""Names of functions that do not touch a tensor's data, or not that of their arguments."""
+"""Names of functions that access no data of their arguments."""
 _WHOLE = {"tolist", "numpy", "__array__"}
 """Functions that read a tensor without an operation of torch's dispatcher."""
 _MARK = "_cute_emulator_device_memory"
@@ -65,39 +66,40 @@ def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
 
 
 def is_marked(tensor: torch.Tensor) -> bool:
-    """Whether a tensor plays device memory; of a wrapper, such as a DTensor, whether what it wraps does."""
+    """Returns whether a tensor is device memory; for a wrapper, such as a DTensor, whether its content is."""
     return any(hasattr(_storage(inner), _MARK) for inner in _tensors(tensor))
 
 
 def set_mark(tensor: torch.Tensor) -> torch.Tensor:
-    """Makes a tensor's whole storage play device memory; returns the tensor."""
+    """Marks a tensor's entire storage as device memory; returns the tensor."""
     setattr(_storage(tensor), _MARK, True)
     return tensor
 
 
 def is_pinned(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is host memory that kernels may touch."""
+    """Returns whether a tensor is host memory that kernels may access."""
     return hasattr(_storage(tensor), _PINNED)
 
 
 def serves_cuda() -> bool:
-    """Whether a script runs, for which "cuda" is CPU memory."""
+    """Returns whether a script runs for which "cuda" is CPU memory."""
     modes = torch.overrides._get_current_function_mode_stack()
     return any(isinstance(mode, CudaOnCpu) for mode in modes)
 
 
 def plays_host_memory(tensor: object) -> bool:
-    """Whether a script runs in which a tensor is an ordinary CPU tensor."""
+    """Returns whether a script runs in which a tensor is an ordinary CPU tensor."""
     return isinstance(tensor, torch.Tensor) and serves_cuda() and not is_marked(tensor)
 
 
 class CudaOnCpu(TorchFunctionMode):
-    """The fiction, for the thread that enters it.
+    """Function mode that implements ``"cuda"``, for the thread that enters it.
 
     Args:
-        emulator: Whose memory and streams they are.
-        rank: This thread's device.
-        synchronize: Runs this thread's launches; called before an operation touches device memory.
+        emulator: Emulator of the memory and the streams.
+        rank: Device of this thread.
+        synchronize: Function that runs this thread's launches; called before an operation accesses device
+            memory.
     """
 
     def __init__(self, emulator: Emulator, rank: int, synchronize: Callable[[], None]) -> None:
@@ -106,10 +108,10 @@ class CudaOnCpu(TorchFunctionMode):
         self._noting: Accesses | None = None
 
     def backward(self, function: Callable[..., Any], node: Any, *gradients: Any) -> Any:
-        """Carries out a node of autograd's graph that is written in Python.
+        """Executes a node of autograd's graph that is written in Python.
 
-        The gradients that torch's own nodes hand it are device memory if one of its results is; and those
-        nodes, which see no mode, find its own written.
+        Torch's nodes run below the mode. Gradients that they pass are therefore marked here, if a result of
+        the node is device memory. The node's gradients are complete before torch's nodes read them.
         """
         with self:
             for gradient in _tensors(gradients):
@@ -119,14 +121,14 @@ class CudaOnCpu(TorchFunctionMode):
         return result
 
     def mark(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Makes a tensor's storage device memory that kernels may touch; returns the tensor."""
+        """Marks a tensor's storage as device memory that kernels may access; returns the tensor."""
         if not is_marked(tensor):
             self._align(tensor)
             self._emulator.adopt(_storage(tensor), self._rank)
         return set_mark(tensor)
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Makes a new host tensor's storage memory that kernels may touch; returns the tensor."""
+        """Makes a new host tensor's storage accessible to kernels; returns the tensor."""
         self._align(tensor)
         self._emulator.timelines.concurrent()
         self._emulator.adopt(_storage(tensor), self._rank, pinned=True)
@@ -134,7 +136,7 @@ class CudaOnCpu(TorchFunctionMode):
         return tensor
 
     def _align(self, tensor: torch.Tensor) -> None:
-        """Moves a new tensor's storage to where a device's allocator would put one."""
+        """Moves a new tensor's storage to an address with the alignment of a device's allocator."""
         storage = _storage(tensor)
         room = np.empty(storage.nbytes() + ALIGNMENT, np.uint8)
         begin = -room.ctypes.data % ALIGNMENT
@@ -200,13 +202,13 @@ class CudaOnCpu(TorchFunctionMode):
             result = func(*map(_to_cpu, args), **{name: _to_cpu(value) for name, value in kwargs.items()})
         if on_device:
             if registered:
-                self._synchronize()  # a kernel of a registered op may still have to write what is marked here
+                self._synchronize()  # a kernel of a registered op may not have written the marked memory yet
             for output in _tensors(result):
                 if _storage(output)._cdata not in owned:
                     if func in _UNINITIALISED and output.dtype is not torch.bool:
                         _storage(output).fill_(0xFF)
                     elif noted is not None:
-                        noted.found.append((output, True))
+                        noted.accessed.append((output, True))
                     self.mark(output)
         if noted is not None:
             self._judge(noted, func, args, kwargs, inputs, result)
@@ -216,7 +218,7 @@ class CudaOnCpu(TorchFunctionMode):
 
     @contextlib.contextmanager
     def _noted(self, matters: bool) -> Iterator[Accesses | None]:
-        """Inside, what an operation accesses is noted, unless it is only being captured."""
+        """Records the accesses of an operation inside, unless it is only being captured."""
         if not matters or self._emulator.timelines.get(self._rank) is None:
             yield None
             return
@@ -235,33 +237,33 @@ class CudaOnCpu(TorchFunctionMode):
     def _judge(
         self, noted: Accesses, func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor], result: Any
     ) -> None:
-        """An operation is a work of the current stream, or, with pinned memory alone, of the host."""
+        """Records an operation as a work of the current stream, or, with pinned memory only, of the host."""
         timeline, name = self._emulator.timelines.get(self._rank), getattr(func, "__name__", str(func))
         if timeline is None:
             return
         if name in _WHOLE:
-            noted.found += [(tensor, False) for tensor in inputs]
-        if not noted.found:
+            noted.accessed += [(tensor, False) for tensor in inputs]
+        if not noted.accessed:
             return
-        on_device = any(is_marked(tensor) for tensor, _ in noted.found)
+        on_device = any(is_marked(tensor) for tensor, _ in noted.accessed)
         if on_device:
             copies = name in ("copy_", "to", "cuda", "cpu")
             work = timeline.issue(f"torch's {name}")
         else:
             work = timeline.by_host(f"the host's {name}")
-        for tensor, write in noted.found:
+        for tensor, write in noted.accessed:
             timeline.touch_at(work, spans(tensor), write)
         if on_device:
             if copies:
                 self._copied(timeline, noted, name, args, kwargs, result)
             elif noted.host_waits or not any(map(is_marked, _tensors(result))):
                 timeline.host_waits(timeline.handle)
-        self._emulator.tell()
+        self._emulator.raise_findings()
 
     def _copied(
         self, timeline: Timeline, noted: Accesses, name: str, args: Any, kwargs: Any, result: Any
     ) -> None:
-        """A copy between device and host: the host waits for it unless it is told not to."""
+        """Records a copy between device and host: the host waits for it unless it is non-blocking."""
         ends = [is_marked(tensor) for tensor in (*_tensors(args[:2]), *_tensors(result))]
         if all(ends):
             return
@@ -272,7 +274,7 @@ class CudaOnCpu(TorchFunctionMode):
         if not non_blocking or not (is_marked(target) or is_pinned(target)):
             timeline.host_waits(timeline.handle)
             return
-        for tensor, _ in noted.found:
+        for tensor, _ in noted.accessed:
             if is_pinned(tensor):  # the allocator of pinned memory waits for copies
                 timeline.recorded(_storage(tensor).data_ptr(), timeline.handle)
 
@@ -284,7 +286,10 @@ class CudaOnCpu(TorchFunctionMode):
         kwargs: Any,
         inputs: list[torch.Tensor],
     ) -> Any:
-        """Keeps an operation for replays. It is carried out once for what it returns; its inputs stay."""
+        """Stores an operation for replays.
+
+        It is executed once for its result; the contents of its inputs are restored.
+        """
         storages = {_storage(t)._cdata: _storage(t) for t in inputs if is_marked(t)}
         before = [(storage, storage.clone()) for storage in storages.values()]
         result = self._carry_out(func, args, kwargs, inputs, on_device=True)
@@ -315,7 +320,10 @@ class CudaOnCpu(TorchFunctionMode):
         return torch.device("cuda", self._rank)
 
     def _target(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool | None:
-        """Whether a call names a device for its result: True for CUDA, False for the CPU, None for none."""
+        """Returns the device that a call names for its result.
+
+        True for CUDA, False for the CPU, None for none.
+        """
         if func is torch.Tensor.cuda:
             return True
         if func is torch.Tensor.cpu:
@@ -346,7 +354,7 @@ class CudaOnCpu(TorchFunctionMode):
         elif is_new and is_marked(source) and kwargs.get("non_blocking"):
             self.pin(moved)  # as torch does
         if noted is not None and is_new:
-            noted.found.append((moved, True))
+            noted.accessed.append((moved, True))
             self._judge(noted, func, args, kwargs, [source], moved)
         return moved
 
@@ -356,7 +364,10 @@ def _any_marked(tree: Any) -> bool:
 
 
 def _default_device() -> dict[str, torch.device]:
-    """What `torch.set_default_device` or ``with torch.device(..):`` adds; torch itself would too late."""
+    """Returns the argument of `torch.set_default_device` or ``with torch.device(..):``.
+
+    Torch adds it too late.
+    """
     for mode in reversed(torch.overrides._get_current_function_mode_stack()):
         if isinstance(mode, DeviceContext):
             return {"device": mode.device}
@@ -374,7 +385,7 @@ def _to_cpu(value: Any) -> Any:
 
 
 def _tensors(tree: Any) -> Iterator[torch.Tensor]:
-    """Those with memory of their own: instead of wrappers, what they wrap."""
+    """Yields the tensors that have memory: instead of wrappers, their contents."""
     for leaf in tree_leaves(tree):
         if is_traceable_wrapper_subclass(leaf):
             yield from _tensors([getattr(leaf, name) for name in leaf.__tensor_flatten__()[0]])

@@ -1,4 +1,4 @@
-"""Stand-ins for torch's streams and events. Each rank has a current stream of its own."""
+"""Replacements of torch's streams and events; each rank has a separate current stream."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 class Streams:
-    """Which streams there are, and which one a rank's calls go to.
+    """Streams of all ranks, and the current stream of each rank.
 
     Attributes:
-        Stream: `torch.cuda.Stream`.
-        Event: `torch.cuda.Event`.
+        Stream: Replacement of `torch.cuda.Stream`.
+        Event: Replacement of `torch.cuda.Event`.
     """
 
     def __init__(self, devices: CudaDevices) -> None:
@@ -32,7 +32,7 @@ class Streams:
 
     @property
     def default(self) -> Any:
-        """The calling rank's stream 0."""
+        """Returns the calling rank's stream 0."""
         rank = self._rank()
         if rank not in self._default:
             self._default[rank] = self.Stream(handle=0)
@@ -40,17 +40,17 @@ class Streams:
 
     @property
     def current(self) -> Any:
-        """Where the calling rank's work goes."""
+        """Returns the stream of the calling rank's work."""
         return self._current.get(self._rank(), self.default)
 
     def set(self, stream: Any) -> None:
-        """`torch.cuda.set_stream`; None leaves the stream as it is."""
+        """Implements `torch.cuda.set_stream`; None does not change the stream."""
         if stream is not None:
             self._current[self._rank()] = stream
 
     @contextlib.contextmanager
     def inside(self, stream: Any) -> Iterator[None]:
-        """`torch.cuda.stream`; None leaves the stream as it is."""
+        """Implements `torch.cuda.stream`; None does not change the stream."""
         before = self.current
         self.set(stream)
         try:

@@ -1,13 +1,13 @@
 """One script per rank, in threads that take turns.
 
-Only one rank's Python runs at a time, and a turn ends only where the rank would block: at a collective, or
-where the host waits for the device. So a run is deterministic, the DSL's compiler (which is one object) is
-never entered twice, and the machine runs exactly when no rank can go on without it. What a process has to
-itself changes with the turn (`process_state`).
+Only one rank's Python runs at a time. A turn ends only where the rank would block: at a collective, or at a
+wait of the host for the device. So a run is deterministic, and the DSL's compiler (one object per process) is
+never entered twice. The machine runs exactly when no rank can continue without it. State that each process
+has separately changes with the turn (`process_state`).
 
-A kernel that traps ends the device for all ranks. As on a GPU, who waits for it is told by an exception,
-which a script may catch to look for what the kernel left behind; no launch runs any more. What else breaks a
-run off is the emulator's own verdict, and no script's to catch.
+A kernel that traps ends the device for all ranks, as on a GPU. A wait for the device then raises an
+exception, which a script may catch to examine memory; no further launch runs. Other errors that end a run are
+verdicts of the emulator, and a script cannot catch them.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from cute_emulator.errors import EmulatorError, KernelTrap
 from cute_emulator.host.torch import process_state
 
 IDLE_SECONDS = 300.0
-"""A child process, a compiler say, may take so long."""
+"""Longest time without progress; a child process, such as a compiler, may need it."""
 BUSY = 0.002
-"""Share of a processor below which a process does nothing; looking whether it does takes a tenth of that."""
+"""Processor share below which a process is idle; the measurement itself uses a tenth of it."""
 STACK_LINES = 8
 
 
 def current_frames() -> dict[int, FrameType]:
     """Returns the topmost frame of each thread, by thread identifier.
 
-    The only call of `sys._current_frames`, which allocates while it holds the interpreter's list of threads.
-    Before CPython 3.11.9 an allocation there may start the collector, and the destructor of a
-    `threading.local` waits for the same list, for ever (python/cpython#106883).
-    So the collector is off meanwhile.
+    This function has the only call of `sys._current_frames`, which allocates while it holds the interpreter's
+    list of threads. Before CPython 3.11.9 such an allocation may start the garbage collector. The destructor
+    of a `threading.local` then waits for the same list, for ever (python/cpython#106883). So the collector is
+    disabled during the call.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -49,17 +49,17 @@ def current_frames() -> dict[int, FrameType]:
 
 
 class Aborted(BaseException):
-    """Another rank failed; unwinds this one without being caught by its handlers."""
+    """Exception that unwinds a rank because another rank failed; handlers of `Exception` do not catch it."""
 
 
 class Turns:
-    """Hands one turn around.
+    """Passes one turn among ranks.
 
     Args:
-        ranks: How many threads.
+        ranks: Number of threads.
         run_device: Runs everything that was launched; called with every rank blocked.
-        idle_seconds: How long the process may do nothing: then the rank whose turn it is waits for something
-            that another rank would have to do.
+        idle_seconds: Longest time without progress. After it the rank with the turn waits for an event that
+            only another rank could cause.
     """
 
     def __init__(
@@ -79,16 +79,16 @@ class Turns:
 
     @property
     def rank(self) -> int:
-        """The calling thread's rank."""
+        """Returns the calling thread's rank."""
         return int(self._local.rank)
 
     def run(self, bodies: Sequence[Callable[[], None]]) -> None:
-        """Runs one body per rank, to the end of all.
+        """Runs one body per rank until all have ended.
 
         Raises:
-            BaseException: The first that a body raised, or that the device did; a trap also where the bodies
-                that it was told to went on to their ends.
-            EmulatorError: Nothing was done for too long; it says where each rank stands.
+            BaseException: The first exception of a body or of the device; a trap also if the bodies caught it
+                and ended normally.
+            EmulatorError: There was no progress for too long; the message lists each rank's position.
         """
         threads = [
             threading.Thread(target=self._body, args=(rank, body), name=f"rank {rank}", daemon=True)
@@ -113,12 +113,12 @@ class Turns:
         """Ends this rank's turn until its launches are `done()`.
 
         Raises:
-            KernelTrap: A kernel, of whichever rank, executed `trap`, now or before.
+            KernelTrap: A kernel of any rank executed `trap`, now or before.
         """
         if not done():
             self._wait(lambda: self._trap is not None or done(), wants_device=True)
             if self._trap is not None:
-                raise copy.copy(self._trap)  # each rank's has a traceback of its own
+                raise copy.copy(self._trap)  # each rank's exception has a separate traceback
 
     def _wait(self, ready: Callable[[], bool], wants_device: bool) -> None:
         rank, state = self.rank, process_state.take()
@@ -158,21 +158,21 @@ class Turns:
             self._changed.notify_all()
 
     def _where(self, threads: Sequence[threading.Thread]) -> str:
-        """Whose turn it is, and where the Python of each rank stands."""
+        """Returns which rank has the turn, and the Python stack of each rank."""
         frames = current_frames()
-        stands = [
+        stacks = [
             f"\n{thread.name}:\n" + "".join(traceback.format_stack(frames[thread.ident])[-STACK_LINES:])
             for thread in threads
             if thread.ident in frames
         ]
         return (
-            f"nothing was done for {self._idle_seconds:g} s: rank {self._turn} has the turn, and waits for "
-            f"something other than a collective or the device, which other ranks cannot bring about "
-            f"meanwhile{''.join(stands)}"
+            f"no progress for {self._idle_seconds:g} s: rank {self._turn} has the turn and waits for an "
+            f"event other than a collective or the device; other ranks cannot cause it during the turn"
+            f"{''.join(stacks)}"
         )
 
     def _pass_on(self) -> None:
-        """Gives the turn to the next rank that can go on; runs the device if none can."""
+        """Passes the turn to the next rank that can continue; runs the device if none can."""
         chosen = self._next()
         if chosen is None and any(self._wants_device):
             try:
@@ -199,14 +199,14 @@ class Turns:
 
 
 class _Watch:
-    """Tells when this process has done nothing for so many seconds."""
+    """Detector of a process that was idle for a number of seconds."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._begin, self._spent = time.monotonic(), time.process_time()
 
     def idle(self) -> bool:
-        """To be asked now and then."""
+        """Returns whether the process was idle; call it periodically."""
         now, spent = time.monotonic(), time.process_time()
         if spent - self._spent > BUSY * self._seconds:
             self._begin, self._spent = now, spent
