@@ -58,7 +58,7 @@ from overlap_gemm.kernel.fused_gemm import FusedGemm
 from overlap_gemm.kernel.plain_gemm import PlainGemm
 from overlap_gemm.kernel.surface import Mainloop
 from overlap_gemm.mainloop import blocks, mx
-from overlap_gemm.spec import PATTERNS
+from overlap_gemm.spec import ALL_GATHER_GEMM, PATTERNS, OpSpec, patterns_of
 from overlap_gemm.transports.interface import Transport
 
 
@@ -88,8 +88,9 @@ def make_gather_kernel(
     push: bool = False,
     keep: bool = False,
     cooperative: bool = False,
+    op: OpSpec = ALL_GATHER_GEMM,
 ) -> FusedGemm:
-    """Composes the all-gather GEMM of a configuration; its ``exchange`` is a :class:`Gathering`.
+    """Composes the kernel of an op whose operand is sent; its ``exchange`` is a :class:`Gathering`.
 
     Args:
         config: compile-time choices.
@@ -97,8 +98,11 @@ def make_gather_kernel(
         push: whether the kernel's warps send the own shard; else copy engines do.
         keep: whether the gathered operand is copied to a tensor of the caller's.
         cooperative: as for `make_kernel`.
+        op: The op.
     """
-    return FusedGemm(_mainloop(config), AllGather(config, transport, push, keep), cooperative)
+    (pattern,) = patterns_of(op.name)
+    kernel = _named(PATTERNS[pattern].kernel)(config, transport, push, keep)
+    return FusedGemm(_mainloop(config), kernel, cooperative)
 
 
 def _mainloop(config: GemmConfig) -> Mainloop:
@@ -148,6 +152,8 @@ def fake_arguments(kernel: FusedGemm) -> tuple[Any, ...]:
     exchange: Any = None if isinstance(kernel.op, PlainGemm) else _fake_exchange()
     if isinstance(kernel.op, AllGather):
         exchange = _fake_gathering(cfg, kernel.op.keep)
+        if kernel.op.has_chunks:
+            exchange = exchange._replace(chunk_rows=Int32(1))
     b = matrix(cfg.in_dtypes[1], cfg.b_major == "k")
     if cfg.has_two_weights:
         b = b, matrix(cfg.in_dtypes[1], True)

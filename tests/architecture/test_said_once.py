@@ -14,8 +14,8 @@ DEVICE_CODE = ("exchange/", "gather/", "kernel/", "mainloop/")
 OP_NAMES = 17
 """Names of ops outside their room: what the package and its modules export, and the demo's model."""
 
-PATTERN_NAMES = 8
-"""The same of patterns, one of which is registered, and of collectives that are called so."""
+PATTERN_NAMES = 9
+"""The same of patterns, two of which are registered, and of collectives that are called so."""
 
 TRANSPORT_NAMES = 1
 """Names of transports that decide something: `OVERLAP_GEMM_SYMMETRIC=nvshmem`, which is no transport."""

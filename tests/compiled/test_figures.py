@@ -11,10 +11,10 @@ import pytest
 
 from overlap_gemm.config.visitors import SCALES
 from overlap_gemm_tools.compile_check import (
-    KERNELS,
     check,
     checked_configs,
     figures_of,
+    kernels_of,
 )
 from overlap_gemm_tools.lint import count_instructions, inner_loop_instructions
 
@@ -32,10 +32,10 @@ SLACK = 1.03  # instructions: small changes of no consequence
 
 def test_every_kernel_is_recorded():
     """Of the ops whose results go to everybody, the quick ones at least."""
-    every = {f"{name} {op}" for name in CONFIGS for op in KERNELS}
+    every = {f"{name} {op}" for name, config in CONFIGS.items() for op in kernels_of(config)}
     wide = [name for name, config in CONFIGS.items() if not config.has_bytes]
     wanted = {f"{name} {op}" for name in wide for op in ("GEMM", "GEMM-RS")}
-    wanted |= {f"{name} {op}" for name in QUICK for op in KERNELS}
+    wanted |= {f"{name} {op}" for name in QUICK for op in kernels_of(CONFIGS[name])}
     assert wanted <= set(RECORDED) <= every
 
 
@@ -74,7 +74,7 @@ def test_kernels_for_few_rows_are_checked_as_they_run(name):
         if name in BLOCKED + SCALED and op in ("GEMM-RS", "GEMM-AR two-shot", "AG-GEMM sending")
         else pytest.param(name, op, marks=pytest.mark.slow)
         for name in PROMOTING
-        for op in KERNELS
+        for op in kernels_of(CONFIGS[name])
     ],
 )
 def test_promoting_kernels_spill_nowhere(name, op):

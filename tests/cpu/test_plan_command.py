@@ -4,6 +4,7 @@ import pytest
 from typer.testing import CliRunner
 
 from overlap_gemm.cli import app
+from overlap_gemm.spec import OPS
 from overlap_gemm.tuning.machine import MACHINE_VARIABLE, load, machine_for
 from tests.support.ops import FUSED
 
@@ -79,10 +80,10 @@ def test_wrong_arguments_are_named(tmp_path):
 
 @pytest.mark.parametrize("op", FUSED)
 def test_what_the_backend_refuses_is_not_chosen(op):
-    """N of no multiple of 8; an all-gather GEMM's kernels pad it."""
+    """N of no multiple of 8; kernels of ops that send x pad it."""
     result, said = plan(op, 8192, 8191, 28672, "--ranks", 4)
     assert result.exit_code == 0, result.output
-    if op == "all_gather_gemm":
+    if OPS[op].operand_is_sent:
         assert "choice, captured in a CUDA graph: fused" in said
     else:
         assert "choice, captured in a CUDA graph: torch" in said and "choice, eager: torch" in said

@@ -183,7 +183,7 @@ def test_ranks_agree_on_what_an_op_looks_at_and_on_no_more(op):
         with configured(**asked):
             return settings().agreed(spec)
 
-    own, other = ("shard", "tile") if spec.gathers_operand else ("tile", "shard")
+    own, other = ("shard", "tile") if spec.operand_is_sent else ("tile", "shard")
     assert agreed(reserve_sms=3) == agreed() == agreed(**{f"{other}_transport": "peer_bulk"})
     assert agreed(**{f"{own}_transport": "peer_bulk"}) != agreed()
     assert agreed(mma="pingpong") != agreed()

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from overlap_gemm.backends.fused import exchange_plans
 from overlap_gemm.backends.fused import gather_plans as gather
 from overlap_gemm.backends.fused import plan_cache as plans
 from overlap_gemm.config.arch import ARCHS
@@ -29,7 +30,7 @@ WORLD = 3
 SIZES = (130, 3 * 264)
 """Rows and columns: more than one tile of each, the last of which is ragged."""
 
-TILES = [pattern.name for pattern in PATTERNS.values() if pattern.name != "input_gather"]
+TILES = [pattern.name for pattern in PATTERNS.values() if not pattern.spec.operand_is_sent]
 
 
 def configurations(arch):
@@ -115,3 +116,19 @@ def test_gathered_shards_with_scales_of_different_blocks_have_different_signatur
     shards = Shards(128, 2, 64)
     kinds = {gather.signature_of(torch.float8_e4m3fn, 256, shards, 512, blocks) for blocks in BLOCKS}
     assert len(kinds) == len(BLOCKS)
+
+
+def test_exchanged_rows_in_different_chunks_have_different_signatures():
+    """Compares with gathered shards of as many bytes, too, which are in the same buffer."""
+    shards = Shards(1024, 2, 512)
+    kinds = {exchange_plans.signature_of(torch.bfloat16, 256, shards, chunk) for chunk in (128, 256, 512)}
+    kinds |= {exchange_plans.signature_of(torch.float16, 256, shards, 128)}
+    assert len(kinds | {gather.signature_of(torch.bfloat16, 256, shards)}) == 5
+
+
+def test_chunks_are_whole_tiles_cover_all_rows_and_have_flags():
+    for rows, row_bytes in product((1, 127, 128, 1000, 4096, 16384, 100_001), (128, 8192, 1 << 16)):
+        chunk = geometry.chunk_rows(rows, row_bytes, 4 << 20)
+        number = -(-rows // chunk)
+        assert chunk % geometry.CHUNK_ROWS == 0 and number <= geometry.SHARD_PIECES
+        assert number == 1 or chunk * row_bytes >= 4 << 20

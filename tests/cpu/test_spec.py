@@ -101,7 +101,7 @@ def test_patterns_name_kernels_and_slots_hold_what_travels(name):
 
 
 def test_every_op_has_a_pattern_and_a_name_in_failure_records():
-    assert [op for op in OPS if not patterns_of(op)] == ["all_to_all_gemm"]
+    assert all(patterns_of(op) for op in OPS)
     assert [op_coded(op.code) for op in OPS.values()] == list(OPS) and op_coded(0) == "a kernel"
 
 

@@ -23,7 +23,7 @@ from overlap_gemm.spec.sharding import Shards
 from overlap_gemm.tuning.machine import MACHINE_VARIABLE, load, machine_for, save
 from overlap_gemm.tuning.settings import configured
 from overlap_gemm.tuning.time_model import efficiency_key
-from tests.support.ops import FUSED
+from tests.support.ops import SCALED
 
 CPU, E4M3 = torch.device("cpu"), torch.float8_e4m3fn
 RS, GATHER = "gemm_reduce_scatter", "all_gather_gemm"
@@ -68,7 +68,7 @@ def test_what_is_reserved_within_a_block_that_asks_for_puts_is_for_puts():
 
 
 @pytest.mark.parametrize(
-    ("op", "block"), [*((op, None) for op in FUSED), (GATHER, 32), (RS, 128), (GATHER, "mx"), (RS, "mx")]
+    ("op", "block"), [*((op, None) for op in SCALED), (GATHER, 32), (RS, 128), (GATHER, "mx"), (RS, "mx")]
 )
 def test_what_is_reserved_for_8_bit_operands_is_what_their_calls_take(op, block):
     """The public door: nothing would be there to find by a type that has no calls without scales."""

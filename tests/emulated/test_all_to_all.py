@@ -143,15 +143,6 @@ def test_what_it_does_not_take_is_named(rows, columns, dtype, reason):
         overlap_gemm.gemm_all_to_all(x, weight, group=world.names[0], rows=rows, backend="fused")
 
 
-def test_its_dual_has_no_kernel():
-    x, weight = torch.randn(32, 16).bfloat16(), torch.randn(32, 32).bfloat16()
-    with (
-        world_of("sm_100a", 2) as world,
-        pytest.raises(ValueError, match="no fused kernel of all_to_all_gemm"),
-    ):
-        overlap_gemm.all_to_all_gemm(x, weight, group=world.names[0], backend="fused")
-
-
 def two_calls(options):
     """Checks two calls of two ranks, one CTA each, for `mutate.run`."""
     case = Case(OP, 128, 256, 64, torch.bfloat16)

@@ -19,19 +19,29 @@ from overlap_gemm.cli.console import rank_zero_console
 from overlap_gemm.config.gemm_config import GemmConfig
 from overlap_gemm.config.scale_blocks import BLOCKS
 from overlap_gemm.config.visitors import SCALES
-from overlap_gemm.spec import ALL_GATHER_GEMM, PATTERNS
+from overlap_gemm.spec import ALL_GATHER_GEMM, ALL_TO_ALL_GEMM, PATTERNS
 from overlap_gemm.tuning.space import every_config
 
 from .lint import PtxasReport, count_instructions, inner_loop_instructions, inspect
 
 ARCHS = ("sm_90a", "sm_100a")
 
-EXCHANGES = {p.label: name for name, p in PATTERNS.items() if not p.spec.gathers_operand}
-GATHERS = {ALL_GATHER_GEMM.label: False, f"{ALL_GATHER_GEMM.label} sending": True}
+EXCHANGES = {p.label: name for name, p in PATTERNS.items() if not p.spec.operand_is_sent}
+GATHERS = {
+    f"{op.label}{' sending' * sends}": (op, sends)
+    for op in (ALL_GATHER_GEMM, ALL_TO_ALL_GEMM)
+    for sends in (False, True)
+}
 KERNELS = ("GEMM", *EXCHANGES, *GATHERS)
 """The kernels of a configuration, by the names under which they are reported: how each exchanges tiles, or
 whether its warps send and keep shards.
 """
+
+
+def kernels_of(config: GemmConfig) -> list[str]:
+    """Returns the kernels that a configuration has."""
+    in_slices = not (config.has_bytes or config.k_split > 1 or config.loads_weights_early)
+    return [name for name in KERNELS if in_slices or name not in GATHERS or GATHERS[name][0].gathers_operand]
 
 
 @dataclass(frozen=True)
@@ -61,8 +71,8 @@ def check(config: GemmConfig, op: str) -> Checked:
     from overlap_gemm.transports import LL, PeerBulk
 
     if op in GATHERS:
-        sends = GATHERS[op]  # and keeps
-        kernel = make_gather_kernel(config, PeerBulk(), push=sends, keep=sends)
+        spec, sends = GATHERS[op]  # and keeps
+        kernel = make_gather_kernel(config, PeerBulk(), push=sends, keep=sends, op=spec)
     elif op in EXCHANGES:
         # As `backends.fused.ways.wanted` has it where nobody asks for other ways.
         transport = LL() if config.sends_ll else PeerBulk()
@@ -155,7 +165,7 @@ def compile_check(
         )
     wrong: list[Checked] = []
     figures: dict[str, dict[str, int]] = {}
-    jobs = [(config, op) for config in configs for op in KERNELS]
+    jobs = [(config, op) for config in configs for op in kernels_of(config)]
     for config, op in track(jobs, "compiling"):
         checked = check(config, op)
         if checked.findings:

@@ -154,9 +154,9 @@ def reserve(
 
     Args:
         *ops: Names of the ops; default: all. Ops that exchange tiles share a workspace of at least `2 *
-            max_rows * columns` elements. `all_gather_gemm` has a workspace of `max_rows * columns`.
+            max_rows * columns` elements. Those that send x share one of `max_rows * columns`.
         max_rows: Maximum of M over all ranks.
-        columns: Maximum of N over all ranks; for `all_gather_gemm` the maximum of K. (Both are the hidden
+        columns: Maximum of N over all ranks; of K for ops that send x. (Both are the hidden
             size in a model with alternating column- and row-parallel linears.)
         group: ProcessGroup, 1-D DeviceMesh, or None for the world.
         dtype: Type of the operands; an 8-bit type stands for calls with scales and 16-bit results.

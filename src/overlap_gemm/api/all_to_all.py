@@ -29,7 +29,13 @@ _gemm_all_to_all = register(
         kernel="overlap_gemm.exchange.all_to_all:AllToAll",
     ),
 )  # fmt: skip
-_all_to_all_gemm = register(ALL_TO_ALL_GEMM)
+_all_to_all_gemm = register(
+    ALL_TO_ALL_GEMM,
+    PatternSpec(
+        "input_exchange", ALL_TO_ALL_GEMM.name, cut="rows", to_all=False, returns=False,
+        kernel="overlap_gemm.gather.input_exchange:InputExchange",
+    ),
+)  # fmt: skip
 
 
 def gemm_all_to_all(

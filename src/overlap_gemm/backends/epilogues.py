@@ -74,7 +74,7 @@ def why_after(problem: Problem, columns: int) -> str | None:
     if epilogue.pairs and not spec.gathers_operand:
         return "kernels make pairs of columns where the product is the output, in all_gather_gemm"
     if spec.weight is None:
-        return "kernels apply none where other ranks get the sums"
+        return "kernels apply none in ops whose weight every rank has"
     if strange := [dtype for dtype in applying.dtypes if dtype not in INPUT_DTYPES]:
         return f"kernels read inputs of bfloat16, float16 and float32, not {strange[0]}"
     if epilogue.of == "partial" and not spec.sums:

@@ -283,6 +283,22 @@ SHARD_ALIGN = 128
 SHARD_PIECES = 8
 """Pieces in which a shard of a gathered operand is put at most, each with a flag."""
 
+CHUNK_ROWS = 128
+"""Chunks of a slice's rows (`gather.input_exchange`) are multiples of this many: most tiles end with one."""
+
+
+def chunk_rows(rows: int, row_bytes: int, least: int) -> int:
+    """Returns the rows of a slice that share a flag.
+
+    Args:
+        rows: Rows of a full slice.
+        row_bytes: Bytes of its rows.
+        least: Bytes that are worth a copy and a flag.
+    """
+    number = min(max(rows * row_bytes // max(least, 1), 1), SHARD_PIECES)
+    return ceil_div(rows, number * CHUNK_ROWS) * CHUNK_ROWS
+
+
 PIECE_ALIGN = 1024
 """A piece of a shard is a multiple of this many bytes; the last has the rest."""
 

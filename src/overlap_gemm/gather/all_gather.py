@@ -117,13 +117,16 @@ class AllGather(OutputOp):
     push: bool = False
     keep: bool = False
 
+    code = ALL_GATHER_GEMM.code
+    has_chunks = False
+
     @property
     def order(self) -> OwnShardFirst:
         """Returns the order of the tiles: full shards in the order of their arrival."""
         return OwnShardFirst(self.config.raster_group)
 
     @property
-    def gate(self) -> ArrivalGate:
+    def gate(self) -> Any:
         """Returns the gate, which opens for a shard when it has arrived."""
         return ArrivalGate(self)
 
@@ -148,7 +151,7 @@ class AllGather(OutputOp):
         tma, tensor = mainloop.tma_of_a(given.gathered)
         return GatheredShards(tma, tensor, scales)
 
-    def output(self, out: cute.Tensor, given: Gathering) -> ShardedOutput:
+    def output(self, out: cute.Tensor, given: Gathering) -> Any:
         """Returns the TMA stores of the output, from the ring's stages."""
         cfg, shard = self.config, given.exchange.shard_rows
         columns, pitch = cute.size(out, mode=[1]), out.stride[0]
@@ -166,18 +169,22 @@ class AllGather(OutputOp):
             stores(cute.make_tensor(out.iterator + offset, rest)),
         )
 
+    def sender(self, work: Work, output: Any, stages: Stages) -> OutputSender:
+        """Returns the sender of tiles to the output."""
+        return ShardSender(self, work, output, stages)
+
     @cute.jit
     def comm_role(self, ring: Any, stages: Stages, work: Work, call: GatherCall, output: Any) -> None:
         """Stores every tile, one lane; all lanes of the comm warp. The grid's first waits for readers."""
         is_first = cta_number() == 0
-        begin_warp(call.call, ALL_GATHER_GEMM.code, self.transport, is_first and call.given.is_first != 0)
+        begin_warp(call.call, self.code, self.transport, is_first and call.given.is_first != 0)
         if cute.arch.lane_idx() == 0:
-            sender = ShardSender(self, work, output, stages)
+            sender = self.sender(work, output, stages)
             ring.drain(ring.consumer_state(), self.config.stored_subtiles, sender)
         cute.arch.sync_warp()
         if is_first and call.given.is_last != 0:
-            await_peers(call.call, ALL_GATHER_GEMM.code)
-            await_readers(call.call, ALL_GATHER_GEMM.code)
+            await_peers(call.call, self.code)
+            await_readers(call.call, self.code)
 
     @cute.jit
     def end(self, call: GatherCall, tally: Any, warps: cutlass.Constexpr) -> None:

@@ -67,6 +67,7 @@ class Gathering(NamedTuple):
         scales: Scales of blocks of the shards in the gather buffer, a matrix as in `mx` or `blocks` with
             ``owners`` as last dimension; else None.
         after: Scales of a shard, of rows or of blocks; None if A has no scales.
+        chunk_rows: ``Int32``: rows that share a flag (`gather.input_exchange`); None if shards have one.
     """
 
     exchange: Exchange
@@ -79,6 +80,7 @@ class Gathering(NamedTuple):
     is_last: Int32
     scales: Any = None
     after: ShardScales | None = None
+    chunk_rows: Any = None
 
 
 class GatherCall(NamedTuple):
@@ -109,10 +111,13 @@ class GatherCall(NamedTuple):
 
     def rows(self, source: Scalar) -> tuple[Any, Any]:
         """Returns (bytes of the rows before a shard's, bytes of the shard's rows)."""
-        given, rows = self.given, self.call.exchange.shard_rows
-        first = Int32(source) * rows
-        held = cutlass.min(given.rows - first, rows)
-        return Int64(first) * given.row_bytes, Int64(held) * given.row_bytes
+        row_bytes, first = self.given.row_bytes, Int32(source) * self.call.exchange.shard_rows
+        return Int64(first) * row_bytes, Int64(self.num_rows(source)) * row_bytes
+
+    def num_rows(self, source: Scalar) -> Any:
+        """Returns the number of rows of a shard; 0 or less after the last owner."""
+        shard = self.call.exchange.shard_rows
+        return cutlass.min(self.given.rows - Int32(source) * shard, shard)
 
     @property
     def full_bytes(self) -> Any:
@@ -264,16 +269,41 @@ def copy_units(
     """
     width, chunks = size // CHUNK_BYTES, Int32(nbytes // CHUNK_BYTES)
     for unit in cutlass.range(first, (chunks + (width - 1)) // width, stride, unroll=1):
-        loaded = cute.make_rmem_tensor((CHUNK_WORDS, width // LANES), cutlass.Uint32)
-        start = unit * width + cute.arch.lane_idx()
-        for c in cutlass.range_constexpr(width // LANES):
-            # After the end the last chunk is loaded again, and not stored.
-            at = cutlass.min(start + c * LANES, chunks - 1)
-            cute.autovec_copy(chunk_at(source + Int64(at) * CHUNK_BYTES), loaded[(None, c)])
-        for c in cutlass.range_constexpr(width // LANES):
-            at = start + c * LANES
-            if at < chunks:
-                cute.autovec_copy(loaded[(None, c)], chunk_at(target + Int64(at) * CHUNK_BYTES))
+        copy_unit(width, target, source, chunks, unit)
+
+
+@cute.jit
+def copy_rows(
+    size: cutlass.Constexpr,
+    target: Int64,
+    pitch: Int64,
+    source: Int64,
+    row_bytes: Int64,
+    rows: Int32,
+    first: Int32,
+    stride: Int32,
+) -> None:
+    """Copies contiguous rows to rows that are ``pitch`` bytes apart; other arguments as in `copy_units`."""
+    width, chunks = size // CHUNK_BYTES, Int32(row_bytes // CHUNK_BYTES)
+    units = (chunks + (width - 1)) // width
+    for unit in cutlass.range(first, rows * units, stride, unroll=1):
+        row = Int64(unit // units)
+        copy_unit(width, target + row * pitch, source + row * row_bytes, chunks, unit % units)
+
+
+@cute.jit
+def copy_unit(width: cutlass.Constexpr, target: Int64, source: Int64, chunks: Int32, unit: Int32) -> None:
+    """Copies unit number ``unit``, of ``width`` of the ``chunks`` of 16 bytes; all lanes."""
+    loaded = cute.make_rmem_tensor((CHUNK_WORDS, width // LANES), cutlass.Uint32)
+    start = unit * width + cute.arch.lane_idx()
+    for c in cutlass.range_constexpr(width // LANES):
+        # After the end the last chunk is loaded again, and not stored.
+        at = cutlass.min(start + c * LANES, chunks - 1)
+        cute.autovec_copy(chunk_at(source + Int64(at) * CHUNK_BYTES), loaded[(None, c)])
+    for c in cutlass.range_constexpr(width // LANES):
+        at = start + c * LANES
+        if at < chunks:
+            cute.autovec_copy(loaded[(None, c)], chunk_at(target + Int64(at) * CHUNK_BYTES))
 
 
 def chunk_at(address: Address) -> cute.Tensor:

@@ -46,7 +46,7 @@ def load_weights_early(mainloop: Mainloop, op: KernelOp, res: Any, ops: Any, wor
     col = place.shard * work.shards.col_step + place.n * mainloop.config.cluster_tile[1]
     if work.num_tiles > 0:
         _, b, first, _ = mainloop.loads(res, ops, Int32(0), col)
-        load_first_weights(res.ab, mainloop.load_state(), b, first, num_early(mainloop.config, ops.a))
+        load_first_weights(res.ab, mainloop.load_state(), b, first, num_early(mainloop.config, ops.b))
 
 
 def wait_for_kernel_before(config: cutlass.Constexpr) -> None:

@@ -28,7 +28,7 @@ def load_role(mainloop: Mainloop, op: KernelOp, res: Any, ops: Any, more: Any, w
     gate: Any = op.gate
     state, opened, early = mainloop.load_state(), Int32(-1), None
     if cutlass.const_expr(mainloop.config.loads_weights_early):
-        early = num_early(mainloop.config, ops.a)
+        early = num_early(mainloop.config, ops.b)
     for j in cutlass.range(work.num_tiles, unroll=1):
         place = work.place(op.order, j)
         if cutlass.const_expr(gate is not None):

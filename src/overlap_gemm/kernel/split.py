@@ -80,18 +80,18 @@ def setup(config: cutlass.Constexpr, barriers: Any, smem: Any) -> Parts:
     return Parts(full, empty, buffer)
 
 
-def num_k_tiles(config: GemmConfig, a: Any) -> Any:
+def num_k_tiles(config: GemmConfig, b: Any) -> Any:
     """Returns the number of k tiles of one part, or one leaf: equal for all, in full steps of ``k_step``.
 
-    The last k tiles may load zeros.
+    The last k tiles may load zeros. ``b``: View of B, which has all of K; peers may have parts of A's.
     """
-    number = cute.ceil_div(cute.size(a, mode=[1]), config.tile_k * config.k_split * config.k_step)
+    number = cute.ceil_div(cute.size(b, mode=[1]), config.tile_k * config.k_split * config.k_step)
     return number * config.k_step
 
 
-def num_early(config: GemmConfig, a: Any) -> Any:
+def num_early(config: GemmConfig, b: Any) -> Any:
     """Returns the number of B's k tiles that can be loaded before A's: at most one for each stage."""
-    return cutlass.min(num_k_tiles(config, a), config.ab_stages)
+    return cutlass.min(num_k_tiles(config, b), config.ab_stages)
 
 
 def part_of_k() -> Any:

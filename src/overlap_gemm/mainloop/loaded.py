@@ -57,5 +57,5 @@ class LoadedMainloop:
 
     def part_of_k(self, ops: OperandViews) -> tuple[Any, Any]:
         """Returns the first k tile of this CTA, and the number of its k tiles, of all leaves."""
-        number = split.num_k_tiles(self.config, ops.a) * self.config.accumulations
+        number = split.num_k_tiles(self.config, ops.b) * self.config.accumulations
         return split.part_of_k() * number if self.config.k_split > 1 else Int32(0), number

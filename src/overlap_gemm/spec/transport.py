@@ -32,7 +32,9 @@ class TransportSpec:
 
     def carries(self, op: OpSpec) -> bool:
         """Returns whether the op can use the transport."""
-        return self.shards if op.gathers_operand else self.tiles
+        if not op.operand_is_sent:
+            return self.tiles
+        return self.shards and (op.gathers_operand or not self.puts)  # puts are of entire shards
 
 
 TRANSPORTS = {

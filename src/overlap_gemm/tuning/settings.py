@@ -94,7 +94,7 @@ class Settings(NamedTuple):
         return None if name is None else TRANSPORTS[name]
 
     def _transport(self, op: OpSpec) -> str | None:
-        return self.shard_transport if op.gathers_operand else self.tile_transport
+        return self.shard_transport if op.operand_is_sent else self.tile_transport
 
 
 PROMISED = (("k_split", 1), ("fast_accum", False), ("slot_dtype", "f32"))
@@ -164,7 +164,7 @@ def configured(
             partial sums to all. ``"two_shot"``: the owner of a tile sums it and sends the sum to all.
         transport: Sets both `shard_transport` and `tile_transport`, for a block whose ops all support it. An
             op that does not raises ValueError at the call, with the names that it supports.
-        shard_transport: Transport of `all_gather_gemm`'s shards, the same on every rank: ``"copy_engine"``,
+        shard_transport: Transport of operands' shards, the same on every rank: ``"copy_engine"``,
             ``"peer_bulk"`` (warps of the kernel) or ``"nvshmem"``.
         tile_transport: Transport of the other ops' tiles, the same on every rank. ``"peer_bulk"``: stores
             followed by flags. ``"ll"``: packets that contain their flag; the default for few rows; ValueError

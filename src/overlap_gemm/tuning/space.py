@@ -19,7 +19,14 @@ from ..spec import patterns_of
 from .machine import Machine, machine_for
 from .measured import Kernel
 from .settings import settings
-from .time_model import Facts, FusedTime, efficiency_key, fused_all_gather, fused_time
+from .time_model import (
+    Facts,
+    FusedTime,
+    efficiency_key,
+    fused_all_gather,
+    fused_input_exchange,
+    fused_time,
+)
 
 SHAPE = ("mma", "tile", "cluster", "k_split")
 """Fields of a configuration among which a choice is made."""
@@ -254,10 +261,13 @@ def _eligible(
 ) -> list[GemmConfig]:
     """Returns the configurations that a call of `facts` may get with these fields.
 
-    No table has swapped kernels of all-gather GEMMs: only a measurement chooses them.
+    No table has swapped kernels of all-gather GEMMs: only a measurement chooses them. Kernels that exchange
+    x within a tile's K do not split it.
     """
     fitting = _resident(_fitting(arch, facts.dtype, machine, fields, facts.blocks), num_sms)
-    if facts.m > machine.few_rows or (facts.spec.gathers_operand and not is_measured):
+    if facts.spec.operand_is_sent and not facts.spec.gathers_operand:
+        fitting = [c for c in fitting if c.k_split == 1] or fitting
+    if facts.m > machine.few_rows or (facts.spec.operand_is_sent and not is_measured):
         fitting = [c for c in fitting if c.mma != "swap_ab"] or fitting
     return fitting
 
@@ -299,6 +309,8 @@ def seconds_of(config: GemmConfig, facts: Facts, machine: Machine, num_sms: int,
     """Returns the parts of the time of the op of `facts` by the kernel of `config` and a pattern."""
     if facts.spec.gathers_operand:
         return fused_all_gather(config, facts, machine, num_sms)
+    if facts.spec.operand_is_sent:
+        return fused_input_exchange(config, facts, machine, num_sms)
     return fused_time(config, facts, machine, num_sms, pattern)
 
 

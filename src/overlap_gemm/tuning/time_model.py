@@ -27,7 +27,7 @@ from typing import NamedTuple
 from ..config.gemm_config import DTYPE_BYTES, GemmConfig
 from ..config.naming import blocks_name, by
 from ..config.scale_blocks import PROMOTED, Blocks
-from ..exchange.geometry import FLAG_BYTES, ExchangeShape
+from ..exchange.geometry import FLAG_BYTES, ExchangeShape, chunk_rows
 from ..spec import OPS, PATTERNS, OpSpec, patterns_of
 from ..spec.sharding import ceil_div, num_owners, shard_rows
 from .machine import Curve, Machine
@@ -190,11 +190,16 @@ def by_shards_seconds(facts: Facts, machine: Machine, sms: int) -> float:
 
 def copies_seconds(facts: Facts, machine: Machine) -> float:
     """Returns the host time of an eager all-gather GEMM's copies; 0 if the kernel's warps send."""
-    if not facts.spec.gathers_operand:
+    if not facts.spec.operand_is_sent:
         return 0.0
     _, _, k = facts.extents
-    nbytes = (facts.shard or shard_rows(facts.m, facts.world)) * k * DTYPE_BYTES[facts.dtype]
-    return (facts.world - 1) * machine.copy_host if nbytes >= machine.copy_bytes else 0.0
+    rows = facts.shard or shard_rows(facts.m, facts.world)
+    row_bytes, copies = k * DTYPE_BYTES[facts.dtype], 1
+    if not facts.spec.gathers_operand:
+        row_bytes //= facts.world
+        copies = ceil_div(rows, chunk_rows(rows, row_bytes, machine.copy_bytes))
+    is_copied = rows * row_bytes >= machine.copy_bytes
+    return (facts.world - 1) * copies * machine.copy_host if is_copied else 0.0
 
 
 def link_seconds(facts: Facts, machine: Machine) -> float:
@@ -385,6 +390,37 @@ def fused_all_gather(config: GemmConfig, facts: Facts, machine: Machine, sms: in
     return FusedTime(
         waves=waves,
         link=(owners - 1) * arrival,
+        memory=_memory_seconds(facts, machine),
+        fill=0.0,
+        tail=done - waves,
+        receive=0.0 if world == 1 else machine.arrival,
+        launch=machine.launch,
+    )
+
+
+def fused_input_exchange(config: GemmConfig, facts: Facts, machine: Machine, sms: int) -> FusedTime:
+    """Returns the time of a fused all-to-all GEMM by the kernel of `config`, wave after wave.
+
+    A wave begins with the local columns; those of its rows that peers have must arrive meanwhile, at the
+    link's full rate, in the order of the waves. `tail` is the part of the arrivals that the product does not
+    hide.
+    """
+    m, n, k = facts.local
+    world, (tile_m, tile_n) = facts.world, config.cluster_tile
+    resident = max(1, sms // config.cluster_ctas)
+    num_waves = ceil_div(ceil_div(m, tile_m) * ceil_div(n, tile_n), resident)
+    wave = _wave_seconds(config, _mainloop_seconds(config, k, machine, num_waves), machine)
+    waves = done = num_waves * wave
+    row_bytes = k // world * DTYPE_BYTES[facts.dtype]
+    chunk = min(chunk_rows(m, row_bytes, machine.copy_bytes), m)
+    link = (world - 1) * m * row_bytes / machine.link_rate
+    for number in range(num_waves):
+        part = max((number + 1) / num_waves, chunk / m)  # of the rows
+        left = (num_waves - number - 1 / world) * wave
+        done = max(done, part * link + machine.arrival + left)
+    return FusedTime(
+        waves=waves,
+        link=link,
         memory=_memory_seconds(facts, machine),
         fill=0.0,
         tail=done - waves,

@@ -11,6 +11,7 @@ from ...runtime.compile_cache import OPTIONS, CompileCache
 from ...runtime.executor import Executor
 from ...runtime.memory.symmetric import init_nvshmem_library
 from ...runtime.order import forbid_capture
+from ...spec import ALL_GATHER_GEMM, OpSpec
 from .ways import Way
 
 
@@ -49,8 +50,15 @@ def _is_cooperative(executor: Executor, config: GemmConfig, relayed: bool) -> bo
     return executor.is_whole_device
 
 
-def compiled_gather(executor: Executor, config: GemmConfig, push: bool, keep: bool, puts: bool) -> Any:
-    """Returns the all-gather GEMM of a configuration.
+def compiled_gather(
+    executor: Executor,
+    config: GemmConfig,
+    push: bool,
+    keep: bool,
+    puts: bool,
+    op: OpSpec = ALL_GATHER_GEMM,
+) -> Any:
+    """Returns the kernel of an op whose operand is sent.
 
     Args:
         executor: Executor that launches the kernel.
@@ -58,6 +66,7 @@ def compiled_gather(executor: Executor, config: GemmConfig, push: bool, keep: bo
         push: Whether the kernel sends the shards, as in `build.make_gather_kernel`.
         keep: Whether the kernel stores the gathered operand, as in `build.make_gather_kernel`.
         puts: Whether a relay kernel puts the shards.
+        op: The op.
     """
 
     def build() -> Any:
@@ -65,10 +74,10 @@ def compiled_gather(executor: Executor, config: GemmConfig, push: bool, keep: bo
         from ...transports import PeerBulk, Staged
 
         transport = Staged() if puts else PeerBulk()
-        return compile_kernel(make_gather_kernel(config, transport, push, keep, cooperative), OPTIONS)
+        return compile_kernel(make_gather_kernel(config, transport, push, keep, cooperative, op), OPTIONS)
 
     cooperative = _is_cooperative(executor, config, puts)
-    return _from_cache(executor, (config, "gather", push, keep, puts, cooperative), build, puts=False)
+    return _from_cache(executor, (config, op.name, push, keep, puts, cooperative), build, puts=False)
 
 
 def compiled_relay(executor: Executor) -> Any:

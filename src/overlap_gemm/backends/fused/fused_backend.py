@@ -34,6 +34,7 @@ from ..epilogues import (
 )
 from ..scales.block_scales import layout_of
 from ..scales.tma_operands import ROW_BYTES, ROW_ELEMENTS, aligned, aligned_vector, has_tma_strides, major
+from . import exchange_plans as exchange
 from . import gather_calls as gather
 from .launch_plan import Plan
 from .plan_cache import DTYPES, bias_visitor, plan_for
@@ -135,13 +136,14 @@ class Fused:
                 return reason
         elif problem.dtype not in DTYPES:
             return f"fused kernels take bfloat16 or float16, not {problem.dtype}"
+        if spec.deals_depth and (reason := self.why_no_exchange(problem)):
+            return reason
         if not spec.gathers_operand and problem.width % ROW_ELEMENTS:
             return f"N={problem.width} must be a multiple of {ROW_ELEMENTS}: TMA rows are whole 16 bytes"
         if spec.weight is None:
-            parts = (
-                (problem.m, problem.call.chunk),
-                *((n, shard_rows(n, problem.world_size)) for n in problem.widths),
-            )
+            parts = [(problem.m, problem.call.chunk)]
+            if spec.out == "n":
+                parts += [(n, shard_rows(n, problem.world_size)) for n in problem.widths]
             for extent, shard in parts:
                 if shard and num_owners(extent, shard) < problem.world_size:
                     return (
@@ -158,6 +160,21 @@ class Fused:
             return reason
         if problem.world_size > MAX_WORLD:
             return f"a workspace has words for {MAX_WORLD} ranks, not {problem.world_size}"
+        return None
+
+    def why_no_exchange(self, problem: Problem) -> str | None:
+        """Returns the reason no kernel exchanges a problem's columns of x for rows; None if one does."""
+        world, promises = problem.world_size, problem.promises
+        if problem.width % (world * exchange.BLOCK_K):
+            return (
+                f"K={problem.width} in {world} parts must be a multiple of {exchange.BLOCK_K} a rank: "
+                f"kernels load so many columns of x at a time"
+            )
+        if promises.leaves and world > 1:
+            return (
+                f"kernels sum K from a rank's own columns on, so bits depend on the rank that has a row, and "
+                f"it on M (invariant={promises.invariant!r})"
+            )
         return None
 
     def why_no_tree(self, problem: Problem) -> str | None:
@@ -214,6 +231,8 @@ class Fused:
                 x, weight, bias, shards, group, problem.keep, problem.out_dtype, problem.blocks,
                 problem.applying,
             )  # fmt: skip
+        if problem.spec.operand_is_sent:
+            return exchange.bind(x, weight, bias, shards, group, problem.keep)
         if problem.spec.takes_lists:
             return self._bind_each(problem, x, weight, bias, shards, group)
         return self._bind_one(problem, x, weight, bias, shards, group)

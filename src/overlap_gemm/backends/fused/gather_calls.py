@@ -82,7 +82,7 @@ def bind(
     def run_as_planned(
         x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]
     ) -> tuple[Tensor, list[Tensor]]:
-        if _has_place_off(x, *weights, *biases) or not plan.is_open:
+        if has_place_off(x, *weights, *biases) or not plan.is_open:
             return run(x, weights, biases)
         outs = [x.new_empty(rows, n) for n in columns]
         kept = x.new_empty(rows, depth) if keep else None
@@ -128,7 +128,7 @@ def _bind_scaled(
         scales: Sequence[Tensor],
     ) -> tuple[Tensor, list[Tensor]]:
         extras = None
-        if plan.is_open and not _has_place_off(x, *weights, *biases):
+        if plan.is_open and not has_place_off(x, *weights, *biases):
             extras = read_with(scale_x, scales)
         if extras is None:
             return run(x, weights, biases, scale_x, scales)
@@ -142,7 +142,7 @@ def _bind_scaled(
     return run_as_planned
 
 
-def _has_place_off(*tensors: Tensor) -> bool:
+def has_place_off(*tensors: Tensor) -> bool:
     """Returns whether a tensor does not begin at a multiple of 16 bytes."""
     addresses = 0
     for tensor in tensors:
@@ -202,7 +202,7 @@ def all_gather_gemm(
         by_row = aligned_vector(scales[0], len(x)) if alone else scales_of_rows(scales[0], len(x))
         vectors = [(by_row, column) for column in _columns(used, scales[1])]
     if biases:
-        found = [_padded(bias, padded(len(weight))) for bias, weight in zip(biases, used, strict=True)]
+        found = [whole_vector(bias, padded(len(weight))) for bias, weight in zip(biases, used, strict=True)]
         vectors = [(*read, bias) for read, bias in zip(vectors, found, strict=True)]
     visitors = bias_visitor(bool(biases), dtype)
     if visitor is not None:
@@ -225,8 +225,8 @@ def all_gather_gemm(
             plan = plan_for(group, x, own.shape[1], operands, visitors, shards, keep, out_dtype, blocks)
             plan.launch(own, operands, narrowed, extras, kept)
     own_widths = [len(weight) // columns_of for weight in weights]
-    results = [_first_columns(out, width, group) for out, width in zip(outs, own_widths, strict=True)]
-    return x if kept is None else _first_columns(kept, depth, group), results
+    results = [first_columns(out, width, group) for out, width in zip(outs, own_widths, strict=True)]
+    return x if kept is None else first_columns(kept, depth, group), results
 
 
 def all_gather_pairs(
@@ -277,7 +277,7 @@ def all_gather_pairs(
             kept = shard.new_empty(rows, shard.stride(0)) if keep else None
             plan = plan_for(group, x, shard.shape[1], (pair,), visitors, shards, keep)
             plan.launch(shard, (pair,), (out,), (read or None,), kept)
-    return x if kept is None else _first_columns(kept, depth, group), [out]
+    return x if kept is None else first_columns(kept, depth, group), [out]
 
 
 def _shard(x: Tensor, alone: bool) -> Tensor:
@@ -291,10 +291,10 @@ def _columns(weights: Sequence[Tensor], scales: Sequence[Tensor]) -> list[Tensor
         aligned_vector(scale if len(scale) else scale.new_zeros(1), len(weight))
         for scale, weight in zip(scales, weights, strict=True)
     ]
-    return [_padded(column, padded(len(column))) for column in columns]
+    return [whole_vector(column, padded(len(column))) for column in columns]
 
 
-def _first_columns(matrix: Tensor, columns: int, group: Group) -> Tensor:
+def first_columns(matrix: Tensor, columns: int, group: Group) -> Tensor:
     """Returns the first columns of a result, contiguous.
 
     The result of a virtual rank, whose kernels have not run yet, is a view.
@@ -303,7 +303,7 @@ def _first_columns(matrix: Tensor, columns: int, group: Group) -> Tensor:
     return first if group.is_virtual else first.contiguous()
 
 
-def _padded(vector: Tensor, size: int) -> Tensor:
+def whole_vector(vector: Tensor, size: int) -> Tensor:
     """Returns `vector` padded with zeros to `size`, the elements that the epilogue reads."""
     if len(vector) == size:
         return aligned_vector(vector, size)

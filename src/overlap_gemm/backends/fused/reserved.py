@@ -13,7 +13,7 @@ from ...runtime.group import Group
 from ...runtime.memory.workspace import SizeClass, obtain
 from ...runtime.peers import Agreed
 from ...spec import OPS, PATTERNS, TRANSPORTS, PatternSpec
-from ...spec.sharding import shard_rows
+from ...spec.sharding import ceil_div, shard_rows
 from ...tuning.settings import settings
 from ...tuning.space import constants, pattern_of, possible
 from ...tuning.time_model import Facts
@@ -39,7 +39,7 @@ def needed_classes(
     """Returns the size class of each kind of workspace of calls up to a size, of any configuration.
 
     One-shot all-reduces with more rows than the model selects them for are not included (`configured`). The
-    ops that exchange tiles share one workspace, kernels for few rows another one, all-gather GEMMs a third.
+    ops that exchange tiles share one workspace, kernels for few rows another one, ops that send x a third.
     The first call of a group is collective.
 
     Args:
@@ -48,7 +48,7 @@ def needed_classes(
         dtype: Dtype of the operands.
         ops: Names of the ops; at least one.
         rows: Largest M over all ranks.
-        width: Largest N of ops that exchange tiles, largest K of all-gather GEMMs.
+        width: Largest N of ops that exchange tiles, largest K of those that send x.
         out_dtype: Dtype of results if operands have scales.
         blocks: Blocks that may share a scale; None: rows.
     """
@@ -71,8 +71,9 @@ def needed_classes(
                 had = needed.get(size.kind, size)
                 zeroed, buffer = max(had.zeroed, size.zeroed), max(had.buffer, size.buffer)
                 needed[size.kind] = replace(size, zeroed=zeroed, buffer=buffer)
-    if any(OPS[op].gathers_operand for op in ops):
-        chunk, depth = shard_rows(rows, group.size), padded(width, dtype.itemsize)
+    if sending := [OPS[op] for op in ops if OPS[op].operand_is_sent]:
+        columns = width if any(op.gathers_operand for op in sending) else ceil_div(width, group.size)
+        chunk, depth = shard_rows(rows, group.size), padded(columns, dtype.itemsize)
         shard = chunk * depth * dtype.itemsize
         if out_dtype is not None:
             each = [shard_bytes(chunk, depth, kinds) for kinds in calls]
@@ -106,7 +107,7 @@ def _shapes(ops: Sequence[str], largest: Facts, agreed: Agreed) -> Iterator[Exch
     rows, columns, world = largest.m, largest.n, largest.world
     assert columns is not None
     for name, pattern in PATTERNS.items():
-        if pattern.op in ops and not pattern.spec.gathers_operand:
+        if pattern.op in ops and not pattern.spec.operand_is_sent:
             most = rows if pattern.cut else _uncut_rows(pattern, largest, agreed)
             if most:
                 most = most if pattern.spec.weight is not None else shard_rows(most, world)

@@ -1,0 +1,287 @@
+"""Plans and calls of the fused all-to-all GEMM, which exchanges columns of x for rows.
+
+The kernel is :mod:`overlap_gemm.gather.input_exchange`. Workspaces and the second stream are those of the
+all-gather GEMM (`gather_plans`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...config.gemm_config import TILE_K_BYTES
+from ...config.visitors import Visitor
+from ...exchange.geometry import COMING_OFFSET, CONTROL_BYTES, FLAG_BYTES, ExchangeShape, chunk_rows
+from ...runtime.executor import CudaExecutor, Executor
+from ...runtime.group import Group
+from ...runtime.identity import call_signature
+from ...runtime.memory.workspace import Workspace
+from ...runtime.peers import Peers
+from ...spec import ALL_TO_ALL_GEMM, patterns_of
+from ...spec.sharding import Shards, ceil_div
+from ...tuning.settings import late_weights, settings, within
+from ...tuning.space import choose_config, constants
+from ...tuning.time_model import Facts
+from ..scales.tma_operands import ROW_ELEMENTS, aligned, has_tma_strides, major, padded
+from . import plan_cache as plans
+from .compiled import compiled_gate, compiled_gather
+from .gather_calls import first_columns, has_place_off, whole_vector
+from .launch_plan import Plan, Product, Travel
+from .plan_cache import (
+    bias_visitor,
+    exchange_arguments,
+    keep_plan,
+    kind_of,
+    peers_for,
+    resident_clusters,
+)
+from .ways import obtain_way, wanted
+
+BLOCK_K = TILE_K_BYTES // 2
+"""Elements of K that a kernel loads at a time: a rank's columns of x are a multiple of this many."""
+
+
+@dataclass(frozen=True)
+class RowCopies:
+    """Each peer's rows of the local columns, sent by copy engines in chunks, each followed by its flag.
+
+    Attributes:
+        places: Offset in x, destination, bytes and address of the flag of each chunk, in the order in which
+            peers read them.
+        coming: Address of the value of the next flag (`geometry.COMING_OFFSET`).
+    """
+
+    places: tuple[tuple[int, int, int, int], ...]
+    coming: int
+
+    def stage(self, executor: Executor, second: int, local: tuple[int, int]) -> None:
+        """Does nothing: the copies read x where it is."""
+
+    def send(self, executor: Executor, second: int, local: tuple[int, int], exchange: Any) -> None:
+        """Queues the copies of chunks and flags; see `Travel.send`."""
+        for offset, target, nbytes, flag in self.places:
+            executor.copy(second, target, local[0] + offset, nbytes)
+            executor.copy(second, flag, self.coming, FLAG_BYTES)
+
+
+def copies_of(workspace: Workspace, shards: Shards, row_bytes: int, chunk: int) -> RowCopies:
+    """Returns the copies of all peers' rows: chunk after chunk, of each to one peer after the other.
+
+    Args:
+        workspace: Workspace with the gather buffer.
+        shards: Division of the rows.
+        row_bytes: Bytes of a row of the local columns.
+        chunk: Rows that share a flag.
+    """
+    group, bases = workspace.group, workspace.memory.bases.tolist()
+    slot = workspace.size.zeroed + group.rank * shards.chunk * row_bytes
+    order, places = [(group.rank - i) % group.size for i in range(1, group.size)], []
+    for number in range(ceil_div(shards.chunk, chunk)):
+        for peer in order:
+            begin, end = shards.range(peer)
+            first, last = begin + number * chunk, min(begin + (number + 1) * chunk, end)
+            if first < last:
+                target = bases[peer] + slot + number * chunk * row_bytes
+                flag = bases[peer] + CONTROL_BYTES + FLAG_BYTES * (number * group.size + group.rank)
+                places.append((first * row_bytes, target, (last - first) * row_bytes, flag))
+    return RowCopies(tuple(places), workspace.memory.local.data_ptr() + COMING_OFFSET)
+
+
+def signature_of(dtype: torch.dtype, row_bytes: int, shards: Shards, chunk: int) -> int:
+    """Returns the signature of a call: the layout of rows and chunks in a gather buffer."""
+    facts = {"rows": shards.total, "shard": shards.chunk, "world": shards.parts}
+    return call_signature(ALL_TO_ALL_GEMM.name, **facts, row_bytes=row_bytes, chunk_rows=chunk, dtype=dtype)
+
+
+def plan_for(
+    group: Group,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    epilogue: tuple[Visitor, ...],
+    shards: Shards,
+    keep: bool,
+) -> Plan:
+    """Returns the plan of a call; the first call of a signature compiles and allocates it.
+
+    Args:
+        group: Ranks that take part, each of which has rows.
+        x: This rank's columns, contiguous.
+        weights: Weights, for their shapes and layouts.
+        epilogue: Epilogue that is applied to the sums.
+        shards: Division of the rows.
+        keep: Whether the exchanged operand is stored.
+
+    Raises:
+        DisagreementError, SymmetricMemoryError: On every rank, if one of them cannot make the plan.
+        CaptureError: The plan does not exist yet, and a CUDA graph is being captured.
+        ValueError: No kernel exists for the caller's settings, or no grid fits on the SMs left to it.
+        RuntimeError: Some ranks do not have peer access.
+    """
+    peers, requested = peers_for(group, x.device), settings()
+    kinds = tuple((len(weight), major(weight, "n")) for weight in weights)
+    depth = x.shape[1]
+    key = (ALL_TO_ALL_GEMM.name, x.dtype, shards, depth, kinds, epilogue, keep, requested)
+    plan: Plan | None = peers.plans.get(key)
+    if plan is not None and plan.is_open:
+        return plan
+    reserve = peers.reserve_sms if requested.reserve_sms is None else requested.reserve_sms
+    return keep_plan(
+        peers, key, lambda: _make_plan(peers, x.dtype, shards, depth, kinds, epilogue, keep, reserve)
+    )
+
+
+def _make_plan(
+    peers: Peers,
+    dtype: torch.dtype,
+    shards: Shards,
+    depth: int,
+    kinds: Sequence[tuple[int, str]],
+    epilogue: tuple[Visitor, ...],
+    keep: bool,
+    reserve: int,
+) -> Plan:
+    from ...gather.gathering import Gathering
+
+    executor, group, arch = peers.executor, peers.group, peers.agreed.arch
+    requested = settings().transport_of(ALL_TO_ALL_GEMM)
+    row_bytes = depth * dtype.itemsize
+    full = shards.chunk * row_bytes
+    workspace, way = obtain_way(peers, wanted(requested), lambda way: way.shards_class(group.size * full))
+    if way.puts:  # so it is on all ranks
+        raise RuntimeError(
+            f"{ALL_TO_ALL_GEMM.name}: backend='fused' needs peer access between all ranks of group "
+            f"{group.name!r}; NVSHMEM puts entire shards only"
+        )
+    least = constants(arch).copy_bytes
+    # Virtual ranks share a GPU, which copies within itself by kernels.
+    push = full < least if requested is None else not requested.by_host
+    push |= group.is_virtual and isinstance(executor, CudaExecutor)
+    (pattern,) = patterns_of(ALL_TO_ALL_GEMM.name)
+    rows = shards.size(group.rank)
+
+    def product(columns: int, b_major: str) -> Product:
+        name, fields = kind_of(dtype, None, epilogue)
+        extents = shards.total, columns, depth * group.size
+        facts = Facts(ALL_TO_ALL_GEMM.name, *extents, name, group.size, shards.chunk)
+        config = choose_config(facts, constants(arch), arch, peers.agreed.num_sms, b_major=b_major, **fields)
+        tile_m, tile_n = config.cluster_tile
+        resident = resident_clusters(executor, config.cluster_ctas, reserve)
+        gemm = compiled_gather(executor, config, push, keep, False, ALL_TO_ALL_GEMM)
+        return Product(config, gemm, min(resident, ceil_div(rows, tile_m) * ceil_div(columns, tile_n)))
+
+    widths = tuple(columns for columns, _ in kinds)
+    kind = (ALL_TO_ALL_GEMM.name, dtype, shards, depth, widths, epilogue, keep, settings().fields)
+    products = peers.prepare(
+        kind,
+        "compiling the kernels of an all-to-all GEMM",
+        lambda: tuple(product(*each) for each in kinds),
+    )
+    size, memory = workspace.size, workspace.memory
+    buffer = memory.local[size.zeroed :].view(dtype)
+    strides = (depth, 1, shards.chunk * depth)
+    gathered = buffer.as_strided((shards.chunk, depth, group.size), strides, buffer.storage_offset())
+    exchange = exchange_arguments(workspace, way, shards.chunk, peers.agreed.timeout_ns, executor)
+    exchange = exchange._replace(buffer_bytes=0)  # one buffer, whatever the epoch
+    chunk = chunk_rows(shards.chunk, row_bytes, least)
+    gathering = Gathering(exchange, shards.total, row_bytes, 0, None, gathered, 1, 1, chunk_rows=chunk)
+    gate = None
+    if len(products) > 1:
+        gate = peers.prepare(
+            ("gate", False), "compiling the gate of all_gather_gemm", lambda: compiled_gate(executor)
+        )
+    travel: Travel | None = None if push else copies_of(workspace, shards, row_bytes, chunk)
+    return Plan(
+        executor, pattern, products, workspace, exchange,
+        gathering=gathering, travel=travel, gate=gate,
+        signature=signature_of(dtype, row_bytes, shards, chunk),
+    )  # fmt: skip
+
+
+def bind(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    shards: Shards,
+    group: Group,
+    keep: bool,
+) -> Callable[..., tuple[Tensor, list[Tensor]]]:
+    """Returns the bound function, see `Backend.bind`: without padding it allocates outputs and launches."""
+
+    def run(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        return all_to_all_gemm(x, weights, biases, shards, group, keep)
+
+    run = within(settings(), run)  # settings of this call, for every later call, too
+    columns, (_, depth) = [len(weight) for weight in weights], x.shape
+    is_direct = x.is_contiguous() and all(has_tma_strides(weight) for weight in weights)
+    is_direct &= all(n and n % ROW_ELEMENTS == 0 for n in columns)
+    is_direct &= all(bias.stride(0) == 1 for bias in biases)
+    if group.size == 1 or not (shards.total and is_direct):
+        return run
+    visitors = bias_visitor(bool(biases), x.dtype)
+    plan, rows = plan_for(group, x, weights, visitors, shards, keep), shards.size(group.rank)
+    without: list[tuple[Tensor, ...] | None] = [None] * len(columns)
+
+    def run_as_planned(
+        x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]
+    ) -> tuple[Tensor, list[Tensor]]:
+        if has_place_off(x, *weights, *biases) or not plan.is_open:
+            return run(x, weights, biases)
+        outs = [x.new_empty(rows, n) for n in columns]
+        kept = x.new_empty(rows, depth * group.size) if keep else None
+        plan.launch(x, weights, outs, [(bias,) for bias in biases] or without, kept)
+        return x if kept is None else kept, outs
+
+    return run_as_planned
+
+
+def all_to_all_gemm(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    shards: Shards,
+    group: Group,
+    keep: bool,
+) -> tuple[Tensor, list[Tensor]]:
+    """Runs an all-to-all GEMM on any tensors.
+
+    Args:
+        x: This rank's columns of all rows, `[M, K / P]`.
+        weights: Weights `[N_i, K]`.
+        biases: One `[N_i]` per weight, or nothing.
+        shards: Division of the rows; each rank has some.
+        group: Ranks that take part, each of which must call.
+        keep: Whether to return the exchanged x, which costs a copy of it inside the kernel.
+
+    Returns:
+        The exchanged x (without `keep` x itself), and the products.
+    """
+    rows, depth = shards.size(group.rank), x.shape[1]
+    if shards.total == 0:
+        exchanged = x.new_empty(0, depth * group.size) if keep else x
+        return exchanged, [x.new_empty(0, len(weight)) for weight in weights]
+    local = aligned(x.contiguous())
+    used = [weight if len(weight) else weight.new_zeros(1, weight.shape[1]) for weight in weights]
+    operands = [aligned(weight) for weight in used]
+    outs = [x.new_empty(rows, padded(len(weight))) for weight in used]
+    narrowed = [out[:, : len(weight)] for out, weight in zip(outs, used, strict=True)]
+    extras: list[tuple[Tensor, ...] | None] = [None] * len(used)
+    if biases:
+        filled = [bias if len(bias) else bias.new_zeros(1) for bias in biases]
+        extras = [(whole_vector(bias, padded(len(bias))),) for bias in filled]
+    visitors, kept = bias_visitor(bool(biases), x.dtype), None
+    with late_weights():
+        if group.size == 1:
+            for weight, out, read in zip(operands, narrowed, extras, strict=True):
+                shape, majors = ExchangeShape.even(rows, len(weight), 1), ("k", major(weight, "n"))
+                plain = plans.plan_for(group, x.device, x.dtype, shape, *majors, visitors, depth)
+                plain.launch(local, (weight,), (out,), (read,))
+        else:
+            kept = x.new_empty(rows, depth * group.size) if keep else None
+            plan = plan_for(group, local, operands, visitors, shards, keep)
+            plan.launch(local, operands, narrowed, extras, kept)
+    results = [first_columns(out, len(weight), group) for out, weight in zip(outs, weights, strict=True)]
+    return x if kept is None else kept, results

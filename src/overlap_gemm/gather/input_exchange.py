@@ -1,0 +1,222 @@
+"""All-to-all GEMM as an op of the fused kernel: columns of A are exchanged for rows, before the product.
+
+Rank ``r`` has its columns of all rows of A, and all of B; it computes its rows. The *slice* of ``s`` is the
+part of K that rank ``s`` has. Each rank sends every peer that peer's rows of its slice. They are contiguous
+in its A, and in a slot of the peer's gather buffer. Workspaces, the rule for reuse and the argument for
+progress are those of :mod:`overlap_gemm.gather.all_gather`.
+
+    sender        copy engines: chunks of rows, to one peer after the other, each followed by its flag;
+                  or (``push``) the receive warps: all rows for a peer, then the flags of all chunks
+    load role     per tile: local slice, in place; then per source ``rank + 1, rank + 2, ...``: waits for flag
+                  (chunk, source) of the tile's last row, fences the asynchronous proxy, loads the slice
+    comm lane     TMA stores of the output
+
+A source's chunks arrive in order: a chunk's flag is raised after all earlier chunks. Every rank has rows, so
+every chunk has a tile here, whose load waited for it. After the last read nothing is in flight to this rank.
+
+K is summed from the local slice on: bits of a row depend on the rank that computes it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Int32, Int64, cute, pipeline
+
+from overlap_gemm.config.orders import LinearOrder, TilePlace
+from overlap_gemm.device.failure import Role
+from overlap_gemm.device.flags import wait_flag
+from overlap_gemm.device.memory import order_async_writes
+from overlap_gemm.device.traced import Scalar, Stages
+from overlap_gemm.exchange.call import await_entry, count_grid
+from overlap_gemm.exchange.geometry import SENDER_BYTES, SENDERS_OFFSET
+from overlap_gemm.gather.all_gather import AllGather, GatheredShards
+from overlap_gemm.gather.gathering import (
+    GatherCall,
+    Gathering,
+    ShardRole,
+    copy_rows,
+    copy_units,
+    has_read,
+    readers,
+)
+from overlap_gemm.kernel.loads import load_k_tiles
+from overlap_gemm.kernel.operand_views import OperandViews
+from overlap_gemm.kernel.plain_gemm import OutputSender
+from overlap_gemm.kernel.product import OutputOp
+from overlap_gemm.kernel.surface import Output
+from overlap_gemm.kernel.work import Share, Work
+from overlap_gemm.spec import ALL_TO_ALL_GEMM
+from overlap_gemm.spec.sharding import ceil_div
+
+
+@dataclass(frozen=True)
+class InputExchange(AllGather):
+    """``out = (this rank's rows of all columns of a) @ b.T (+ bias)``; attributes as in `AllGather`."""
+
+    code = ALL_TO_ALL_GEMM.code
+    has_chunks = True
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a kernel whose parts of K, or early loads, do not begin at slices."""
+        if self.config.k_split > 1 or self.config.loads_weights_early:
+            raise ValueError(
+                f"{ALL_TO_ALL_GEMM.name} sums K from the local columns of x on: k_split must be 1 and launch "
+                f"not 'dependent_weights', got k_split={self.config.k_split}, launch={self.config.launch!r}"
+            )
+
+    @property
+    def order(self) -> Any:
+        """Returns the order of all tiles of this rank's rows."""
+        return LinearOrder(self.config.raster_group)
+
+    @property
+    def gate(self) -> SliceGate:
+        """Returns the gate, which opens for a chunk of each slice when it has arrived."""
+        return SliceGate(self)
+
+    @property
+    def receive(self) -> SliceRole | None:
+        """Returns the role that sends rows and keeps the exchanged ones; None if neither is needed."""
+        if not (self.push or self.keep):
+            return None
+        return SliceRole(self.config, self.transport, self.push, self.keep)
+
+    def share(self, gathering: Gathering, rows: Scalar, cols: Scalar, out: Any) -> Share:
+        """Returns this rank's rows, as one shard."""
+        return Share.whole(cute.size(out, mode=[0]), cols, cols)
+
+    def output(self, out: cute.Tensor, gathering: Gathering) -> Output:
+        """Returns the TMA store from the ring's stages."""
+        return OutputOp.output(self, out, gathering)
+
+    def sender(self, work: Work, output: Any, stages: Stages) -> OutputSender:
+        """Returns the sender of tiles to the output."""
+        return OutputSender(self, work, output, stages)
+
+
+@dataclass(frozen=True)
+class SliceGate:
+    """Wait of the load role, within a tile's K, before the slice of each peer; see the module.
+
+    Attributes:
+        op: Op of the kernel.
+    """
+
+    op: InputExchange
+
+    @cute.jit
+    def load(
+        self,
+        mainloop: cutlass.Constexpr,
+        res: Any,
+        ops: OperandViews,
+        buffer: GatheredShards,
+        state: pipeline.PipelineState,
+        place: TilePlace,
+        call: GatherCall,
+        opened: Int32,
+        early: Any,
+    ) -> tuple[pipeline.PipelineState, Int32]:
+        """Loads the tile at ``place``, slice by slice.
+
+        Args:
+            mainloop: Mainloop that loads.
+            res: Resources of the mainloop.
+            ops: Operands, whose A is the local slice of all rows.
+            buffer: View of the gather buffer.
+            state: State of the load pipeline.
+            place: Place of the tile.
+            call: Run-time values of the call.
+            opened: Last chunk that has arrived from all sources; -1 before the first.
+            early: None: nothing is in flight.
+
+        Returns:
+            ``state`` after the tile, and ``opened``.
+        """
+        cfg, exchange = self.op.config, call.call.exchange
+        tile_m, tile_n = cfg.cluster_tile
+        row, column = place.m * tile_m, place.n * tile_n
+        depth = cute.size(ops.a, mode=[1])
+        k_tiles, rank = depth // cfg.tile_k, exchange.rank
+        local = ops._replace(b=cute.domain_offset((0, rank * depth), ops.b))
+        state = load_k_tiles(
+            res.ab,
+            state,
+            *mainloop.loads(res, local, rank * exchange.shard_rows + row, column)[:2],
+            Int32(0),
+            k_tiles,
+        )
+        chunk = (cutlass.min(row + tile_m, call.num_rows(rank)) - 1) // call.given.chunk_rows
+        for i in cutlass.range(1, exchange.world, unroll=1):
+            source = (rank + i) % exchange.world
+            if chunk > opened:
+                await_chunk(call, chunk, source)
+                order_async_writes()
+            arrived, slice_of_b = buffer.tensor[(None, None, source)], (0, source * depth)
+            sent = OperandViews(
+                ops.mma, buffer.tma, arrived, ops.tma_b, cute.domain_offset(slice_of_b, ops.b)
+            )
+            state = load_k_tiles(
+                res.ab, state, *mainloop.loads(res, sent, row, column)[:2], Int32(0), k_tiles
+            )
+        return state, cutlass.max(opened, chunk)
+
+    @cute.jit
+    def end(self, call: GatherCall) -> None:
+        """Counts a warp as a reader, after its last load."""
+        if call.given.is_last != 0:
+            has_read(call, self.op.transport, readers(self.op.config, self.op.keep))
+
+
+@cute.jit
+def await_chunk(call: GatherCall, chunk: Int32, source: Int32) -> None:
+    """Waits until a chunk of the slice of ``source`` has arrived, and all chunks before it; all lanes.
+
+    It waits for the entry of ``source`` into this call, too: copy engines send in any call.
+    """
+    if cute.arch.lane_idx() == 0:
+        await_entry(call.call, ALL_TO_ALL_GEMM.code, source)
+        number = chunk * call.call.exchange.world + source
+        site = call.call.site(ALL_TO_ALL_GEMM.code, Role.LOAD_GATE, chunk, source, number)
+        wait_flag(call.call.flag(call.call.base, chunk, source), call.call.epoch, call.call.bound, site)
+    cute.arch.sync_warp()
+
+
+class SliceRole(ShardRole):
+    """Role of the receive warps: sends peers' rows of the local slice, keeps local rows of all slices."""
+
+    @cute.jit
+    def _send(self, call: GatherCall, first: Int32, stride: Int32) -> None:
+        """Stores this warp's units of one peer's rows after the other; the last warp raises flags there."""
+        exchange, epoch, size = call.call.exchange, call.call.epoch, self.config.copied_bytes
+        (peers, rank, world, *_), warps = exchange, self.config.receive_warps
+        slot = exchange.slots_offset + call.shard(rank)[0]
+        for i in cutlass.range(1, world, unroll=1):
+            peer = (rank + world - i) % world
+            before, nbytes = call.rows(peer)
+            copy_units(size, peers[peer] + slot, call.given.own + before, nbytes, first, stride)
+            if count_grid(call.call, SENDERS_OFFSET + SENDER_BYTES * peer, warps) != 0:  # noqa: SIM102
+                if cute.arch.lane_idx() == 0:
+                    chunks = ceil_div(call.num_rows(peer), call.given.chunk_rows)
+                    for chunk in cutlass.range(chunks, unroll=1):
+                        flag = call.call.flag(Int64(0), chunk, rank)
+                        self.transport.signal(peers, rank, peer, flag, epoch)
+
+    @cute.jit
+    def _keep(self, call: GatherCall, first: Int32, stride: Int32) -> None:
+        """Copies this warp's units of every slice into its columns, in the order of arrival."""
+        exchange, arguments = call.call.exchange, call.given
+        rank, world, rows = exchange.rank, exchange.world, call.num_rows(exchange.rank)
+        for i in cutlass.range(world, unroll=1):
+            source = (rank + i) % world
+            if source != rank:
+                await_chunk(call, (rows - 1) // arguments.chunk_rows, source)
+            origin = cutlass.select_(
+                source == rank, arguments.own + call.rows(rank)[0], call.buffer + call.shard(source)[0]
+            )
+            target = arguments.kept.iterator.toint() + Int64(source) * arguments.row_bytes
+            pitch, size = arguments.row_bytes * world, self.config.copied_bytes
+            copy_rows(size, target, pitch, origin, arguments.row_bytes, rows, first, stride)
