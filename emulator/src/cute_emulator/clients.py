@@ -35,7 +35,7 @@ def register(module: str) -> None:
 
 
 def per_process(module: str, **begins: Callable[[], Any]) -> None:
-    """Declares which globals of a module are per process.
+    """Declares globals of a module as per process: each rank has one, also if ranks are threads.
 
     Ranks that are threads of one process have one each.
 

@@ -1,4 +1,4 @@
-"""Mutation test of synchronisation.
+"""Mutation test of synchronisation: removes or weakens one operation at a time, to see if a test notices.
 
 Removes or weakens one operation at a time and checks that a test notices.
 

@@ -66,9 +66,9 @@ def origin(ptx: str, line: int) -> tuple[str, int] | None:
 
 
 def place(ptx: str, line: int) -> str:
-    """Returns a PTX line for messages, such as ``833 (gemm.py:120)``.
+    """Returns a PTX line for messages, such as ``833 (gemm.py:120)``, or the number alone.
 
-    The number alone if its source is unknown.
+    The number alone is returned if its source is unknown.
     """
     source = origin(ptx, line)
     return f"{line} ({PurePath(source[0]).name}:{source[1]})" if source else str(line)

@@ -1,4 +1,1 @@
-"""Replacement of a process with GPUs.
-
-Host path of the DSL and of torch, and the emulator that runs their work.
-"""
+"""Replacement of a process with GPUs: the host paths of the DSL and of torch, run by the emulator."""

@@ -152,10 +152,7 @@ class Emulator:
 
     @property
     def faults(self) -> Faults:
-        """Returns the injected faults.
-
-        Lost, late or repeated stores to peers, ranks that stop (`machine.inject`).
-        """
+        """Returns the injected faults of stores, copies and ranks (`machine.inject`)."""
         return self.machine.faults
 
     # --- ranks and runs
@@ -386,9 +383,9 @@ class Emulator:
     def adopt(
         self, storage: torch.UntypedStorage, rank: int, pinned: bool = False, pooled: bool = True
     ) -> None:
-        """Lets kernels access a storage for its lifetime; `pooled`.
+        """Lets kernels access a storage for its lifetime.
 
-        It was allocated by torch's caching allocator.
+        `pooled` is set if torch's caching allocator allocated it.
         """
         base, nbytes, name = storage.data_ptr(), storage.nbytes(), "pinned memory" if pinned else "tensor"
         if nbytes:

@@ -1,4 +1,4 @@
-"""CUDA graphs: work that a rank submits to its streams during capture is stored and executed at each replay.
+"""CUDA graphs: work submitted to a rank's streams during capture is stored and executed at each replay.
 
 The work consists of launches, torch's operations on device memory (`torch_mode`), and waits between streams.
 During a replay the host waits there. A replay begins after all earlier launches of the rank.

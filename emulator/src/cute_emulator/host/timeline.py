@@ -212,7 +212,7 @@ class Timeline:
         return self._current() if self.on is None else self.on
 
     def party(self, handle: int | None = None) -> Party:
-        """Returns a stream's party by its handle, by default of the current stream.
+        """Returns the party of a stream, by default of the current one.
 
         In a replay, its party in the graph.
         """

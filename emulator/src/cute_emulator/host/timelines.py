@@ -61,11 +61,9 @@ class Timelines:
     def work(
         self, rank: int, stream: int, what: str, wait_stream: Callable[[int, int, int], None]
     ) -> Work | None:
-        """Returns the work of a launch.
+        """Returns the work of a launch, or None if the host of the rank is not recorded.
 
         The launch waits for the streams that CUDA's default-stream rule names.
-
-        None if the host of the rank is not recorded.
         """
         timeline = self._of.get(rank)
         if timeline is None:

@@ -200,28 +200,28 @@ class _Launcher:
     ) -> None:  # fmt: skip
         if x * y * z == 0:
             return
-        told, driver = self._metadata, _active()
+        metadata, driver = self._metadata, _active()
         if enter is not None:
             enter(launch)
         scratch = None
-        if told.global_scratch_size:
+        if metadata.global_scratch_size:
             from triton.runtime._allocation import _allocator
 
-            nbytes = x * y * z * told.num_ctas * told.global_scratch_size
-            scratch = _allocator.get()(nbytes, told.global_scratch_align, stream)
-        if told.profile_scratch_size:
+            nbytes = x * y * z * metadata.num_ctas * metadata.global_scratch_size
+            scratch = _allocator.get()(nbytes, metadata.global_scratch_align, stream)
+        if metadata.profile_scratch_size:
             raise NotImplementedError("instrumented and profiled Triton kernels are not served")
-        maps = iter(getattr(told, "tensordesc_meta", None) or ())
+        maps = iter(getattr(metadata, "tensordesc_meta", None) or ())
         values: dict[str, Any] = {}
         reached: list[Any] = []
         for (name, kind), value in zip(self._signature.items(), args, strict=True):
             _flatten(name, kind, value, maps, values, reached)
         ptx, entry = function
         driver.launch(
-            ptx, entry, (x * told.num_ctas, y, z), (32 * told.num_warps, 1, 1),
+            ptx, entry, (x * metadata.num_ctas, y, z), (32 * metadata.num_warps, 1, 1),
             values | {"global scratch": scratch, "profile scratch": None},
-            cluster=(told.num_ctas, 1, 1), shared=told.shared, stream=stream,
-            cooperative=bool(told.launch_cooperative_grid), programmatic=bool(told.launch_pdl),
+            cluster=(metadata.num_ctas, 1, 1), shared=metadata.shared, stream=stream,
+            cooperative=bool(metadata.launch_cooperative_grid), programmatic=bool(metadata.launch_pdl),
             reaches=reached, ignore=COMPILED_SO,
         )  # fmt: skip
         if leave is not None:

@@ -1,6 +1,7 @@
-"""Semantics of all instructions: arithmetic, memory, synchronisation, async copies, tensor cores, control.
+"""Semantics of all instructions.
 
-Each module registers its instructions in `registry`.
+They are arithmetic, memory, synchronisation, async copies, tensor cores and control. Each module registers
+its instructions in `registry`.
 """
 
 from cute_emulator.instructions import (  # noqa: F401  their import registers their instructions

@@ -133,7 +133,7 @@ def write_global(
 ) -> None:
     """Writes chunks of global memory by an async unit, or merges into them.
 
-    For multicast memory in all copies.
+    A write to multicast memory applies to all copies.
     """
     machine = group.warp.grid.machine
     for chunks in copies:
@@ -362,8 +362,8 @@ def _copy_in(
                 data = smem_chunks(source_cta, chunk)[_slice_of(src, nbytes)]
             if merge is not None:
                 data = merge(smem_chunks(cta, chunk)[where], data)
-            told = signalled.mbarrier(barrier & OFFSET | signalled.base)
-            arrives(group, ins.line, partial(write_smem, cta, where, chunk, data), told, nbytes)
+            mbarrier = signalled.mbarrier(barrier & OFFSET | signalled.base)
+            arrives(group, ins.line, partial(write_smem, cta, where, chunk, data), mbarrier, nbytes)
 
         return run
 

@@ -240,7 +240,7 @@ def _vprintf(group: Group, text: Any, arguments: Any) -> int:
 def _nvshmem_update_mem(group: Group) -> None:
     """Executes the end of NVSHMEM's waits.
 
-    A fence of gpu scope that NVSHMEM uses beyond the GPU, modelled as .sys.
+    It is a fence of gpu scope that NVSHMEM uses beyond the GPU; the emulator models it as .sys.
     """
     group.warp.agent.fence(SCOPES.index("sys"))
 

@@ -1,4 +1,4 @@
-"""Warp-wide instructions: shuffles, votes, elections, reductions (PTX ISA 9.7.9.6, 9.7.13.8 to 9.7.13.14).
+"""Warp-wide instructions: shuffles, votes, elections, reductions (PTX ISA 9.7.9.6, 9.7.13.8 to .14).
 
 A `.sync` instruction waits until every live lane of its member mask has arrived. By the ISA its behaviour is
 undefined if the executing lane is not in the mask; this is a finding. What `shfl.sync` reads from a lane that

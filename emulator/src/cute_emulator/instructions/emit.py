@@ -1,4 +1,4 @@
-"""Emitter of the Python source of one item: straight-line code with at most one blocking head and one tail.
+"""Emitter of the Python source of one item: straight-line code with at most one head and one tail.
 
 Every definition has a fresh local name. A register records the forms in which its value is available: bit
 pattern, `float32`, `float64`, a pair of 32-bit halves. So float code is not converted back and forth, and

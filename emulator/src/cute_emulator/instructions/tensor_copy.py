@@ -112,8 +112,10 @@ def _load_box(
     def land(cta: Cta, signalled: Cta) -> Callable[[], None]:
         def run() -> None:
             data = _gather_box(memory, tmap, plan)
-            told = signalled.mbarrier(barrier & OFFSET | signalled.base)
-            arrives(group, line, partial(write_smem, cta, plan.smem, plan.chunk, data), told, plan.box_bytes)
+            mbarrier = signalled.mbarrier(barrier & OFFSET | signalled.base)
+            arrives(
+                group, line, partial(write_smem, cta, plan.smem, plan.chunk, data), mbarrier, plan.box_bytes
+            )
 
         return run
 

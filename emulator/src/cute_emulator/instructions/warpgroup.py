@@ -137,12 +137,12 @@ def _note_reads(warp: Warp, product: Product, line: int) -> None:
     if not product.warps:
         product.number = state.commits + 1
     every = product.operands.atoms
-    if every in state.told:
+    if every in state.recorded:
         return
-    state.told.add(every)
+    state.recorded.add(every)
     for atoms in every:
-        if atoms not in state.told:
-            state.told.add(atoms)
+        if atoms not in state.recorded:
+            state.recorded.add(atoms)
             by = _unit(warp).number, product.number, warp.index // 4 & 1
             shared.async_read(warp.agent, warp.cta, slice(*atoms), line, *by)
 
@@ -226,7 +226,7 @@ def _commit(program: Any, f: Function, ins: Instruction) -> Op:
         state.groups.append(state.open)
         state.open = []
         state.commits += 1
-        state.told.clear()
+        state.recorded.clear()
 
     return Op(run)
 

@@ -1,8 +1,8 @@
 """Loads and stores of a warp: addresses of a group's lanes to values, checked for bounds and alignment.
 
-A uniform address takes the short path through `memoryview`s; lane addresses are one NumPy gather or
-scatter. An address below or beyond the memory it should lie in becomes an index out of range, so the common
-case needs no comparison; alignment is one OR-reduction.
+A uniform address is accessed through `memoryview`s; lane addresses are one NumPy gather or scatter. An
+address below or beyond its memory becomes an index out of range, so that the common case needs no comparison.
+Alignment is one OR-reduction.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _SPACES = {0: "global", 1: "shared", 2: "param", 4: "local", 8: "const"}
 
 
 def fault(group: Group, ins: Instruction, mask: int, what: str) -> MemoryFault:
-    """A fault that names the place."""
+    """Returns a fault with the position and the instruction."""
     place = group.warp.grid.program.place(ins.line)
     return MemoryFault(f"{group.where()}, line {place}: {ins.text}: {what}", ins.line)
 
 
 def _safe(address: np.ndarray, mask: int) -> np.ndarray:
-    """Lane addresses with inactive lanes pointing where the first active one does."""
+    """Returns lane addresses in which inactive lanes have the address of the first active one."""
     if mask == FULL:
         return address
     return np.where(lane_array(mask), address, address[lane_list(mask)[0]])
@@ -51,7 +51,10 @@ _ORDERING = frozenset(("acquire", "release"))
 
 
 def strength_of(ins: Instruction) -> int:
-    """Scope of a strong access as an index in `order.SCOPES`, -1 for a weak one. Atomics are strong."""
+    """Returns the scope of a strong access as an index in `order.SCOPES`, -1 for a weak one.
+
+    Atomics are strong.
+    """
     if ins.parts[0] in ("atom", "red"):
         return order.scope_of(ins, "gpu")
     if ins.opcode.startswith("multimem.red"):
@@ -60,7 +63,7 @@ def strength_of(ins: Instruction) -> int:
 
 
 class Access:
-    """One memory instruction's shape: `count` elements of `width` bytes per lane."""
+    """Shape of one memory instruction: `count` elements of `width` bytes per lane."""
 
     def __init__(self, ins: Instruction, space: str, width: int, count: int, is_store: bool) -> None:
         self.ins, self.space, self.width, self.count, self.is_store = ins, space, width, count, is_store
@@ -71,10 +74,10 @@ class Access:
         self.line, self.strength, self.multicast = ins.line, strength_of(ins), ins.parts[0] == "multimem"
         self.strong = self.strength >= 0
         self.publishes = is_store and self.strong  # a strong store, or a read-modify-write
-        # A poll of data, or what it finds: a strong access that orders nothing else.
+        # A poll of data, or the store that it waits for: a strong access that orders nothing else.
         self.polls = self.strong and ins.parts[0] in ("ld", "st") and not _ORDERING & set(ins.parts)
         self.incoherent = "nc" in ins.parts
-        self.whole = "b128" in ins.parts  # no vector: its 16 bytes are one access
+        self.is_single = "b128" in ins.parts  # no vector: its 16 bytes are one access
         self.words = Struct(f"<{count}{_CODES[width]}")
         self.alone = one_place(self.size)
         self.cached: Allocation | None = None
@@ -82,13 +85,13 @@ class Access:
     # -- windows ---------------------------------------------------------------------------------
 
     def resolve(self, group: Group, mask: int, address: Any) -> tuple[str, Any]:
-        """Space and address within it, for a generic address."""
+        """Returns the space and the address within it of a generic address."""
         if self.space:
             return self.space, address
         sample = address if address.__class__ is int else one(address, mask)
         space = _SPACES.get(sample >> WINDOW_SHIFT)
         if space is None:
-            raise fault(group, self.ins, mask, f"{sample:#x} is no address that memory answers to")
+            raise fault(group, self.ins, mask, f"{sample:#x} is not an address of any state space")
         if space == "global":
             return space, address
         if address.__class__ is int:
@@ -101,7 +104,7 @@ class Access:
     # -- loads -----------------------------------------------------------------------------------
 
     def load(self, group: Group, mask: int, space: str, address: Any) -> Any:
-        """The loaded value, or a tuple of `count` values, with dtype of the element width."""
+        """Returns the loaded value, or a tuple of `count` values, with the dtype of the element width."""
         if space == "shared":
             return self._load_shared(group, mask, address)
         if space == "global":
@@ -150,7 +153,10 @@ class Access:
         return rows if self.count == 1 else tuple(np.ascontiguousarray(rows.T))
 
     def _load_lanes(self, group: Group, mask: int, address: Any) -> Any:
-        """Shared memory of several CTAs of the cluster; finds the fault if there is one."""
+        """Loads lane by lane from the shared memory of several CTAs of the cluster.
+
+        Raises the fault, if any.
+        """
         out = np.zeros((self.count, 32), DTYPE[self.bits])
         for lane in lane_list(mask):
             cta, offset = self._other_cta(group, 1 << lane, int(address[lane]))
@@ -211,18 +217,18 @@ class Access:
         unknown = self._reads(group, mask, allocation, low, spread)
         start, old = low - allocation.base, group.warp.grid.machine.old
         if lanes is None:
-            found = allocation.raw[start : start + self.size]
+            data = allocation.raw[start : start + self.size]
             if unknown:
-                found = old.found(self, group, allocation, low, spread, unknown, found)
-            values = self.words.unpack(found)
+                data = old.loaded(self, group, allocation, low, spread, unknown, data)
+            values = self.words.unpack(data)
             return values[0] if self.count == 1 else values
         rows = allocation.view(self.width, self.count)[spread.units(start, self.row_shift)]
         if unknown:
-            rows = old.found(self, group, allocation, low, spread, unknown, rows)
+            rows = old.loaded(self, group, allocation, low, spread, unknown, rows)
         if mask == FULL:
             return rows.copy() if self.count == 1 else tuple(rows.T.copy())
         out = np.empty((self.count, 32), DTYPE[self.bits])
-        out.T[:] = rows[:1].reshape(1, -1)  # lanes that take no part
+        out.T[:] = rows[:1].reshape(1, -1)  # inactive lanes
         out.T[lanes] = rows.reshape(-1, self.count)
         return out[0] if self.count == 1 else tuple(out)
 
@@ -255,13 +261,13 @@ class Access:
         ):
             return cached
         try:
-            self.cached = found = memory.find(address, self.size)
+            self.cached = allocation = memory.find(address, self.size)
         except MemoryFault as why:
             raise fault(group, self.ins, mask, str(why)) from None
-        return found
+        return allocation
 
     def _holding(self, group: Group, mask: int, low: int, spread: Spread) -> Allocation | None:
-        """The allocation that holds what all lanes access; None where they differ or are at fault."""
+        """Returns the allocation of all lanes' accesses; None if they differ or one of them is a fault."""
         cached, first = self.cached, low + spread.below
         memory = group.warp.grid.machine.memory
         if cached is None or cached.owner is not memory or not cached.base <= first < cached.end:
@@ -322,7 +328,7 @@ class Access:
             raise fault(group, self.ins, mask, f"a store to {space} memory")
 
     def _rows(self, mask: int, values: Any) -> Any:
-        """`[lanes of mask, count]` (or `[lanes]`) of the element dtype."""
+        """Returns values as `[lanes of mask, count]` (or `[lanes]`) of the element dtype."""
         if values.__class__ is np.ndarray:
             return values
         dtype, n = DTYPE[self.bits], mask.bit_count()
@@ -339,7 +345,7 @@ class Access:
         return out
 
     def _scalar_bytes(self, mask: int, values: tuple[Any, ...]) -> bytes:
-        """The bytes that a uniform address receives: of the highest active lane, as one lane must win."""
+        """Returns the bytes stored to a uniform address: those of the highest active lane."""
         last, keep = 1 << (mask.bit_length() - 1), MASK[self.bits]
         return self.words.pack(*[(v if v.__class__ is int else one(v, last)) & keep for v in values])
 

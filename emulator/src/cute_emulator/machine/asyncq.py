@@ -1,9 +1,9 @@
-"""The async engine: when TMA, bulk copies, tensor-core and cp.async operations take effect.
+"""Async engine: when TMA, bulk copies, tensor-core and cp.async operations take effect.
 
-An operation is a chain of events. In mode `immediate` each happens when it is issued, except that a product
-waits for the next other event or the end of the warp's turn, so that a run of products can be one. In
-`random` they happen at random later times. In `lazy` an event happens only when no warp can go on: as late as
-the specification allows, and the global writes of bulk stores last of all, when nothing else is pending.
+An operation is a chain of events. In mode `immediate` each event happens when it is issued. Only a product
+waits for the next other event or the end of the warp's turn, so that several products can be joined. In
+`random` events happen at random later times. In `lazy` an event happens only when no warp can continue: as
+late as the specification allows. Global writes of bulk stores happen last, when no other event is pending.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 Mode = Literal["immediate", "random", "lazy"]
 MODES: tuple[Mode, ...] = get_args(Mode)
-# What `lazy` lets happen first when it must let something happen; by seed, because a late load hides what a
-# late product shows, and the other way round. Global writes are always last.
+# Order in which `lazy` executes events when no warp can continue; by seed, because a late load hides errors
+# that a late product shows, and vice versa. Global writes are always last.
 _ORDERS = (
     ("tensor", "load", "read", "write"),
     ("load", "tensor", "read", "write"),
@@ -35,24 +35,25 @@ _ORDERS = (
 
 @dataclass(eq=False, slots=True)
 class Event:
-    """One thing an operation does.
+    """One effect of an asynchronous operation.
 
     Attributes:
-        run: Does it.
-        grid: The launch that issued it.
-        owner: The CTA whose memory it reads or writes, for the exit check; None for none.
-        what: For messages.
+        run: Function that executes the event.
+        grid: Launch that issued the operation.
+        owner: CTA whose memory the event reads or writes, for the exit check; None for none.
+        what: Description, for messages.
         kind: `load` (into shared memory), `tensor` (core operation), `read` or `write` (the two halves of a
-            bulk store); `lazy` mode goes by it.
+            bulk store); selects the order in `lazy` mode.
         after: Events that must have happened before.
         line: PTX line of the instruction.
-        size: For the model of time (`clocks`): bytes, or products of 16 bits; 0 where it tells of others.
+        size: Amount for the model of time (`clocks`): bytes, or products of 16 bits; 0 if the event signals
+            the end of others.
         begin: Cycle of the model at which it was issued.
-        end: Cycle at which it is done; 0 where there is no model.
-        issuer: The CTA that issued it, where there is one.
+        end: Cycle at which it is done; 0 without a model.
+        issuer: CTA that issued it, if any.
         done: Whether it has happened.
-        order: Number in the order of submission, from 1; 0 of an event of a queue.
-        waits: How many of `after` have not happened.
+        order: Number in the order of submission, from 1; 0 for an event of a queue.
+        waits: Number of events of `after` that have not happened.
         followers: Events that wait for this one.
     """
 
@@ -81,7 +82,7 @@ def _remove(events: list[Event], event: Event) -> None:
 
 
 class AsyncEngine:
-    """Pending events, unordered ones and in-order queues (tensor-core pipes)."""
+    """Pending events: unordered ones and in-order queues (tensor-core pipes)."""
 
     def __init__(self, mode: str, seed: int) -> None:
         if mode not in MODES:
@@ -117,7 +118,7 @@ class AsyncEngine:
         return event
 
     def _release(self, event: Event) -> None:
-        """Nothing keeps an unordered event from happening any more."""
+        """Marks an unordered event as ready to happen."""
         insort(self._free, event, key=_number)
         insort(self._of_kind[event.kind], event, key=_number)
 
@@ -134,7 +135,7 @@ class AsyncEngine:
         return event
 
     def hold(self, queue: Any, event: Event) -> None:
-        """Like `enqueue`, but what `immediate` mode would do now waits for `settle` and may grow."""
+        """Adds an event as `enqueue` does; in `immediate` mode it waits for `settle` and may be extended."""
         if self.mode == "immediate" and self.clocks is None:
             self.settle()
             self.held = event
@@ -142,19 +143,19 @@ class AsyncEngine:
             self.enqueue(queue, event)
 
     def settle(self) -> None:
-        """Does the event that `hold` put off."""
+        """Executes the event that `hold` has delayed."""
         if self.held is not None:
             event, self.held = self.held, None
             self._do(event)
 
     def step(self) -> None:
-        """Called between turns of warps: in `random` mode something may happen."""
+        """Executes an event at random in `random` mode; called between turns of warps."""
         self.settle()
         if self.mode == "random" and (self._free or self.queues) and self.rng.random() < 0.3:
             self._one(self._free, list(self.queues))
 
     def idle_step(self) -> bool:
-        """Called when no warp can go on; returns whether something happened."""
+        """Executes an event if no warp can continue; returns whether there was one."""
         free, queues = self._free, list(self.queues)
         if self.mode == "lazy" and (free or queues):
             heads = {queue: self.queues[queue][0].kind for queue in queues}
@@ -163,7 +164,7 @@ class AsyncEngine:
         return self._one(free, queues) is not None
 
     def _one(self, free: list[Event], queues: list[Any]) -> Event | None:
-        """Lets one of some unordered events, or the first of one of some queues, happen; returns it."""
+        """Executes one of some unordered events, or the first event of one of some queues; returns it."""
         if not free and not queues:
             return None
         number = self.rng.randrange(len(free) + len(queues))
@@ -210,7 +211,7 @@ class AsyncEngine:
                 pending.pop(id(event), None)
 
     def drain(self, grid: Any) -> None:
-        """Carries out what a grid that has ended left behind, as the end of a kernel does."""
+        """Executes the pending events of a grid that has ended, as the end of a kernel does."""
         mine = [e for e in self._free if e.grid is grid]
         while True:
             queues = [q for q, events in self.queues.items() if events[0].grid is grid]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Parked:
-    """Groups that wait for the same thing."""
+    """Groups that wait for the same event."""
 
     __slots__ = ("parked",)
 
@@ -40,13 +40,13 @@ class Waiters(Parked):
     """Groups parked on a barrier.
 
     Attributes:
-        scope: Scope of an arrival that names none.
+        scope: Scope of an arrival without a scope.
         arrivals: Releases of the current phase by agent, with their scope.
         known: Releases of the completed phases by agent.
-        joint: All participants lie in the barrier's scope: their releases become one.
-        inits: Initialised mbarriers that those who came to it had fenced.
-        clocks: The model of time, where there is one.
-        since: When the last phase was complete, by that model.
+        joint: Whether all participants are in the barrier's scope: their releases are joined to one.
+        inits: Initialised mbarriers that arriving warps had fenced.
+        clocks: Model of time, if there is one.
+        since: Time at which the last phase was complete, by that model.
     """
 
     joint = False
@@ -62,12 +62,12 @@ class Waiters(Parked):
         self.since = self._reached = 0
 
     def reach(self) -> None:
-        """Somebody has come, or an operation has told of its end."""
+        """Records the time of an arrival, or of the end of an asynchronous operation."""
         if self.clocks is not None:
             self._reached = max(self._reached, self.clocks.now)
 
     def publish(self) -> None:
-        """A phase is complete: who waits for it sees its arrivals."""
+        """Completes a phase: waiting warps observe the releases of its arrivals."""
         self.since, self._reached = self._reached, 0
         if self.arrivals:
             if self.joint:
@@ -78,25 +78,25 @@ class Waiters(Parked):
 
 
 class MBarrier(Waiters):
-    """An mbarrier object. A phase completes when no arrival is pending and the transaction count is zero.
+    """mbarrier object. A phase completes when no arrival is pending and the transaction count is zero.
 
     Attributes:
-        address: Its shared address, for messages.
-        cta: Whose shared memory it lies in.
-        count: Arrivals that a phase expects.
-        pending: Arrivals still missing in this phase.
+        address: Shared address, for messages.
+        cta: CTA whose shared memory contains the object.
+        count: Expected arrivals of a phase.
+        pending: Pending arrivals of this phase.
         tx: Transaction count (bytes expected less bytes completed).
         phase: Parity of the current, incomplete phase.
         completed: Number of phases completed since `mbarrier.init`.
-        fenced: Whether its initialisation has been made visible to other CTAs and to the async proxy.
-        party: Number among those who access its cluster's memories (`shared_races`), 0 for none.
-        initialised: The agent that did it, its clock then, and the PTX line.
-        users: Agents that were found to know of that.
+        fenced: Whether its initialisation was made visible to other CTAs and to the async proxy.
+        party: Number among the parties that access its cluster's memories (`shared_races`), 0 for none.
+        initialised: Agent that initialised it, the agent's clock then, and the PTX line.
+        users: Agents that are known to be ordered after the initialisation.
         expected: PTX line of the last `expect_tx`, 0 for none.
-        passing: What units that arrived in the current phase pass on.
-        passed: The same of completed phases.
-        copying: `cp.async` copies that arrivals in the current phase tell of, by agent.
-        copied: The same of completed phases.
+        passing: Clocks that units pass on by their arrivals in the current phase.
+        passed: Clocks that units passed on in completed phases.
+        copying: `cp.async` copies that arrivals in the current phase signal, by agent.
+        copied: `cp.async` copies signalled in completed phases, by agent.
     """
 
     __slots__ = (
@@ -136,19 +136,25 @@ class MBarrier(Waiters):
         self.copied: Vector = {}
 
     def expect(self, nbytes: int) -> None:
-        """`expect-tx`."""
+        """Executes `expect-tx`."""
         self.tx += nbytes
         if self.tx >= 1 << 20:
             raise EmulatorError(f"{self.name()}: {self.tx} bytes are expected, 2**20 - 1 at most are valid")
         self._advance()
 
     def complete(self, nbytes: int) -> None:
-        """`complete-tx`."""
+        """Executes `complete-tx`."""
         self.tx -= nbytes
         self._advance()
 
     def arrive(self, count: int = 1, passing: Vector | None = None, copied: Vector | None = None) -> None:
-        """`arrive-on`; `passing` is what an asynchronous unit that arrives passes on, `copied` its copies."""
+        """Executes `arrive-on`.
+
+        Args:
+            count: Number of arrivals.
+            passing: Clocks that an arriving asynchronous unit passes on.
+            copied: `cp.async` copies that the arrival signals.
+        """
         if count < 1:
             raise EmulatorError(f"{self.name()}: {count} arrivals; 1 to 2**20 - 1 are valid")
         if count > self.pending:
@@ -179,8 +185,8 @@ class MBarrier(Waiters):
             self.wake()
 
     def name(self) -> str:
-        """Where it is, and what the source calls that place."""
-        if not self._name:  # said at every wait
+        """Returns the address, with the name of the object in the source."""
+        if not self._name:  # used at every wait
             self._name = f"mbarrier {self.address:#x}{self.cta.called(self.address & OFFSET)}"
         return self._name
 
@@ -192,15 +198,15 @@ class MBarrier(Waiters):
 
 
 class CountBarrier(Waiters):
-    """A barrier that releases when a number of threads has arrived: named barriers and the cluster barrier.
+    """Barrier that releases when a number of threads has arrived: a named barrier or the cluster barrier.
 
     Attributes:
-        name: For messages.
-        everyone: Number of threads that take part where the instruction names none.
+        name: Name in messages.
+        everyone: Number of participating threads if the instruction has no count.
         arrived: Threads that have arrived in this generation.
-        generation: Number of times it has released.
+        generation: Number of releases.
         votes: Sum of the predicates of `bar.red`, by parity of the generation.
-        present: Threads that had arrived when it released last.
+        present: Threads that had arrived at the last release.
         reduces: Whether `bar.red` arrived last.
     """
 

@@ -1,4 +1,4 @@
-"""What the race detector for shared and tensor memory remembers of each of its cells.
+"""Records of the race detector for each cell of shared and tensor memory.
 
 An entry is one access in one integer: party, clock, PTX line, whether it was strong; zero for none.
 """
@@ -14,18 +14,18 @@ from numpy.typing import NDArray
 from cute_emulator.machine.lane_plan import parts
 
 Where = slice | NDArray[np.int64]
-"""Numbers of chunks of shared memory: a slice where they follow each other, which copies fastest."""
+"""Numbers of chunks of shared memory: a slice if they are contiguous, which copies fastest."""
 
 PARTY, CLOCK, CLOCK_MASK, LINE_MASK = 44, 21, (1 << 23) - 1, (1 << 20) - 1
-"""Of an entry: where party and clock begin, and what a clock and a line may be."""
+"""Bit positions of party and clock in an entry, and masks of clock and line."""
 WRITE, READS = 0, 2
-"""Of a cell: which of its entries is the last write, and how many last reads follow."""
+"""Index of the last write among a cell's entries, and number of last reads that follow."""
 CELL = np.dtype("V24")
 PACK = struct.Struct("<3q")
 
 
 def entry_of(party: int, clock: int, line: int, strong: bool) -> int:
-    """The entry of an access."""
+    """Returns the entry of an access."""
     return party << PARTY | (clock & CLOCK_MASK) << CLOCK | (line & LINE_MASK) << 1 | strong
 
 
@@ -33,9 +33,9 @@ class Cells:
     """Last write and two last reads of each cell.
 
     Attributes:
-        raw: One opaque element a cell, which NumPy gathers, compares and fills fastest.
-        entries: The same, as `int64 [..., 3]`.
-        reads: Of these the last reads, by slot.
+        raw: One opaque element per cell, which NumPy gathers, compares and fills fastest.
+        entries: View of `raw` as `int64 [..., 3]`.
+        reads: Last reads in `entries`, by slot.
     """
 
     def __init__(self, *shape: int) -> None:
@@ -45,16 +45,16 @@ class Cells:
 
 
 class SharedCells(Cells):
-    """Those of a CTA's shared memory.
+    """Cells of a CTA's shared memory.
 
     Attributes:
         shift: Binary logarithm of a cell's bytes.
         words: Last write and reads of single words, by byte offset.
         low: Lowest offset of such a word.
         high: End of the highest.
-        bounds: The first chunk of all regions, and the end of the last, at least.
-        regions: Stages: chunks that a copy wrote together and others read together, by the first: the end,
-            and the last write and reads. What `raw` says of them is out of date.
+        bounds: First chunk of all regions, and the end of the last, as a bound.
+        regions: Stages: chunks that one copy wrote together and others read together. By first chunk: the
+            end, and the last write and reads; `raw` is out of date there.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -66,15 +66,17 @@ class SharedCells(Cells):
         self.bounds = (nbytes, 0)
 
     def keep_region(self, chunks: slice, mine: int) -> None:
-        """Chunks that one copy has written become a region."""
+        """Records the chunks that one copy has written as a region."""
         self.regions[chunks.start] = [chunks.stop, mine, 0, 0]
         low, high = self.bounds
         self.bounds = min(low, chunks.start), max(high, chunks.stop)
 
     def exactly(self, chunks: Where) -> list[tuple[int, list[int]]] | None:
-        """The regions that make up some chunks, each with its first; None where others are among them.
+        """Returns the regions that form some chunks, each with its first chunk.
 
-        Regions are divided where the chunks begin and end.
+        None if there are other chunks.
+
+        Regions are divided at the beginning and the end of the chunks.
         """
         if not isinstance(chunks, slice):
             return None
@@ -90,7 +92,7 @@ class SharedCells(Cells):
         return out
 
     def _divided(self, at: int) -> list[int] | None:
-        """A new region: the rest, from some chunk on, of the one that it lies in."""
+        """Returns a new region: the rest, from a chunk on, of the region that contains the chunk."""
         for start, region in self.regions.items():
             if start < at < region[0]:
                 return self._divide(region, at)
@@ -102,16 +104,19 @@ class SharedCells(Cells):
         return rest
 
     def dissolve(self, first: int, end: int) -> None:
-        """Puts the regions that some chunks lie in, between two offsets, down as cells."""
+        """Writes the regions of chunks between two offsets back to cells."""
         if first >= 16 * self.bounds[1] or end <= 16 * self.bounds[0]:
             return
-        for start, (stop, *found) in list(self.regions.items()):
+        for start, (stop, *entries) in list(self.regions.items()):
             if 16 * start < end and first < 16 * stop:
-                self.raw[self.of_chunks(slice(start, stop))] = PACK.pack(*found)
+                self.raw[self.of_chunks(slice(start, stop))] = PACK.pack(*entries)
                 del self.regions[start]
 
     def of_lanes(self, offsets: NDArray[np.int64], low: int, high: int, size: int) -> NDArray[np.int64]:
-        """The cells of lanes that access `size` bytes each from `low` to `high`, refined if need be."""
+        """Returns the cells of lanes that access `size` bytes each from `low` to `high`.
+
+        Refines them if necessary.
+        """
         if self.regions:
             self.dissolve(low, high + size)
         if size < 1 << self.shift:
@@ -122,7 +127,7 @@ class SharedCells(Cells):
         return parts(cells, size >> self.shift)
 
     def refine(self, shift: int) -> None:
-        """Goes over to smaller cells."""
+        """Changes to smaller cells."""
         factor = 1 << self.shift - shift
         old, self.shift = self.raw, shift
         super().__init__(len(old) * factor)
@@ -130,7 +135,7 @@ class SharedCells(Cells):
         self.raw.reshape(-1, factor)[used] = old[used, None]
 
     def of_chunks(self, chunks: Where) -> Where:
-        """The cells of some chunks of 16 bytes."""
+        """Returns the cells of some chunks of 16 bytes."""
         if self.shift == 4:
             return chunks
         factor = 1 << 4 - self.shift
@@ -140,14 +145,16 @@ class SharedCells(Cells):
 
 
 class TensorCells(Cells):
-    """Those of a CTA's tensor memory."""
+    """Cells of a CTA's tensor memory."""
 
     def __init__(self, *shape: int) -> None:
         super().__init__(*shape)
-        self._late: tuple[Any, int] | None = None  # cells and entry of a write that is not in `raw` yet
+        self._late: tuple[Any, int] | None = (
+            None  # cells and entry of a write that `raw` does not contain yet
+        )
 
     def rewrites(self, cells: Any, mine: int) -> bool:
-        """Whether a pipe only writes again what it has written last, as the K steps of a product do."""
+        """Returns whether a pipe writes the same cells as its last write, as the K steps of a product do."""
         late = self._late
         if late is None or late[0] != cells or late[1] >> PARTY != mine >> PARTY:
             return False
@@ -155,11 +162,11 @@ class TensorCells(Cells):
         return True
 
     def write_late(self, cells: Any, mine: int) -> None:
-        """A pipe writes cells; `settle` puts it down."""
+        """Records a pipe's write to cells, which `settle` stores."""
         self._late = cells, mine
 
     def settle(self) -> None:
-        """Brings `raw` up to date."""
+        """Stores the last delayed write in `raw`."""
         if self._late is not None:
             cells, mine = self._late
             self.raw[cells] = PACK.pack(mine, 0, 0)

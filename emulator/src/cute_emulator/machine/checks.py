@@ -1,4 +1,4 @@
-"""What is checked while a kernel runs, and the order of events that the checks rest on."""
+"""Checks during a kernel's execution, and the order of events that the checks use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cute_emulator.machine.conflicts import (
     TensorUnwaited,
 )
 from cute_emulator.machine.events import BarrierIncomplete, CtaEnded, PeerUsed
-from cute_emulator.machine.lane_order import check_async, joint_untold
+from cute_emulator.machine.lane_order import check_async, joint_unreleased
 from cute_emulator.machine.order import (
     COPY,
     OWN,
@@ -47,15 +47,15 @@ SYS = SCOPES.index("sys")
 
 
 class Checks:
-    """Hooks that instruction handlers call; each keeps the order of events or feeds the report.
+    """Hooks that instruction handlers call; each records the order of events or adds to the report.
 
     Attributes:
-        races: The race detector of global memory, or None where it is off.
-        shared: That of shared and tensor memory.
+        races: Race detector of global memory, or None if it is disabled.
+        shared: Race detector of shared and tensor memory.
         sync: Releases visible in memory.
         held: Stores to other ranks that are held back until a release.
-        clocks: The model of time, where a trace is wanted.
-        listeners: Class of an event -> rules that look at it.
+        clocks: Model of time, if a trace is recorded.
+        listeners: Rules by the class of event that they handle.
     """
 
     def __init__(self, report: Report, enabled: frozenset[str], memory: GlobalMemory) -> None:
@@ -71,39 +71,39 @@ class Checks:
         self._notes: WeakKeyDictionary[object, dict[str, Any]] = WeakKeyDictionary()
 
     def tell(self, event: object) -> None:
-        """Shows an event to the rules that look at its kind (`machine.events`)."""
+        """Passes an event to the rules of its class (`machine.events`)."""
         for look in self.listeners.get(event.__class__, ()):
             look(self, event)
 
     def notes(self, of: object) -> dict[str, Any]:
-        """What rules have noted of a CTA or a cluster, by their kinds."""
-        found = self._notes.get(of)
-        if found is None:
-            found = self._notes[of] = {}
-        return found
+        """Returns the records of rules about a CTA or a cluster, by kind."""
+        records = self._notes.get(of)
+        if records is None:
+            records = self._notes[of] = {}
+        return records
 
     # -- agents ----------------------------------------------------------------------------------------
 
     def new_agent(self, warp: Warp) -> Agent:
-        """The agent of a new warp."""
+        """Returns the agent of a new warp."""
         number = 4 * len(self.agents) + 4  # further agents: `order.BULK`, `order.STRONG`
         agent = self.agents[number] = Agent(number, warp, warp.grid.history)
         agent.party = warp.cta.cluster.enrol(Party(str(warp), number))
         return agent
 
     def history(self, rank: int, stream: int) -> History:
-        """What a launch finds behind it."""
+        """Returns the history of a launch that begins in a stream now."""
         return self._histories.get((rank, stream), History())
 
     def learn(self, rank: int, stream: int, other: History) -> None:
-        """A stream has waited for an event: it has behind it what the other stream had there."""
+        """Records that a stream has waited for an event: the history of the event is added to its own."""
         mine = self.history(rank, stream)
         vector = {**mine.vector}
         merge(vector, other.vector)
         self._histories[rank, stream] = History(mine.grids | other.grids, vector)
 
     def cta_ended(self, cta: Cta) -> None:
-        """Collects what a CTA learnt of other launches."""
+        """Records the order that a CTA has observed to other launches."""
         grid = cta.grid
         for warp in cta.warps:
             vector = warp.agent.vector
@@ -113,7 +113,7 @@ class Checks:
             merge(grid.learnt, others)
 
     def grid_ended(self, grid: Grid) -> None:
-        """The next launch in the stream knows all that a grid did, bulk stores included."""
+        """Orders the next launch in the stream after all accesses of a grid, bulk stores included."""
         before = grid.history
         vector = {**before.vector}
         merge(vector, grid.learnt)
@@ -121,7 +121,10 @@ class Checks:
         self.learn(grid.launch.rank, grid.launch.stream, grid.final)
 
     def prerequisites_done(self, group: Group) -> None:
-        """`griddepcontrol.wait`: all that the prerequisite grid knew and did is visible, to every proxy."""
+        """Executes `griddepcontrol.wait`.
+
+        All accesses of the prerequisite grid are visible, to every proxy.
+        """
         agent, before = group.warp.agent, group.warp.grid.prerequisite
         if before is not None:
             agent.take_over(before.final)
@@ -129,7 +132,7 @@ class Checks:
                 self.clocks.join(self.clocks.end(before), "the launch before")
 
     def clear(self) -> None:
-        """A run is over: all of it is ordered before what follows."""
+        """Ends a run: all of it is ordered before what follows."""
         self.agents.clear()
         self._histories.clear()
         self.sync.clear()
@@ -139,16 +142,20 @@ class Checks:
     # -- generic and async proxy -----------------------------------------------------------------------
 
     def proxy_fence(self, group: Group, spaces: list[str]) -> None:
-        """`fence.proxy.async`: generic writes that this warp knows of become visible to the async proxy."""
+        """Executes `fence.proxy.async`.
+
+        Generic writes ordered before it become visible to the async proxy.
+        """
         shared = not spaces or any(s.startswith("shared") for s in spaces)
         group.warp.agent.fence_proxy(shared, not spaces or "global" in spaces)
 
     def smem_read(
         self, group: Group, mask: int, cta: Cta, granules: slice | NDArray[np.int64], what: str, line: int
     ) -> None:
-        """Lanes tell an async unit to read 16-byte granules: each must have been fenced since it was written.
+        """Checks lanes that request an async unit to read 16-byte granules.
 
-        They must know of what other lanes wrote there.
+        Each granule must be fenced after its last write. Writes by other lanes must be ordered before the
+        request.
         """
         if self.shared is not None:
             check_async(self.tell, group.warp, cta, mask, granules, 16, what, line)
@@ -156,9 +163,10 @@ class Checks:
             self._fenced(group, cta, granules, what, True, line)
 
     def smem_overwrite(self, group: Group, cta: Cta, granules: slice | NDArray[np.int64], line: int) -> None:
-        """An async copy is told to write 16-byte granules: generic writes there must have been fenced.
+        """Checks a request to write 16-byte granules by an async copy: generic writes there must be fenced.
 
-        By the ISA (8.7, "proxy-preserved base causality order") generic reads, too; no kernel fences these.
+        The ISA (8.7, "proxy-preserved base causality order") requires it of generic reads, too; no kernel
+        fences these.
         """
         if "proxy" not in self.enabled:
             return
@@ -181,13 +189,13 @@ class Checks:
                 return
 
     def smem_written(self, cta: Cta, granules: slice | NDArray[np.int64]) -> None:
-        """An async unit overwrote shared memory: generic writes before it no longer matter."""
+        """Records that an async unit overwrote shared memory: generic writes before it no longer matter."""
         cta.dirty[granules] = 0
 
     # -- initialisation of mbarriers -------------------------------------------------------------
 
     def mbarrier_init(self, group: Group, barrier: MBarrier, line: int) -> None:
-        """`mbarrier.init`: a fence of this warp must follow."""
+        """Records `mbarrier.init`: a fence of this warp must follow."""
         warp, agent = group.warp, group.warp.agent
         warp.unfenced.append(barrier)
         barrier.party = warp.cta.cluster.enrol(Party("an asynchronous copy", None, "copy", barrier.name()))
@@ -196,7 +204,7 @@ class Checks:
         agent.touched = True
 
     def mbarrier_fence(self, group: Group) -> None:
-        """`fence.mbarrier_init`, or a fence at least as strong."""
+        """Executes `fence.mbarrier_init`, or a fence at least as strong."""
         warp = group.warp
         for barrier in warp.unfenced:
             barrier.fenced = True
@@ -204,12 +212,12 @@ class Checks:
         warp.unfenced.clear()
 
     def mbarrier_use(self, barrier: MBarrier, what: str, line: int) -> None:
-        """Another CTA or the async proxy operates on a barrier."""
+        """Checks an operation of another CTA or of the async proxy on a barrier."""
         if not barrier.fenced:
             self.tell(MbarrierUnfenced(barrier, what, line))
 
     def mbarrier_known(self, group: Group, barrier: MBarrier, line: int) -> None:
-        """A warp operates on a barrier: its initialisation must have happened before."""
+        """Checks an operation of a warp on a barrier: the initialisation must be ordered before it."""
         agent = group.warp.agent
         if agent.id in barrier.users or barrier.initialised is None:
             return
@@ -230,15 +238,15 @@ class Checks:
         what: str,
         line: int,
     ) -> None:
-        """A product or a dealloc touches cells: no warp may have an access of `kinds` to them open."""
-        found = cta.tmem_order.conflict(kinds, first, columns, halves) if "tmem" in self.enabled else None
-        if found is not None:
-            self.tell(TensorUnwaited(cta, line, what, (first, first + columns - 1), *found))
+        """Checks a product or a dealloc of cells: no warp may have an access of `kinds` to them in flight."""
+        conflict = cta.tmem_order.conflict(kinds, first, columns, halves) if "tmem" in self.enabled else None
+        if conflict is not None:
+            self.tell(TensorUnwaited(cta, line, what, (first, first + columns - 1), *conflict))
 
     # -- synchronisation -------------------------------------------------------------------
 
     def fence(self, group: Group, ins: Instruction) -> None:
-        """`fence.{sc,acq_rel}` and `membar`."""
+        """Executes `fence.{sc,acq_rel}` and `membar`."""
         if ins.parts[0] == "membar" or {"sc", "acq_rel", "acquire", "release"} & set(ins.parts):
             scope = scope_of(ins, "cta" if ins.parts[0] == "membar" else "sys")
             group.warp.agent.fence(scope)
@@ -246,26 +254,29 @@ class Checks:
                 self.held.release(group.warp.agent)
 
     def arrive(self, group: Group, mask: int, barrier: Waiters, ins: Instruction) -> None:
-        """Lanes arrive at a barrier: a release, unless it says `.relaxed` and no fence goes before it."""
+        """Records an arrival of lanes at a barrier.
+
+        It is a release, unless it is `.relaxed` and no fence precedes it.
+        """
         agent, scope = group.warp.agent, scope_of(ins, barrier.scope)
         if group.warp.unsynced.stores:
             group.warp.unsynced.release(mask)
         if "relaxed" not in ins.parts:
             snapshot = agent.release(mask)
         elif agent.fenced is not None:
-            snapshot, scope = agent.told_by(agent.fenced[0], mask), min(scope, agent.fenced[1])
+            snapshot, scope = agent.released_by(agent.fenced[0], mask), min(scope, agent.fenced[1])
         else:
             snapshot = None
         if snapshot is not None:
-            if snapshot.untold and agent.id in barrier.arrivals:  # other lanes have come before
-                snapshot = snapshot.without(joint_untold([barrier.arrivals[agent.id][0], snapshot]))
+            if snapshot.unreleased and agent.id in barrier.arrivals:  # other lanes have arrived before
+                snapshot = snapshot.without(joint_unreleased([barrier.arrivals[agent.id][0], snapshot]))
             barrier.arrivals[agent.id] = snapshot, scope
         if barrier.joint:  # a fence of mbarrier initialisations needs no more than this
             barrier.inits += group.warp.fenced
             group.warp.fenced.clear()
 
     def leave(self, group: Group, mask: int, barrier: Waiters, ins: Instruction) -> None:
-        """A barrier let lanes go: an acquire unless it says `.relaxed`."""
+        """Records that lanes leave a barrier: an acquire unless it is `.relaxed`."""
         agent, mine = group.warp.agent, scope_of(ins, barrier.scope)
         if self.clocks is not None:
             self.clocks.join(barrier.since, str(barrier).partition(" (")[0])
@@ -284,12 +295,15 @@ class Checks:
                 agent.proxied = united(agent.proxied, in_shared)
 
     def passed(self, group: Group, barrier: CountBarrier, ins: Instruction) -> None:
-        """A barrier of a CTA that names no count let a warp go, and not all warps came."""
+        """Checks a warp that leaves a barrier of a CTA without a count: all warps must have arrived."""
         if not barrier.count and barrier.present < 32 * len(group.warp.cta.warps):
             self.tell(BarrierIncomplete(group, ins.line, barrier))
 
     def completed(self, group: Group, barrier: MBarrier) -> None:
-        """A wait found a phase of an mbarrier complete: the warp knows what completed on it."""
+        """Records a successful wait for a phase of an mbarrier.
+
+        The operations that completed on it are ordered before.
+        """
         agent = group.warp.agent
         for copies, clock in barrier.copied.items():
             agent.learn(copies, clock)
@@ -297,7 +311,7 @@ class Checks:
             agent.acquire_nearby(barrier.passed, {barrier.party: barrier.completed})
 
     def strong_load(self, group: Group, ins: Instruction, mask: int, space: str, address: Any) -> None:
-        """A volatile, relaxed or acquire load."""
+        """Records a volatile, relaxed or acquire load."""
         agent, acquires, scope = group.warp.agent, "acquire" in ins.parts, scope_of(ins, "gpu")
         if acquires:
             group.warp.unsynced.acquire(mask, group.warp.live)
@@ -309,7 +323,7 @@ class Checks:
         agent.stale = frozenset()
 
     def strong_store(self, group: Group, ins: Instruction, mask: int, space: str, address: Any) -> None:
-        """A volatile, relaxed or release store."""
+        """Records a volatile, relaxed or release store."""
         scope, releases = scope_of(ins, "gpu"), "release" in ins.parts
         if releases and scope == SYS and self.held is not None:
             self.held.release(group.warp.agent)
@@ -323,7 +337,7 @@ class Checks:
             self.sync.write(group.warp.agent, place, scope, releases, False, mask)
 
     def atomic(self, group: Group, ins: Instruction, mask: int, space: str, address: Any) -> None:
-        """An atomic or reduction; relaxed unless it says more."""
+        """Records an atomic or reduction; relaxed by default."""
         parts, agent = ins.parts, group.warp.agent
         scope = scope_of(ins, "sys" if parts[0] == "multimem" else "gpu")
         acquires, releases = (
@@ -356,12 +370,12 @@ class Checks:
         return [(where, a) for a in addresses]
 
     def peer_used(self, group: Group, cta: Cta, line: int) -> None:
-        """Another CTA's shared memory is used: it must have begun."""
+        """Checks an access to another CTA's shared memory: that CTA must have begun."""
         if cta is not group.warp.cta and not group.warp.cta.knows_cluster:
             self.tell(PeerUsed(group, line, cta))
 
     # -- exit ------------------------------------------------------------------------------------
 
     def cta_exit(self, cta: Cta) -> None:
-        """Nothing may still read or write the memory of a CTA that ends."""
+        """Checks a CTA that ends: no operation in flight may read or write its memory."""
         self.tell(CtaEnded(cta))

@@ -1,14 +1,18 @@
-"""A model of time, for traces: a clock for each warp, and for async work a latency and a rate.
+"""Model of time, for traces: a clock for each warp, and for async work a latency and a rate.
 
-A warp's clock advances with its instructions. An async operation begins when its warp issues it, waits until
-its unit of the SM is free, keeps that busy for its bytes or products, and ends a latency later. Who waits
-goes on at the latest of what it waited for: an mbarrier's phase at its last arrival, a group when its
-operations have ended, a flag when it was stored. A launch begins when the one before it in its stream has
+A warp's clock advances with its instructions. An async operation begins when its warp issues it. It waits
+until its unit of the SM is free, occupies the unit for its bytes or products, and ends a latency later. A
+waiting warp continues at the latest time of what it waited for: the last arrival of an mbarrier's phase, the
+end of a group's operations, the store of a flag. A launch begins when the one before it in its stream has
 ended, a CTA when an SM has room for it.
 
-What is left out: warps of an SM share no issue slots, SMs no bandwidth, peers are as near as the rank's own
-memory, loads and stores of lanes take as long as any instruction, and an atomic waits for no other one. So
-the numbers say which work overlaps and who waits for whom; they do not predict a GPU's time.
+The model omits:
+
+- competition: warps of an SM share no issue slots, SMs share no bandwidth, atomics do not wait for each other
+- distance: peers are as near as the rank's memory
+- the latency of lanes' loads and stores, which take as long as any instruction
+
+So the numbers show which work overlaps and which waits for which; they do not predict a GPU's time.
 """
 
 from __future__ import annotations
@@ -26,14 +30,14 @@ if TYPE_CHECKING:
 Place = tuple[int, int, tuple[int, int, int]]  # launch number, rank, CTA
 
 ISSUE = 4
-"""Cycles of a warp instruction: the latency of arithmetic, as most need the result of the one before."""
+"""Cycles of a warp instruction: the latency of arithmetic, as most depend on the one before."""
 CYCLES_PER_NS = 1.8
 LATENCY = {"load": 700, "read": 50, "write": 700, "tensor": 60}
-"""Cycles from when an operation of a kind has left its unit to when it is done."""
+"""Cycles from the time at which an operation leaves its unit to its end, by kind."""
 BYTES = {"load": 32, "read": 128, "write": 32}
-"""Per cycle and SM: what L2 gives or takes, and what shared memory gives."""
+"""Bytes per cycle and SM: bandwidth of L2 (loads, writes) and of shared memory (reads)."""
 PRODUCTS = {"sm_90a": 2048, "sm_100a": 4096, "sm_103a": 4096, "sm_120a": 1024}
-"""Multiply-adds of 16-bit numbers per cycle and SM; of 8-bit numbers twice as many, of 32-bit half."""
+"""Multiply-adds of 16-bit numbers per cycle and SM; of 8-bit numbers twice as many, of 32-bit ones half."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +45,13 @@ class Span:
     """One interval of one row.
 
     Attributes:
-        place: launch, rank and CTA it belongs to.
-        row: warp number, or the kind of an asynchronous operation (`load`, `tensor`, `store`).
-        begin: cycle of the model.
-        end: cycle, not before `begin`.
+        place: Launch, rank and CTA of the row.
+        row: Warp number, or the kind of an asynchronous operation (`load`, `tensor`, `store`).
+        begin: First cycle of the model.
+        end: Last cycle, not before `begin`.
         kind: `active`, `wait`, or as `row`.
-        what: what the warp waits for, or the operation.
-        instructions: warp instructions executed in it.
+        what: Event that the warp waits for, or the operation.
+        instructions: Warp instructions executed in it.
     """
 
     place: Place
@@ -61,7 +65,7 @@ class Span:
 
 @dataclass
 class _Warp:
-    """Where a warp's clock stands, and since when it has been active, with so many instructions."""
+    """Clock of a warp, the time since which it has been active, and its instructions since then."""
 
     now: int
     since: int
@@ -69,11 +73,11 @@ class _Warp:
 
 
 class Clocks:
-    """Told of what takes time, by whoever acts: a warp in its turn, or an operation that takes effect.
+    """Clocks of warps and operations; the acting warp or operation reports what takes time.
 
     Attributes:
-        now: The clock of who acts.
-        spans: What was recorded, in the order it ended.
+        now: Clock of the acting warp or operation.
+        spans: Recorded spans, in the order in which they ended.
     """
 
     def __init__(self) -> None:
@@ -91,26 +95,26 @@ class Clocks:
         self._flags: dict[Any, int] = {}
 
     def of(self, arch: str) -> Clocks:
-        """These, at the rates of an architecture."""
+        """Sets the rates of an architecture; returns the clocks."""
         self._products = PRODUCTS[arch]
         return self
 
     # -- warps -----------------------------------------------------------------------------------
 
     def started(self, warp: Warp) -> None:
-        """A warp's CTA has become resident."""
+        """Starts the clock of a warp whose CTA has become resident."""
         begin = max(self.now, self._starts.get(warp.grid, 0))
         self._warps[warp] = _Warp(begin, begin)
 
     def turn(self, warp: Warp) -> None:
-        """A warp's turn begins; one that has exited may still be queued, and runs nothing in it."""
+        """Begins a warp's turn; a warp that has exited may still be queued, and runs nothing in it."""
         state = self._warps.get(warp)
         self._acting = None if state is None else warp
         if state is not None:
             self.now = state.now
 
     def turn_ended(self, warp: Warp, instructions: int) -> None:
-        """It has ended, after so many instructions."""
+        """Ends a warp's turn, after a number of instructions."""
         self._latest, self._acting = max(self._latest, self.now), None
         if warp not in self._warps:
             return
@@ -122,7 +126,7 @@ class Clocks:
             del self._warps[warp]
 
     def join(self, time: int, what: str) -> None:
-        """The warp that runs has waited for something that was there at a time."""
+        """Advances the running warp to the time of the event that it has waited for."""
         if time > self.now and self._acting is not None:
             state = self._warps[self._acting]
             state.now = self.now
@@ -131,7 +135,7 @@ class Clocks:
             self.now = state.now = state.since = time
 
     def exited(self, warp: Warp) -> None:
-        """A warp has exited: its launch has not ended before."""
+        """Records the exit of a warp: its launch ends no earlier."""
         self._ends[warp.grid] = max(self._ends.get(warp.grid, 0), self.now)
 
     def _close(self, warp: Warp, state: _Warp) -> None:
@@ -146,18 +150,18 @@ class Clocks:
     # -- flags -----------------------------------------------------------------------------------
 
     def stored(self, places: Iterable[Any]) -> None:
-        """A strong store or a read-modify-write."""
+        """Records the time of a strong store or a read-modify-write."""
         self._flags.update(dict.fromkeys(places, self.now))
 
     def seen(self, places: Iterable[Any]) -> None:
-        """A strong load: what it reads was stored before."""
+        """Advances a strong load to the time of the store that it reads."""
         for place in places:
             self.join(self._flags.get(place, 0), "a flag")
 
     # -- asynchronous work -----------------------------------------------------------------------
 
     def issued(self, event: Event) -> None:
-        """An operation was issued."""
+        """Records an issued operation."""
         warp, kind = self._acting, event.kind
         begin = max([self.now, *(e.end for e in event.after)])
         key = (0, 0, kind) if warp is None else (warp.grid.launch.rank, warp.cta.sm, kind)
@@ -166,12 +170,12 @@ class Clocks:
             busy = -(-event.size // (self._products if kind == "tensor" else BYTES[kind]))
             self._free[key] = begin + busy
             event.end = self._last[key] = max(begin + busy + LATENCY[kind], self._last.get(key, 0))
-        else:  # it tells of others, those of the tensor cores in order
+        else:  # it signals the end of others, in order for the tensor cores
             event.end = max(begin, self._last.get(key, 0) if kind == "tensor" else 0)
         event.begin, event.issuer = self.now, None if warp is None else warp.cta
 
     def happens(self, event: Event) -> int:
-        """An operation takes effect, at its end; returns the clock to go back to."""
+        """Records an operation that takes effect, at its end; returns the clock to restore."""
         before, self.now = self.now, event.end
         self._latest = max(self._latest, event.end)
         self._ends[event.grid] = max(self._ends.get(event.grid, 0), event.end)
@@ -183,32 +187,32 @@ class Clocks:
     # -- launches --------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """A run begins: the host has waited for all before it."""
+        """Begins a run: the host has waited for all before it."""
         self.now = self._latest
 
     def launched(self, grid: Grid, beside: Grid | None) -> None:
-        """A launch begins: after what its stream had, or when the one before it lets it."""
+        """Begins a launch: after its stream's work, or when the launch before it triggers it."""
         stream = grid.launch.rank, grid.launch.stream
         self._starts[grid] = self.now if beside is not None else self._streams.get(stream, 0)
 
     def ended(self, grid: Grid) -> None:
-        """A launch has ended, what it left behind included."""
+        """Ends a launch, with its pending operations."""
         self.passed((grid.launch.rank, grid.launch.stream), self.end(grid))
 
     def end(self, grid: Grid) -> int:
-        """When a launch ended, as far as it came."""
+        """Returns the end of a launch, as far as it has run."""
         return self._ends.get(grid, 0)
 
     def stream(self, stream: tuple[int, int]) -> int:
-        """When what a stream was given has ended."""
+        """Returns the end of a stream's work."""
         return self._streams.get(stream, 0)
 
     def passed(self, stream: tuple[int, int], time: int) -> None:
-        """What a stream is given next begins no earlier."""
+        """Delays the next work of a stream to a time."""
         self._streams[stream] = max(self._streams.get(stream, 0), time)
 
     def finish(self) -> None:
-        """A run is over: who has not ended, as where it broke off, is shown as far as it came."""
+        """Ends a run: warps that have not ended, as after an error, are shown as far as they ran."""
         for warp, state in self._warps.items():
             self._close(warp, state)
             whys = sorted({group.why for group in warp.groups if group.why})
@@ -220,7 +224,7 @@ class Clocks:
 
 
 class Items(dict[int, Any]):
-    """A program's items as a run comes to them: its keys ran. With clocks, each takes its time."""
+    """Items of a program that a run has executed, as keys. With clocks, each item advances the time."""
 
     def __init__(self, program: Any, clocks: Clocks | None) -> None:
         super().__init__()
@@ -238,7 +242,7 @@ def _timed(item: Any, cycles: int, clocks: Clocks) -> Any:
     def run(group: Any) -> int:
         clocks.now += cycles
         following: int = item(group)
-        if group.why:  # it waits, and runs again when it is woken
+        if group.why:  # the group waits, and runs the item again when it is woken
             clocks.now -= cycles
         return following
 

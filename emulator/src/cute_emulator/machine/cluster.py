@@ -1,4 +1,4 @@
-"""Clusters: CTAs that see each other's shared memory, with a barrier of their own."""
+"""Clusters: CTAs that can access each other's shared memory, with a common barrier."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Cluster:
-    """CTAs that see each other's shared memory: one address window of 16 MiB per CTA."""
+    """CTAs that can access each other's shared memory: one address window of 16 MiB per CTA."""
 
     grid: Grid
     size: int
@@ -47,28 +47,36 @@ class Cluster:
             self.ctas.append(Cta(self, rank, (first[0] + x, first[1] + y, first[2] + z)))
 
     def lanes_exited(self, warp: Warp, lanes: int) -> None:
-        """The cluster's barrier is for threads that have not exited, whether they had arrived or not."""
+        """Removes exited threads from the cluster's barrier, whether they had arrived or not."""
         self.live_threads -= lanes.bit_count()
         if warp.cluster_token == self.barrier.generation:
             self.barrier.arrived -= (lanes & warp.cluster_lanes).bit_count()
         self.barrier.check()
 
     def enrol(self, party: Party) -> int:
-        """The number of one more party that accesses the cluster's memories."""
+        """Adds a party that accesses the cluster's memories; returns its number."""
         self.parties.append(party)
         if party.agent is not None:
             self.warp_parties.append((len(self.parties) - 1, party.agent))
         return len(self.parties) - 1
 
     def unit(self, users: dict[str, Unit], name: str, what: str, of: object, kind: str) -> Unit:
-        """The asynchronous unit `name`, of a kind, of a warp or warpgroup `of`; what it does is `what`."""
-        found = users.get(name)
-        if found is None:
-            found = users[name] = Unit(self.enrol(Party(f"{what} of {of}", None, kind)))
-        return found
+        """Returns the asynchronous unit `name` of a warp or warpgroup.
+
+        Args:
+            users: Units of the warp or warpgroup by name.
+            name: Name of the unit.
+            what: Operation of the unit, in messages.
+            of: Warp or warpgroup.
+            kind: Kind of the unit.
+        """
+        unit = users.get(name)
+        if unit is None:
+            unit = users[name] = Unit(self.enrol(Party(f"{what} of {of}", None, kind)))
+        return unit
 
     def owner(self, address: int) -> Cta:
-        """The CTA whose window holds a shared address."""
+        """Returns the CTA whose window contains a shared address."""
         rank = (address & WINDOW) // CTA_WINDOW
         if rank >= self.size:
             raise EmulatorError(f"shared address {address:#x} names CTA {rank} of a cluster of {self.size}")

@@ -1,7 +1,7 @@
-"""Pairs of accesses without the order that they need, as the machine finds them: passed to `Checks.tell`.
+"""Pairs of accesses without the required order, as the machine detects them: passed to `Checks.tell`.
 
-The machine keeps the order of accesses and compares it (`races`, `shared_races`, `lane_order`,
-`tensor_fences`); a rule (`rules`) states what is missing, in a file of its own.
+The machine records the order of accesses and compares it (`races`, `shared_races`, `lane_order`,
+`tensor_fences`); a rule (`rules`) states what is missing, in a separate file.
 """
 
 from __future__ import annotations
@@ -272,5 +272,5 @@ class FreedTouched:
 
     @property
     def lines(self) -> list[tuple[str, int]]:
-        """Line of the script that issued the replay, if it is known."""
+        """Returns the line of the script that issued the replay, if it is known."""
         return [self.touch.work.line] if self.touch.work.line is not None else []

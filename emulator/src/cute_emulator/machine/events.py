@@ -1,4 +1,7 @@
-"""What kernels do that rules look at, beside accesses to memory and their order: told to `Checks.tell`."""
+"""Events of kernels that rules handle, in addition to accesses and their order.
+
+They are passed to `Checks.tell`.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,11 @@ Cells = tuple[int, int, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class ByGroup:
-    """Something that lanes of a warp do.
+    """Event of lanes of a warp.
 
     Attributes:
-        group: The lanes.
-        line: Of the PTX.
+        group: Lanes.
+        line: PTX line.
     """
 
     group: Group
@@ -29,12 +32,12 @@ class ByGroup:
 
 @dataclass(frozen=True)
 class TensorMemoryUsed(ByGroup):
-    """An asynchronous operation is told to use cells of tensor memory.
+    """An asynchronous operation on cells of tensor memory is issued.
 
     Attributes:
-        ctas: In each of these.
-        cells: Which.
-        what: The operation.
+        ctas: CTAs whose tensor memory is used.
+        cells: Cells that are used.
+        what: Operation.
     """
 
     ctas: tuple[Cta, ...]
@@ -138,11 +141,11 @@ class BarrierIncomplete(ByGroup):
 
 @dataclass(frozen=True)
 class AlignedBarrierReached(ByGroup):
-    """Lanes come to a barrier that all lanes of their warp must execute together.
+    """Lanes arrive at a barrier that all lanes of their warp must execute together.
 
     Attributes:
-        lanes: Which.
-        instruction: The barrier; a line may hold several.
+        lanes: Lanes that arrive.
+        instruction: Barrier instruction; a line may hold several.
     """
 
     lanes: int
@@ -151,11 +154,11 @@ class AlignedBarrierReached(ByGroup):
 
 @dataclass(frozen=True)
 class AlignedBarrierPassed(ByGroup):
-    """The barrier lets lanes go.
+    """The barrier releases lanes.
 
     Attributes:
-        lanes: Which.
-        instruction: The barrier.
+        lanes: Lanes that are released.
+        instruction: Barrier instruction.
     """
 
     lanes: int
@@ -164,10 +167,10 @@ class AlignedBarrierPassed(ByGroup):
 
 @dataclass(frozen=True)
 class MbarrierMade(ByGroup):
-    """`mbarrier.init`.
+    """`mbarrier.init` is executed.
 
     Attributes:
-        old: The object that is there already.
+        old: Object that already exists at the address.
     """
 
     old: MBarrier | None
@@ -175,11 +178,11 @@ class MbarrierMade(ByGroup):
 
 @dataclass(frozen=True)
 class MbarrierInvalidated(ByGroup):
-    """`mbarrier.inval`.
+    """`mbarrier.inval` is executed.
 
     Attributes:
-        old: The object that was there.
-        offset: Where.
+        old: Object that existed at the address.
+        offset: Offset in shared memory.
     """
 
     old: MBarrier | None
@@ -188,15 +191,15 @@ class MbarrierInvalidated(ByGroup):
 
 @dataclass(frozen=True)
 class CancelRequested(ByGroup):
-    """`clusterlaunchcontrol.try_cancel`."""
+    """`clusterlaunchcontrol.try_cancel` is executed."""
 
 
 @dataclass(frozen=True)
 class CancelRead(ByGroup):
-    """A query of a request's answer.
+    """The response to a cancel request is queried.
 
     Attributes:
-        query: Which.
+        query: Name of the query.
         canceled: Whether the request had succeeded.
     """
 
@@ -206,10 +209,10 @@ class CancelRead(ByGroup):
 
 @dataclass(frozen=True)
 class PeerUsed(ByGroup):
-    """A CTA that has not waited at its cluster's barrier uses another one's shared memory.
+    """A CTA that has not waited at its cluster's barrier uses another CTA's shared memory.
 
     Attributes:
-        cta: Whose.
+        cta: Owner of the shared memory.
     """
 
     cta: Cta
@@ -220,8 +223,8 @@ class WgmmaUnfenced:
     """A wgmma uses registers that the warp may have accessed since the last `wgmma.fence`.
 
     Attributes:
-        warp: The warp.
-        line: Of the wgmma.
+        warp: Warp that issues it.
+        line: PTX line of the wgmma.
     """
 
     warp: Warp
@@ -230,12 +233,12 @@ class WgmmaUnfenced:
 
 @dataclass(frozen=True)
 class WgmmaChanged:
-    """Registers of a wgmma in flight hold something else when it is waited for than when it was issued.
+    """Registers of a wgmma in flight have changed between its issue and the wait for it.
 
     Attributes:
-        warp: The warp.
-        line: Of the wgmma.
-        operand: Which registers.
+        warp: Warp that waits.
+        line: PTX line of the wgmma.
+        operand: Operand in the registers.
     """
 
     warp: Warp

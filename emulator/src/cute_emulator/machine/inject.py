@@ -1,6 +1,7 @@
-"""Faults on purpose: stores and copies that are lost, late or repeated, and ranks that stop.
+"""Injected faults: stores and copies that are lost, late or repeated, and ranks that stop.
 
-For any kernel, in Python (`Emulator.faults`) or by words on the command line (`Faults.by_words`).
+They apply to any kernel, and are set in Python (`Emulator.faults`) or on the command line
+(`Faults.by_words`).
 """
 
 from __future__ import annotations
@@ -22,22 +23,23 @@ instructions=N], kill:rank=R,after=N or stall:rank=R,begin=N,end=N"
 
 @dataclass(frozen=True)
 class StoreFault:
-    """What happens to chosen stores into another rank's memory, or into a rank's own where `target` names it.
+    """Fault of selected stores into another rank's memory, or into the rank's memory if `target` selects it.
 
     Attributes:
-        action: `drop`, `delay` (made when nothing else can go on, or after `instructions`), or `duplicate`
-            (made, and made again then).
+        action: `drop`, `delay` (executed when nothing else can continue, or after `instructions`), or
+            `duplicate` (executed, and executed again then).
         source: Storing rank, or None for any.
-        target: Rank whose memory it is, or None for any but the storing one.
+        target: Rank that owns the memory, or None for any but the storing one.
         line: PTX line, or None for any.
-        begin: First byte of the target's allocation that counts, by the lowest byte of a store.
-        end: One past the last of them, or None for the allocation's end.
-        skip: Matching stores to leave alone first.
-        count: Stores to act on after that; None for all.
-        instructions: Warp instructions until a late store is made.
+        begin: First matching byte of the target's allocation, compared with the lowest byte of a store.
+        end: One past the last matching byte, or None for the allocation's end.
+        skip: Number of matching stores to leave unchanged first.
+        count: Number of stores to change after that; None for all.
+        instructions: Warp instructions until a late store is executed.
         kind: `store` (ordinary), `flag` (release, relaxed, volatile, atomics, reductions), `copy` (bulk and
             TMA stores), or None for all of these. `load` is no store: bulk and TMA copies into shared memory
-            of the rank, each CTA's by itself, with what they tell its mbarrier; a repeated one tells it once.
+            of the rank, each CTA's separately, with the completion of their mbarrier; a repeated one
+            completes it once.
     """
 
     action: str
@@ -59,7 +61,7 @@ class StoreFault:
 
 
 class Faults:
-    """The faults of a machine.
+    """Faults of a machine.
 
     Attributes:
         active: Whether there are any.
@@ -82,10 +84,10 @@ class Faults:
         self.active = True
 
     def by_words(self, text: str) -> None:
-        """Adds a fault as the command line names it, such as ``drop:flag:source=0,target=1,count=1``.
+        """Adds a fault in the syntax of the command line, such as ``drop:flag:source=0,target=1,count=1``.
 
         Raises:
-            ValueError: It does not read so.
+            ValueError: The syntax is wrong.
         """
         stops: dict[str, Callable[..., None]] = {"kill": self.kill, "stall": self.stall}
         action, *rest = text.split(":")
@@ -103,7 +105,7 @@ class Faults:
             raise ValueError(f"fault {text!r} must read {WORDS}" + (f": {why}" if str(why) else "")) from None
 
     def hits(self) -> list[tuple[StoreFault, int]]:
-        """Each fault of stores with how many it has acted on."""
+        """Returns each fault of stores with the number of stores that it has changed."""
         return [(fault, self._hit.get(n, 0)) for n, fault in enumerate(self._stores)]
 
     def kill(self, rank: int, after: int = 0) -> None:
@@ -125,13 +127,16 @@ class Faults:
         low: int,
         write: Callable[[], None],
     ) -> bool:
-        """Whether a store, `low` its lowest address, is not to be made now; a late one is kept."""
+        """Returns whether a store, `low` its lowest address, is withheld now; a late one is kept."""
         return self._catches(group, line, kind, allocation.rank, low - allocation.base, write, write)
 
     def catches_load(
         self, group: Group, line: int, arrive: Callable[[], None], write: Callable[[], None]
     ) -> bool:
-        """Whether a copy into shared memory is not to `arrive` now; repeated, it is only to `write`."""
+        """Returns whether a copy into shared memory must not `arrive` now.
+
+        A repeated one only calls `write`.
+        """
         return self._catches(group, line, "load", group.warp.grid.launch.rank, 0, arrive, write)
 
     def _catches(
@@ -166,17 +171,17 @@ class Faults:
         return False
 
     def let_go(self) -> None:
-        """A run is over: what it left behind, late or stalled, is not the next one's."""
+        """Ends a run: its late stores and stalled ranks do not affect the next run."""
         self._late.clear()
         self._held.clear()
 
     def is_dead(self, rank: int) -> bool:
-        """Whether a rank has been killed."""
+        """Returns whether a rank has been killed."""
         after = self._killed.get(rank)
         return after is not None and self._scheduler.executed >= after
 
     def holds(self, warp: Warp) -> bool:
-        """Whether a warp may not run now."""
+        """Returns whether a warp may not run now."""
         rank = warp.grid.launch.rank
         if self.is_dead(rank):
             return True
@@ -187,7 +192,10 @@ class Faults:
         return False
 
     def step(self, idle: bool) -> bool:
-        """Makes late stores that are due and lets stalled ranks go on; all of them where nothing else can."""
+        """Executes late stores that are due and resumes stalled ranks.
+
+        If nothing else can continue, it does so for all of them.
+        """
         now = self._scheduler.executed
         due = [w for at, w in self._late if idle or at <= now]
         self._late = [] if idle else [x for x in self._late if x[0] > now]

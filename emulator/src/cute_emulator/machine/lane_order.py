@@ -1,16 +1,18 @@
-"""Stores of some lanes of a warp that nothing has shown to other lanes yet.
+"""Stores of some lanes of a warp that are not ordered before other lanes' accesses yet.
 
-Since Volta the lanes of a warp need not run in lock-step: what one lane stored another may use only after
+Since Volta the lanes of a warp need not run in lock-step. A lane may use what another lane stored only after
 `bar.warp.sync`, or after a barrier, or a release and an acquire, between the two. A shuffle, a vote or an
-election orders no memory (PTX ISA 9.7.9.6, 9.7.13.8 to .14: they wait for the lanes to come; only
+election orders no memory (PTX ISA 9.7.9.6, 9.7.13.8 to .14: they wait for the lanes to arrive; only
 `bar.warp.sync`, 9.7.13.2, "guarantees memory ordering among participating threads").
 
-Every ordinary store of a warp is kept until all its lanes know of it. Three things are judged with it:
+Every ordinary store of a warp is recorded until it is ordered before all its lanes. Three accesses are
+judged:
 
-- a load of a lane of what another lane stored;
+- a load by a lane of what another lane stored;
 - an asynchronous operation (bulk store, product) issued by a lane, that reads what another lane stored;
-- a release by some lanes, such as the one that raises a flag: it tells of their own stores and of what they
-  know. Who acquires it has *doubts* about the others' stores until a later release of the warp tells of them.
+- a release by some lanes, such as the store of a flag: it publishes their stores and what they have acquired.
+  A warp that acquires it has *doubts* about the others' stores until a later release of the warp publishes
+  them.
 """
 
 from __future__ import annotations
@@ -25,23 +27,23 @@ if TYPE_CHECKING:
     from cute_emulator.machine.order import Agent, Snapshot
     from cute_emulator.machine.warp import Cta, Warp
 
-KEPT = 64  # stores of a warp that are looked at; those before are forgotten
+KEPT = 64  # recorded stores of a warp; older ones are dropped
 
 
 class LaneStore:
-    """A store of some lanes.
+    """Store of some lanes.
 
     Attributes:
-        warp: Whose.
-        cta: Whose shared memory it went to; None for global memory.
+        warp: Warp that stores.
+        cta: CTA that owns the shared memory; None for global memory.
         mask: Lanes.
-        offsets: Of each of these lanes, in bytes (global memory: addresses), or one of all of them.
+        offsets: Offset of each of these lanes, in bytes (global memory: addresses), or one for all of them.
         low: Lowest byte.
         end: End of the highest.
         size: Bytes of a lane.
-        line: In the PTX.
-        clock: Of the warp.
-        known: Lanes that know of it, beside each of its own part.
+        line: PTX line.
+        clock: Clock of the warp.
+        known: Lanes that are ordered after all of the store; each lane is ordered after its own part.
         released: Lanes that have released since.
     """
 
@@ -58,18 +60,18 @@ class LaneStore:
         self.known = self.released = 0
 
     def places(self) -> list[tuple[int, int]]:
-        """(lane, where it stored); where several lanes store to one place nobody can tell whose it is."""
+        """Returns (lane, location) of each lane's store; none if several lanes store to one location."""
         if self.offsets.__class__ is int:
             return [(self.mask.bit_length() - 1, self.offsets)] if not self.mask & (self.mask - 1) else []
         return list(zip(lane_list(self.mask), self.offsets.tolist(), strict=True))
 
     def overwrites(self, lane: int, at: int, size: int) -> bool:
-        """Whether a lane stored all of some bytes."""
-        return any(own == lane and to <= at and at + size <= to + self.size for own, to in self.places())
+        """Returns whether one lane stored all of some bytes."""
+        return any(who == lane and to <= at and at + size <= to + self.size for who, to in self.places())
 
 
 class LaneStores:
-    """The stores of a warp that some of its lanes may not know of.
+    """Stores of a warp that are not ordered before all its lanes.
 
     Attributes:
         stores: Oldest first.
@@ -82,22 +84,22 @@ class LaneStores:
         self._bounds: dict[Cta | None, tuple[int, int]] = {}
 
     def add(self, store: LaneStore) -> None:
-        """Lanes stored."""
+        """Records a store of lanes."""
         self.stores.append(store)
         low, end = self._bounds.get(store.cta, (store.low, store.end))
         self._bounds[store.cta] = min(low, store.low), max(end, store.end)
         if len(self.stores) > 2 * KEPT:
             del self.stores[:-KEPT]
 
-    def near(self, cta: Cta | None, low: int, end: int) -> list[LaneStore]:
-        """Those that may overlap some bytes, newest first."""
+    def overlapping(self, cta: Cta | None, low: int, end: int) -> list[LaneStore]:
+        """Returns the stores that may overlap some bytes, newest first."""
         bounds = self._bounds.get(cta)
         if bounds is None or low >= bounds[1] or end <= bounds[0]:
             return []
         return [s for s in reversed(self.stores) if s.cta is cta and s.low < end and low < s.end]
 
     def meet(self, lanes: int, live: int) -> None:
-        """Lanes wait for each other: each of them knows what any of them did or knows."""
+        """Synchronises lanes: each of them is ordered after what any of them did or observed."""
         if not live & ~lanes:
             self.stores = []
             self._bounds.clear()
@@ -107,12 +109,15 @@ class LaneStores:
                 store.known |= lanes
 
     def release(self, lanes: int) -> None:
-        """Lanes release what they did."""
+        """Records a release by lanes."""
         for store in self.stores:
             store.released |= lanes
 
     def acquire(self, lanes: int, live: int) -> None:
-        """Lanes acquire, or leave a barrier: they know what all lanes of a store released since."""
+        """Records an acquire by lanes, or that they leave a barrier.
+
+        They observe everything that a store's lanes released since.
+        """
         kept = []
         for store in self.stores:
             if not store.mask & ~(store.released | lanes):
@@ -123,8 +128,8 @@ class LaneStores:
         if not kept:
             self._bounds.clear()
 
-    def untold(self, lanes: int, clock: int) -> dict[LaneStore, int]:
-        """What a release by some lanes does not tell of, up to the warp's `clock`: by store the lanes."""
+    def unreleased(self, lanes: int, clock: int) -> dict[LaneStore, int]:
+        """Returns the stores, with lanes, that a release by some lanes at `clock` does not publish."""
         return {
             store: store.mask & ~lanes
             for store in self.stores
@@ -136,66 +141,66 @@ class LaneStores:
 
 
 def add_doubts(agent: Agent, snapshot: Snapshot) -> None:
-    """Before an agent takes over a snapshot: about which stores does it have doubts from then on?"""
+    """Updates an agent's doubts about stores, before it acquires a snapshot."""
     doubts = agent.doubts
-    for store in {**doubts, **snapshot.untold}:
+    for store in {**doubts, **snapshot.unreleased}:
         writer = store.warp.agent.id
         if writer == agent.id:
             continue
         knew = agent.vector.get(writer, 0) >= store.clock
         old = doubts.get(store, 0) if knew else -1
-        told = snapshot.vector.get(writer, 0) >= store.clock
-        new = snapshot.untold.get(store, 0) if told else -1
+        is_released = snapshot.vector.get(writer, 0) >= store.clock
+        new = snapshot.unreleased.get(store, 0) if is_released else -1
         left = old & new & store.mask
-        if left and (knew or told):
+        if left and (knew or is_released):
             doubts[store] = left
         else:
             doubts.pop(store, None)
 
 
-def joint_untold(parts: list[Snapshot]) -> dict[LaneStore, int]:
-    """What none of several releases tells of."""
+def joint_unreleased(parts: list[Snapshot]) -> dict[LaneStore, int]:
+    """Returns the stores that none of several releases publishes."""
     out: dict[LaneStore, int] = {}
-    for store in {s for part in parts for s in part.untold}:
+    for store in {s for part in parts for s in part.unreleased}:
         left = store.mask
         for part in parts:
             if part.vector.get(store.warp.agent.id, 0) >= store.clock:
-                left &= part.untold.get(store, 0)
+                left &= part.unreleased.get(store, 0)
         if left:
             out[store] = left
     return out
 
 
-# -- what is judged ------------------------------------------------------------------------------------
+# -- judged accesses-----------------------------------------------------------------------------------
 
 
 def check_load(
     tell: Tell, warp: Warp, cta: Cta | None, mask: int, offsets: Any, low: int, end: int, size: int,
     line: int,
 ) -> None:  # fmt: skip
-    """Reports a load of what another lane of its warp stored, or what lanes of another warp did not tell of.
+    """Reports a load of what another lane of its warp stored, or what lanes of another warp did not release.
 
     Args:
-        tell: Takes what is found.
-        warp: That loads.
-        cta: Whose shared memory it is, None for global memory.
+        tell: Receiver of the findings.
+        warp: Warp that loads.
+        cta: CTA that owns the shared memory, None for global memory.
         mask: Lanes that load.
-        offsets: Of these lanes, in bytes (global memory: addresses), or one of all of them.
+        offsets: Offsets of these lanes, in bytes (global memory: addresses), or one for all of them.
         low: Lowest byte.
         end: End of the highest.
         size: Bytes of a lane.
-        line: In the PTX.
+        line: PTX line.
     """
-    near = warp.unsynced.near(cta, low, end)
+    recent = warp.unsynced.overlapping(cta, low, end)
     doubted = [s for s in warp.agent.doubts if s.cta is cta and s.low < end and low < s.end]
-    if not near and not doubted:
+    if not recent and not doubted:
         return
     lanes = lane_list(mask)
     wanted = dict(
         zip(lanes, [offsets] * len(lanes) if offsets.__class__ is int else offsets.tolist(), strict=True)
     )
     for lane, at in wanted.items():
-        for store in near:
+        for store in recent:
             if store.overwrites(lane, at, size):
                 break
             if store.known >> lane & 1:
@@ -216,17 +221,17 @@ def check_load(
 def check_async(
     tell: Tell, warp: Warp, cta: Cta | None, mask: int, chunks: Any, chunk: int, what: str, line: int
 ) -> None:
-    """Reports an asynchronous read of what other lanes stored and its issuer may not know of.
+    """Reports an asynchronous read of what other lanes stored without order before its issuer.
 
     Args:
-        tell: Takes what is found.
-        warp: That issues it.
-        cta: As for `check_load`.
+        tell: Receiver of the findings.
+        warp: Warp that issues the operation.
+        cta: CTA that owns the shared memory, None for global memory.
         mask: Lanes that issue it.
-        chunks: Numbers of what it reads: a slice, or in any order.
-        chunk: Bytes of each.
-        what: For messages.
-        line: In the PTX.
+        chunks: Numbers of the chunks that it reads: a slice, or in any order.
+        chunk: Bytes of each chunk.
+        what: Name in messages.
+        line: PTX line.
     """
     if not warp.unsynced.stores and not warp.agent.doubts:
         return
@@ -236,11 +241,11 @@ def check_async(
         low, end = chunks.start * chunk, chunks.stop * chunk
     else:
         low, end = int(chunks.min()) * chunk, (int(chunks.max()) + 1) * chunk
-    near = [(s, s.mask & ~mask) for s in warp.unsynced.near(cta, low, end) if not s.known & mask]
-    near += [
+    recent = [(s, s.mask & ~mask) for s in warp.unsynced.overlapping(cta, low, end) if not s.known & mask]
+    recent += [
         (s, left) for s, left in warp.agent.doubts.items() if s.cta is cta and s.low < end and low < s.end
     ]
-    for store, left in near:
+    for store, left in recent:
         for other, to in store.places() if left else ():
             if not left >> other & 1:
                 continue

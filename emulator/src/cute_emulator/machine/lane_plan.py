@@ -1,7 +1,8 @@
-"""Where the lanes of an access to memory go: the arithmetic of their addresses, done once for those alike.
+"""Address arithmetic of the lanes of a memory access, cached for equal accesses.
 
 In shared memory a loop has few different addresses, so that the plan of an access is that of its addresses.
-In global memory a loop moves on, but its lanes lie the same way each time: the plan is of their distances.
+In global memory a loop advances, but its lanes have the same distances each time: the plan is of their
+distances.
 """
 
 from __future__ import annotations
@@ -20,16 +21,19 @@ Places = slice | NDArray[np.int64]
 
 
 def parts(first: NDArray[np.int64], count: int) -> NDArray[np.int64]:
-    """Numbers of the `count` parts of each of some things, in order, by the number of its first part."""
+    """Returns the numbers of the `count` parts of each unit, in order.
+
+    `first` contains the number of each unit's first part.
+    """
     return (first[:, None] + _COUNT[:count]).reshape(-1)
 
 
 class Lanes(NamedTuple):
-    """The lanes of an access that is being judged, for messages.
+    """Lanes of an access that is being judged, for messages.
 
     Attributes:
-        mask: Which.
-        offsets: Where each begins, or one for all.
+        mask: Mask of the lanes.
+        offsets: First byte of each lane, or one for all.
         size: Bytes of each.
     """
 
@@ -38,7 +42,7 @@ class Lanes(NamedTuple):
     size: int
 
     def at(self, low: int, end: int) -> str:
-        """The first of them that touches some bytes: ` lane 3`."""
+        """Returns the first lane that accesses some bytes, as ` lane 3`."""
         hit = (self.offsets < end) & (self.offsets + self.size > low)
         lanes = lane_list(self.mask)
         number = int(hit.argmax()) if len(self.offsets) == len(lanes) else 0
@@ -46,14 +50,14 @@ class Lanes(NamedTuple):
 
 
 class LanePlan(NamedTuple):
-    """Where the lanes of an access to shared memory go, from the CTA's start.
+    """Locations of the lanes of an access to shared memory, from the CTA's start.
 
     Attributes:
-        offsets: In bytes.
-        rows: In accesses.
-        chunks: In chunks of 16 bytes.
+        offsets: Offsets in bytes.
+        rows: Offsets in accesses.
+        chunks: Offsets in chunks of 16 bytes.
         lowest: Lowest byte address.
-        highest: Highest byte address that a lane's access begins at.
+        highest: Highest first byte address of a lane's access.
         aligned: Whether all are multiples of the access' size.
     """
 
@@ -67,8 +71,11 @@ class LanePlan(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def lane_plan(addresses: bytes, base: int, row_shift: int) -> LanePlan:
-    """The plan of 32-bit addresses. A loop has few different ones, and each takes several reductions."""
-    # What lies below the CTA's memory wraps around and becomes an index beyond its end.
+    """Returns the plan of 32-bit addresses, cached.
+
+    A loop has few different ones, and each needs reductions.
+    """
+    # An address below the CTA's memory wraps around and becomes an index beyond its end.
     offsets = (np.frombuffer(addresses, np.uint32) - np.uint32(base)).astype(np.int64)
     aligned = not int(np.bitwise_or.reduce(offsets)) & ((1 << row_shift) - 1)
     return LanePlan(
@@ -77,15 +84,15 @@ def lane_plan(addresses: bytes, base: int, row_shift: int) -> LanePlan:
 
 
 class Spread:
-    """How the lanes of an access to global memory lie, wherever that is.
+    """Distances of the lanes of an access to global memory, for any address.
 
     Attributes:
-        size: Bytes a lane.
-        offsets: Of the lanes from the lowest, in bytes.
-        below: How far the lowest is below the first lane.
-        extent: From the lowest address to the end of the highest access.
-        together: Whether each lane's access begins where that of the lane before ends.
-        grain: What has a power of two in common with `size` and all offsets has it in common with this.
+        size: Bytes per lane.
+        offsets: Offset of each lane from the lowest, in bytes.
+        below: Distance of the lowest lane below the first.
+        extent: Distance from the lowest address to the end of the highest access.
+        together: Whether each lane's access begins at the end of the access of the lane before.
+        grain: A power of two that divides `size` and all offsets divides it, too.
     """
 
     __slots__ = ("_units", "below", "extent", "grain", "offsets", "size", "together")
@@ -100,31 +107,32 @@ class Spread:
         self._units: dict[int, NDArray[np.int64]] = {}
 
     def units(self, start: int, shift: int) -> Places:
-        """Numbers of the `2**shift` bytes that the lanes access, lane by lane, with the lowest at `start`.
+        """Returns numbers of the `2**shift`-byte units that the lanes access, lane by lane.
 
-        They must divide `start` and `grain`, unless the lanes lie together: then the parts of one count, too.
+        The lowest lane is at `start`. The unit must divide `start` and `grain`, unless the lanes are
+        contiguous: then partial units count, too.
         """
         if self.together:
             return slice(start >> shift, -(-(start + self.extent) >> shift))
-        found = self._units.get(shift)
-        if found is None:
-            found = self.offsets >> shift
+        units = self._units.get(shift)
+        if units is None:
+            units = self.offsets >> shift
             if self.size >> shift > 1:
-                found = parts(found, self.size >> shift)
-            self._units[shift] = found
-        return found + (start >> shift)
+                units = parts(units, self.size >> shift)
+            self._units[shift] = units
+        return units + (start >> shift)
 
     def granules(self, low: int) -> Iterable[int]:
-        """Numbers of the 16 bytes that the lanes access, in their order, with the lowest at `low`."""
+        """Returns numbers of the 16-byte granules that the lanes access, in their order, lowest at `low`."""
         if self.together and (self.size <= 16 or len(self.offsets) == 1):
             return range(low >> 4, (low + self.extent + 15) >> 4)
         return granules_of(self.offsets + low, self.size)
 
 
 def granules_of(addresses: NDArray[np.integer], size: int) -> Iterable[int]:
-    """Numbers of the 16 bytes that lanes access, in their order.
+    """Returns numbers of the 16-byte granules that lanes access, in their order.
 
-    No set: its order, and so whom a store wakes first, would depend on where the host puts the memory.
+    The result is no set: the order of a set, and so the order of wake-ups, would depend on host addresses.
     """
     lanes = addresses >> 4
     return dict.fromkeys(
@@ -139,11 +147,11 @@ def _spread(distances: bytes, size: int) -> Spread:
 
 @lru_cache
 def one_place(size: int) -> Spread:
-    """That of a single lane, or of lanes at one place."""
+    """Returns the spread of a single lane, or of lanes at one address."""
     return Spread(np.zeros(1, np.int64), size)
 
 
 def spread(addresses: NDArray[np.uint64], size: int) -> tuple[int, Spread]:
-    """The lowest of 64-bit addresses of lanes, and how they lie."""
-    found = _spread((addresses - addresses[:1]).tobytes(), size)
-    return int(addresses[0]) - found.below, found
+    """Returns the lowest of 64-bit addresses of lanes, and their spread."""
+    distances = _spread((addresses - addresses[:1]).tobytes(), size)
+    return int(addresses[0]) - distances.below, distances

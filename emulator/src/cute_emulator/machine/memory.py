@@ -1,11 +1,11 @@
-"""Global memory: a registry of host allocations, and views through which warps and async units reach them.
+"""Global memory: a registry of host allocations, and views of them for warps and async units.
 
-Global addresses are raw host pointers, so peers in one process see each other's memory as GPUs over NVLink
-do. Only registered memory can be touched: a stray address gives a report, never a segmentation fault.
+Global addresses are raw host pointers, so peers in one process can access each other's memory as GPUs over
+NVLink do. Only registered memory can be accessed: a stray address gives a report, never a segmentation fault.
 
 Address windows (generic addresses): shared `1 << 56`, kernel parameters `1 << 57`, local `1 << 58`, constants
 `1 << 59`, functions `1 << 60`; below them global. A shared address is `cta_rank << 24 | offset`: kernels
-clear bit 24 to reach the leader CTA of a pair, and use shared::cta and shared::cluster addresses
+clear bit 24 for the address in the leader CTA of a pair, and use shared::cta and shared::cluster addresses
 interchangeably.
 """
 
@@ -28,22 +28,22 @@ _DTYPE = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex1
 
 
 def host_bytes(address: int, nbytes: int) -> NDArray[np.uint8]:
-    """A view of host memory; the caller keeps it alive."""
+    """Returns a view of host memory; the caller keeps it alive."""
     return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
 
 
 @dataclass
 class Allocation:
-    """A registered range of global memory.
+    """Registered range of global memory.
 
     Attributes:
         base: First address.
         nbytes: Size.
-        rank: The rank whose memory it is.
-        name: For messages.
+        rank: Rank that owns the memory.
+        name: Name in messages.
         kind: `device`, `symmetric`, or `module` for a module's variables.
-        owner: The registry it is in, None after `unregister`. Whoever keeps an allocation for later must ask:
-            the host gives the same addresses to other tensors, and to other machines.
+        owner: Registry that contains it, None after `unregister`. A cache of allocations must compare it: the
+            host reuses addresses for other tensors, and for other machines.
     """
 
     base: int
@@ -60,7 +60,7 @@ class Allocation:
 
     @property
     def end(self) -> int:
-        """One past the last address."""
+        """Returns the address one past the last."""
         return self.base + self.nbytes
 
     def __str__(self) -> str:
@@ -68,9 +68,9 @@ class Allocation:
         return f"{label} of rank {self.rank} [{self.base:#x}, {self.end:#x})"
 
     def view(self, width: int, count: int = 1) -> Any:
-        """`[n]` elements of `width` bytes, or `[n, count]` where `count` > 1.
+        """Returns `[n]` elements of `width` bytes, or `[n, count]` if `count` > 1.
 
-        None where the allocation does not begin at a multiple of `width * count`.
+        None if the allocation does not begin at a multiple of `width * count`.
         """
         key = (width, count)
         view = self._views.get(key)
@@ -86,14 +86,14 @@ class Allocation:
 
 @dataclass(frozen=True)
 class Named:
-    """A tensor that a finding may name.
+    """Tensor that a finding may name.
 
     Attributes:
-        name: What it is called.
-        address: Of its first element.
-        bits: Of an element.
+        name: Name of the tensor.
+        address: Address of its first element.
+        bits: Bits of an element.
         shape: Extents.
-        strides: In elements.
+        strides: Strides in elements.
     """
 
     name: str
@@ -103,7 +103,7 @@ class Named:
     strides: tuple[int, ...]
 
     def element(self, address: int) -> str:
-        """Which element lies at an address; empty where none does."""
+        """Returns the element at an address; empty if there is none."""
         left, index = (address - self.address) * 8 // self.bits, [0] * len(self.shape)
         for n in sorted(range(len(self.shape)), key=lambda n: -self.strides[n]):
             if self.shape[n] > 1 and self.strides[n] > 0:
@@ -114,7 +114,7 @@ class Named:
 
 @dataclass(frozen=True)
 class Multicast:
-    """A multicast range: one address that stands for the same bytes in several ranks' memory."""
+    """Multicast range: one address for the same bytes in several ranks' memory."""
 
     base: int
     nbytes: int
@@ -122,7 +122,7 @@ class Multicast:
 
 
 class GlobalMemory:
-    """The registry."""
+    """Registry of allocations."""
 
     def __init__(self) -> None:
         self._bases: list[int] = []
@@ -130,7 +130,7 @@ class GlobalMemory:
         self._freed: list[Allocation] = []
         self._multicast: list[Multicast] = []
         self.named: list[Named] = []
-        self.arguments: list[Named] = []  # of calls that have not ended
+        self.arguments: list[Named] = []  # arguments of calls that have not ended
 
     def register(
         self, address: int, nbytes: int, rank: int = 0, name: str = "", kind: str = "device"
@@ -141,7 +141,7 @@ class GlobalMemory:
             ValueError: The range overlaps another one.
         """
         if nbytes <= 0:
-            raise ValueError(f"cannot register {nbytes} bytes at {address:#x}")
+            raise ValueError(f"cannot register {nbytes} bytes at {address:#x}: both must be positive")
         i = bisect_right(self._bases, address)
         neighbours = [self._live[b] for b in self._bases[max(0, i - 1) : i + 1]]
         for other in neighbours:
@@ -160,26 +160,26 @@ class GlobalMemory:
         self._freed = [*self._freed[-255:], allocation]
 
     def register_multicast(self, address: int, nbytes: int, targets: list[int]) -> None:
-        """Makes `address` stand for `nbytes` bytes at each of `targets` (which must be registered)."""
+        """Maps `nbytes` bytes at `address` to those at each of `targets` (which must be registered)."""
         self._multicast.append(Multicast(address, nbytes, tuple(targets)))
 
     def multicast_targets(self, address: int, nbytes: int = 1) -> list[int]:
-        """The addresses behind a multicast address, or the address itself."""
+        """Returns the target addresses of a multicast address, or the address itself."""
         for m in self._multicast:
             if m.base <= address and address + nbytes <= m.base + m.nbytes:
                 return [t + address - m.base for t in m.targets]
         return [address]
 
     def is_multicast(self, address: int) -> bool:
-        """Whether an address lies in a multicast range."""
+        """Returns whether an address is in a multicast range."""
         return any(m.base <= address < m.base + m.nbytes for m in self._multicast)
 
     def allocations(self) -> Iterator[Allocation]:
-        """All live allocations by address."""
+        """Returns all live allocations by address."""
         return (self._live[b] for b in self._bases)
 
     def lookup(self, address: int) -> Allocation | None:
-        """The live allocation that holds an address."""
+        """Returns the live allocation that contains an address, or None."""
         i = bisect_right(self._bases, address)
         if i:
             allocation = self._live[self._bases[i - 1]]
@@ -188,7 +188,7 @@ class GlobalMemory:
         return None
 
     def find(self, address: int, nbytes: int) -> Allocation:
-        """The allocation that holds a whole range.
+        """Returns the allocation that contains a complete range.
 
         Raises:
             MemoryFault: There is none; the message names the nearest one.
@@ -199,31 +199,31 @@ class GlobalMemory:
         raise MemoryFault(self.describe_fault(address, nbytes))
 
     def describe_fault(self, address: int, nbytes: int) -> str:
-        """Why a range cannot be touched."""
+        """Returns the reason why a range cannot be accessed."""
         for old in reversed(self._freed):
             if old.base <= address < old.end and self.lookup(address) is None:
                 return f"use after free: {nbytes} bytes at {address:#x}, inside the freed {old}"
         if self.is_multicast(address):
             return f"{address:#x} is a multicast address; only multimem and bulk stores may use it"
         i = bisect_right(self._bases, address)
-        near = min(
+        nearest = min(
             (self._live[b] for b in self._bases[max(0, i - 1) : i + 1]),
             key=lambda a: min(abs(address - a.base), abs(address - a.end)),
             default=None,
         )
-        hint = "nothing is allocated" if near is None else f"the nearest allocation is {near}"
-        if near is not None and near.base <= address < near.end:
-            hint = f"{address + nbytes - near.end} bytes beyond {near}"
+        hint = "nothing is allocated" if nearest is None else f"the nearest allocation is {nearest}"
+        if nearest is not None and nearest.base <= address < nearest.end:
+            hint = f"{address + nbytes - nearest.end} bytes beyond {nearest}"
         return f"out of bounds: {nbytes} bytes at {address:#x} ({hint})"
 
     def bytes_at(self, address: int, nbytes: int) -> NDArray[np.uint8]:
-        """A view of a whole range inside one allocation."""
+        """Returns a view of a complete range inside one allocation."""
         allocation = self.find(address, nbytes)
         start = address - allocation.base
         return allocation.raw[start : start + nbytes]
 
     def spot(self, address: int) -> str:
-        """An address in words: the element there, of a tensor that has a name, and the allocation."""
+        """Returns an address for messages: with the element of a named tensor there, and the allocation."""
         elements = (tensor.element(address) for tensor in (*self.named, *reversed(self.arguments)))
         element = next(filter(None, elements), "")
         return f"{address:#x} ({', '.join(filter(None, (element, str(self.lookup(address)))))})"
@@ -233,12 +233,12 @@ class GlobalMemory:
     def gather(
         self, addresses: NDArray[np.int64], chunk: int, bounds: tuple[int, int] | None = None
     ) -> NDArray[np.generic]:
-        """Reads aligned chunks of `chunk` bytes: `[n]` of the dtype that carries so many.
+        """Reads aligned chunks of `chunk` bytes: `[n]` of the dtype of that size.
 
         Args:
-            addresses: Of the chunks.
-            chunk: Bytes of each.
-            bounds: The lowest and highest address, where they are known.
+            addresses: Addresses of the chunks.
+            chunk: Bytes of each chunk.
+            bounds: Lowest and highest address, if known.
         """
         out: np.ndarray = np.empty(addresses.shape, _DTYPE[chunk])
         for allocation, where in self.spans(addresses, chunk, bounds):
@@ -252,13 +252,13 @@ class GlobalMemory:
     def gather_box(
         self, origin: int, steps: NDArray[np.int64], chunk: int, bounds: tuple[int, int]
     ) -> NDArray[np.generic]:
-        """As `gather`, of chunks that lie so many chunks after an address."""
+        """Reads chunks as `gather` does, by their distances from an address in chunks."""
         allocation = self.lookup(origin)
         view = None if allocation is None else allocation.view(chunk)
         if view is None or allocation is None or bounds[1] + chunk > allocation.end:
             return self.gather(steps * chunk + origin, chunk, bounds)
-        found: NDArray[np.generic] = view[(origin - allocation.base) // chunk :][steps]
-        return found
+        chunks: NDArray[np.generic] = view[(origin - allocation.base) // chunk :][steps]
+        return chunks
 
     def scatter(
         self, addresses: NDArray[np.int64], chunk: int, values: NDArray[np.generic], bounds: tuple[int, int]
@@ -283,7 +283,7 @@ class GlobalMemory:
     def spans(
         self, addresses: NDArray[np.int64], chunk: int, bounds: tuple[int, int] | None = None
     ) -> Iterator[tuple[Allocation, NDArray[np.bool_] | slice]]:
-        """Splits addresses by allocation; checks every one."""
+        """Splits addresses by allocation; raises for addresses outside of all."""
         low, high = bounds or (int(addresses.min()), int(addresses.max()))
         allocation = self.lookup(low)
         if allocation is not None and high + chunk <= allocation.end:

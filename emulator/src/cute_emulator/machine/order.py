@@ -1,19 +1,27 @@
 """Happens-before between warps: vector clocks, release and acquire with scope (PTX ISA 8, memory model).
 
-Each warp is an agent with a clock. A release publishes what the agent knows; an acquire that observes it
-takes that over, but only where the scopes of both sides include the other party: `.cta` the same CTA,
-`.cluster` the same cluster, `.gpu` the same rank, `.sys` anyone. A fence makes a release of later, and an
-acquire of earlier, relaxed accesses; what it releases is what lies before it, and nothing that a warp does
-between it and the strong store that publishes it. Barriers release and acquire.
+Each warp is an agent with a clock. A release publishes the agent's vector clock. An acquire that observes it
+merges that clock, but only if the scopes of both include the other party: `.cta` the same CTA, `.cluster` the
+same cluster, `.gpu` the same rank, `.sys` any. A fence makes a release of later, and an acquire of earlier,
+relaxed accesses. It releases what is before the fence, and nothing between the fence and the strong store
+that publishes it. Barriers release and acquire.
 
-Beside each clock runs a second one, of generic-proxy writes that a proxy fence has passed to the async proxy,
-and a third, of accesses that an alias fence has passed to the other names of their places: a multicast
-address, and each rank's own. It is empty until the first such fence.
-The bulk stores of a warp are a further agent (its id plus `BULK`), whose clock counts them: only a full
-wait_group makes the warp know of them. So are its strong stores (plus `STRONG`): who observes one knows of
-it and of what it publishes, but not of ordinary accesses after the fence that it publishes. Its `cp.async`
-copies (plus `COPY`) write through the generic proxy (PTX ISA 9.7.9.25.3: they are no operations of the async
-proxy, 9.7.9.25.2), but late: who has waited for them knows of them, and may pass them to the async proxy.
+Each agent has two further vector clocks:
+
+- of generic-proxy writes that a proxy fence has passed to the async proxy;
+- of accesses that an alias fence has passed to the other addresses of their memory: a multicast address, and
+  each rank's address. It is empty until the first such fence.
+
+A warp has three further agents:
+
+- Its bulk stores (id plus `BULK`), whose clock counts them: only a full wait_group orders the warp after
+  them.
+- Its strong stores (plus `STRONG`): a warp that observes one is ordered after it and after what it publishes,
+  but not after ordinary accesses after the published fence.
+- Its `cp.async` copies (plus `COPY`). They write late, through the generic proxy: they are no operations of
+  the
+  async proxy (PTX ISA 9.7.9.25.2, 9.7.9.25.3). A warp that has waited for them is ordered after them, and may
+  pass them to the async proxy.
 """
 
 from __future__ import annotations
@@ -22,7 +30,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from cute_emulator.machine.lane_order import add_doubts, joint_untold
+from cute_emulator.machine.lane_order import add_doubts, joint_unreleased
 
 if TYPE_CHECKING:
     from cute_emulator.machine.lane_order import LaneStore
@@ -36,27 +44,30 @@ Vector = dict[int, int]
 
 
 class History(NamedTuple):
-    """What a stream has behind it when a launch begins.
+    """Accesses that are ordered before a launch of a stream.
 
     Attributes:
-        grids: Numbers of the launches that have ended before, wholly known.
-        vector: What those knew of others.
+        grids: Numbers of the launches that have ended before, with all their accesses.
+        vector: Clocks of other launches that those had observed.
     """
 
     grids: frozenset[int] = frozenset()
     vector: Vector = {}
 
 
-def merge(into: Vector, other: Vector) -> None:
-    """Takes the later clock of each agent."""
-    get = into.get
+def merge(target: Vector, other: Vector) -> None:
+    """Merges a vector clock into another: takes the later clock of each agent."""
+    get = target.get
     for agent, clock in other.items():
         if get(agent, 0) < clock:
-            into[agent] = clock
+            target[agent] = clock
 
 
 def united(mine: Vector, other: Vector) -> Vector:
-    """The later clock of each agent, for vectors that are shared while they stay what they are."""
+    """Returns the merge of two vectors.
+
+    Vectors are shared and never changed. An argument is returned if it is the result.
+    """
     if mine is other or not other:
         return mine
     get = mine.get
@@ -65,18 +76,18 @@ def united(mine: Vector, other: Vector) -> Vector:
 
 
 class Snapshot:
-    """What an agent, or all participants of a barrier, knew when they released.
+    """State that an agent, or all participants of a barrier, released.
 
     Attributes:
-        agent: Who; of several the first.
-        clock: Of that agent.
-        joint: Whether it is what several knew.
-        untold: Stores that it does not tell of though their warp's clock does: by store the lanes.
+        agent: Agent that released; of several the first.
+        clock: Clock of that agent.
+        joint: Whether several agents released it.
+        unreleased: Stores that are not released although their warp's clock is: by store the lanes.
     """
 
     __slots__ = (
         "agent", "aliased", "clock", "fenced_grids", "grids", "joint", "nearby", "proxied", "tensor_passed",
-        "untold", "vector",
+        "unreleased", "vector",
     )  # fmt: skip
 
     def __init__(
@@ -94,20 +105,20 @@ class Snapshot:
         self.nearby, self.fenced_grids = nearby, fenced_grids
         self.aliased, self.tensor_passed = aliased, tensor_passed
         self.clock, self.joint = vector[agent.id], False
-        self.untold: dict[LaneStore, int] = {}
+        self.unreleased: dict[LaneStore, int] = {}
 
-    def without(self, untold: dict[LaneStore, int]) -> Snapshot:
-        """The same, but for some stores of some lanes."""
+    def without(self, unreleased: dict[LaneStore, int]) -> Snapshot:
+        """Returns a copy without some stores of some lanes."""
         out = Snapshot(
             self.agent, self.vector, self.proxied, self.grids, self.nearby, self.fenced_grids, self.aliased,
             self.tensor_passed,
         )  # fmt: skip
-        out.clock, out.joint, out.untold = self.clock, self.joint, untold
+        out.clock, out.joint, out.unreleased = self.clock, self.joint, unreleased
         return out
 
     @staticmethod
     def joined(parts: Iterable[Snapshot]) -> Snapshot:
-        """Everything that any of several knew."""
+        """Returns the merge of several snapshots."""
         every = list(parts)
         first, *rest = every
         out = Snapshot(
@@ -131,18 +142,18 @@ class Snapshot:
                 out.fenced_grids |= part.fenced_grids
             out.aliased = united(out.aliased, part.aliased)
             out.tensor_passed = united(out.tensor_passed, part.tensor_passed)
-        if any(part.untold for part in every):
-            out.untold = joint_untold(every)
+        if any(part.unreleased for part in every):
+            out.unreleased = joint_unreleased(every)
         return out
 
 
 class Released(NamedTuple):
-    """What a strong store published.
+    """Release that a strong store published.
 
     Attributes:
-        snapshot: What its agent knew when it released, with the store or at the fence before it.
-        scope: Of the release.
-        store: The agent's clock of strong stores.
+        snapshot: State of its agent at the release, with the store or at the fence before it.
+        scope: Scope of the release.
+        store: Agent's clock of strong stores.
     """
 
     snapshot: Snapshot
@@ -151,30 +162,30 @@ class Released(NamedTuple):
 
 
 class Agent:
-    """A warp's knowledge.
+    """Happens-before state of a warp.
 
     Attributes:
         vector: Clock of every agent up to which its accesses happen before this one's next.
-        proxied: The same for generic writes to shared (key: the agent) and global memory (its complement)
-            that a proxy fence has passed on. It is replaced, never changed: snapshots share it.
-        grids: Launches that are known as a whole.
+        proxied: Clocks of generic writes to shared (key: the agent) and global memory (its complement) that a
+            proxy fence has passed on. It is replaced, never changed: snapshots share it.
+        grids: Launches that are ordered before with all their accesses.
         fenced_grids: Of these, those whose generic writes to global memory a proxy fence has passed on.
         aliased: Clocks of the accesses that an alias fence has passed on; replaced, too.
         tensor_passed: Clocks of accesses to tensor memory that a before-fence passed on; replaced, too.
-        tensor_seen: Of these, and of units in `tensor_units`, those that its after-fence has seen.
-        touched: Whether it accessed memory since it last released.
+        tensor_seen: Clocks in `tensor_passed` at its last after-fence; those of units are in `tensor_units`.
+        touched: Whether it accessed memory since its last release.
         fenced: Snapshot and scope of its last fence.
-        loads: What its relaxed loads observed since the last fence; the scope is that of both sides.
-        issued: Bulk stores issued.
-        strong: Strong stores made.
-        party: Its number among those who access its cluster's memories (`shared_races`).
-        strong_party: That of its strong stores, 0 while it has made none there.
-        nearby: What it knows of these beside `vector`: clocks by party.
-        units: The asynchronous units that it has used, by name.
-        stale: Where its last strong load found something that was replaced.
+        loads: Releases that its relaxed loads observed since the last fence; with the common scope of both.
+        issued: Number of bulk stores issued.
+        strong: Number of strong stores.
+        party: Number among the parties that access its cluster's memories (`shared_races`).
+        strong_party: Party of its strong stores, 0 before the first.
+        nearby: Clocks by party, in addition to `vector`.
+        units: Asynchronous units that it has used, by name.
+        stale: Places where its last strong load returned a replaced value.
         doubts: Stores of other warps whose lanes did not release them, see `lane_order`.
-        observed: The strong stores that its strong loads found last, by place: they lie before what follows
-            the load (causality order), what they do not release does not.
+        observed: Strong stores that its last strong loads observed, by place. They are ordered before
+            accesses after the load (causality order); accesses that they do not release are not.
     """
 
     __slots__ = (
@@ -228,16 +239,16 @@ class Agent:
 
     @property
     def epoch(self) -> int:
-        """The agent and its clock in one integer."""
+        """Returns the agent and its clock in one integer."""
         return self.id << 32 | self.vector[self.id]
 
     @property
     def strong_epoch(self) -> int:
-        """The same of the strong store that it is making."""
+        """Returns the epoch of its current strong store."""
         return self.id + STRONG << 32 | self.strong
 
     def release(self, lanes: int = -1) -> Snapshot:
-        """Publishes what it knows, by some of its lanes; later accesses get a later clock."""
+        """Publishes its state, by some of its lanes; later accesses have a later clock."""
         if self._latest is None or self.touched:
             self._latest = Snapshot(
                 self,
@@ -251,25 +262,25 @@ class Agent:
             )
             self.vector[self.id] += 1
             self.touched = False
-        return self.told_by(self._latest, lanes)
+        return self.released_by(self._latest, lanes)
 
-    def told_by(self, snapshot: Snapshot, lanes: int) -> Snapshot:
-        """What some lanes tell of what their warp knew."""
+    def released_by(self, snapshot: Snapshot, lanes: int) -> Snapshot:
+        """Returns the part of a snapshot that some lanes release."""
         if not self.doubts and not self.warp.unsynced.stores:
             return snapshot
-        untold = {**self.doubts, **self.warp.unsynced.untold(lanes, snapshot.clock)}
-        return snapshot.without(untold) if untold else snapshot
+        unreleased = {**self.doubts, **self.warp.unsynced.unreleased(lanes, snapshot.clock)}
+        return snapshot.without(unreleased) if unreleased else snapshot
 
     def acquire(self, snapshot: Snapshot) -> None:
-        """Takes over what another agent published."""
-        if self.doubts or snapshot.untold:
+        """Merges what another agent published."""
+        if self.doubts or snapshot.unreleased:
             add_doubts(self, snapshot)
         key = snapshot.agent.id
         last = self._seen.get(key)
         if last is snapshot or snapshot is self._latest:
             return
         if last is not None and snapshot.clock <= last.clock and not snapshot.joint:
-            return  # of before that, when its agent knew no more
+            return  # an earlier snapshot of that agent: already merged
         self._seen[key] = snapshot
         self._latest = None
         merge(self.vector, snapshot.vector)
@@ -285,7 +296,7 @@ class Agent:
         self.tensor_passed = united(self.tensor_passed, snapshot.tensor_passed)
 
     def take_over(self, history: History) -> None:
-        """Knows all that grids did that have ended, whatever the proxy."""
+        """Orders all accesses of ended grids before this agent, for every proxy."""
         merge(self.vector, history.vector)
         self.grids |= history.grids
         self.fenced_grids |= history.grids
@@ -293,33 +304,33 @@ class Agent:
         self.touched = True
 
     def learn_nearby(self, party: int, clock: int) -> None:
-        """Knows of one more asynchronous unit's accesses."""
+        """Orders an asynchronous unit's accesses before this agent."""
         if self.nearby.get(party, 0) < clock:
             self.nearby[party] = clock
             self._latest = None
 
     def acquire_nearby(self, *known: Vector) -> None:
-        """Takes over what units of its cluster pass on."""
+        """Merges clocks that units of its cluster pass on."""
         for vector in known:
             if vector:
                 merge(self.nearby, vector)
         self._latest = None
 
     def begin_strong_store(self) -> None:
-        """It is about to make one, which is later than those before."""
+        """Advances the clock of strong stores, for a store that follows."""
         self.strong += 1
         self.vector[self.id + STRONG] = self.strong
         self._latest = None
 
     def observe(self, released: Released) -> None:
-        """Takes over what a strong store published, and knows of the store itself."""
+        """Merges what a strong store published, and the store itself."""
         self.acquire(released.snapshot)
         self.learn(released.snapshot.agent.id + STRONG, released.store)
 
     def fence_proxy(self, in_shared: bool, in_global: bool) -> None:
-        """Passes every generic write it knows of, to shared or global memory, to the async proxy.
+        """Passes every generic write ordered before, to shared or global memory, to the async proxy.
 
-        A fence orders what stands before it in program order, and nothing that follows (PTX ISA 8.7,
+        A fence orders what is before it in program order, and nothing that follows (PTX ISA 8.7,
         "proxy-preserved base causality order": a proxy fence along the path from the one to the other).
         """
         if in_shared:
@@ -331,36 +342,36 @@ class Agent:
         self.advance()
 
     def fence_alias(self) -> None:
-        """Passes every access it knows of, its own among them, to the other names of their places."""
+        """Passes every access ordered before, including its own, to the other addresses of their memory."""
         self.aliased = united(self.aliased, self.vector)
         self.advance()
 
     def advance(self) -> None:
-        """A fence has passed what it did: what it does from now on has a later clock."""
+        """Advances the clock after a fence that has passed its accesses on."""
         self.vector[self.id] += 1
         self._latest = None
         self.touched = True
 
     def learn(self, agent: int, clock: int) -> None:
-        """Knows of one more agent's accesses."""
+        """Orders another agent's accesses before this agent."""
         if self.vector.get(agent, 0) < clock:
             self.vector[agent] = clock
             self._latest = None
 
     def has_observed(self, epoch: int, addresses: Iterable[int]) -> bool:
-        """Whether its strong loads found a strong store at all of some addresses in global memory."""
+        """Returns whether its strong loads observed a strong store at all of some global addresses."""
         seen = self.observed.get
         return all(any(seen(a & -size) == epoch for size in (4, 8, 16, 32)) for a in addresses)
 
     def knows(self, epoch: int, owner: Agent) -> bool:
-        """Whether an access of `owner` happened before this agent's next one."""
+        """Returns whether an access of `owner` happened before this agent's next one."""
         return self.vector.get(epoch >> 32, 0) >= epoch & 0xFFFFFFFF or owner.warp.grid.number in self.grids
 
     def has_proxied(self, epoch: int, owner: Agent, in_global: bool) -> bool:
-        """Whether a generic write was passed to the async proxy, as far as this agent knows.
+        """Returns whether a generic write was passed to the async proxy, in an observed order.
 
-        What a kernel wrote that had ended before this one began was; of one whose end a flag told of, only
-        what was fenced.
+        Writes of a kernel that had ended before this one began are. If a flag signalled the kernel's end,
+        only fenced writes are.
         """
         key = ~(epoch >> 32) if in_global else epoch >> 32
         if self.proxied.get(key, 0) >= epoch & 0xFFFFFFFF:
@@ -369,10 +380,10 @@ class Agent:
         return number in self.warp.grid.history.grids or number in self.fenced_grids
 
     def has_aliased(self, epoch: int, owner: Agent) -> bool:
-        """Whether an access was passed to the other names of its place, as far as this agent knows.
+        """Returns whether an access was passed to its memory's other addresses, in an observed order.
 
-        What a kernel did was, where its end is known; so was what kernels knew of that had ended before this
-        one began.
+        Accesses of a kernel are if its end was observed. So are those that kernels had observed which ended
+        before this one began.
         """
         key, clock = epoch >> 32, epoch & 0xFFFFFFFF
         if self.aliased.get(key, 0) >= clock or self.warp.grid.history.vector.get(key, 0) >= clock:
@@ -380,7 +391,10 @@ class Agent:
         return owner.warp.grid.number in self.grids
 
     def fence(self, scope: int) -> None:
-        """`fence.{acq_rel,sc}`: makes earlier relaxed loads acquires, later relaxed stores releases."""
+        """Executes `fence.{acq_rel,sc}`.
+
+        Earlier relaxed loads become acquires, later relaxed stores become releases.
+        """
         for released in self.loads:
             if includes(min(scope, released.scope), released.snapshot.agent.warp, self.warp):
                 self.observe(released)
@@ -389,7 +403,7 @@ class Agent:
 
 
 def includes(scope: int, a: Warp, b: Warp) -> bool:
-    """Whether two warps lie in one instance of a scope."""
+    """Returns whether two warps are in one instance of a scope."""
     if scope == 3 or a.cta is b.cta:
         return True
     if a.grid.launch.rank != b.grid.launch.rank:
@@ -400,7 +414,7 @@ def includes(scope: int, a: Warp, b: Warp) -> bool:
 
 
 def scope_of(ins: Instruction, default: str) -> int:
-    """Index in `SCOPES` of an instruction's scope."""
+    """Returns the index in `SCOPES` of an instruction's scope."""
     return _scope(ins.parts, default)
 
 

@@ -1,4 +1,4 @@
-"""What the warps of an SM or a CTA share out among themselves: columns of tensor memory, and registers."""
+"""Resources that the warps of an SM or a CTA share: columns of tensor memory, and registers."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ if TYPE_CHECKING:
     from cute_emulator.machine.warp import Cta, Warp
 
 COLUMNS = 512
-"""Of tensor memory: each SM has so many, for all CTAs that are resident on it (PTX ISA 9.7.16.1)."""
+"""Columns of tensor memory of an SM, shared by its resident CTAs (PTX ISA 9.7.16.1)."""
 
 
 class Columns(Parked):
-    """The columns of one SM, and the groups that wait for free ones."""
+    """Columns of one SM, and the groups that wait for free ones."""
 
     def __init__(self) -> None:
         super().__init__()
         self.taken = np.zeros(COLUMNS, bool)
 
     def free(self, first: int, count: int) -> None:
-        """Gives columns back."""
+        """Releases columns."""
         self.taken[first : first + count] = False
         self.wake()
 
 
 def allocate(ctas: list[Cta], count: int) -> int | None:
-    """The first of some columns that are free on the SMs of some CTAs, which take them; None where none are.
+    """Allocates columns that are free on the SMs of some CTAs; returns the first, or None if there are none.
 
-    A CTA pair takes the same columns on both sides, at the first of its two allocations: the other side finds
-    them in `promised`.
+    Both CTAs of a pair allocate the same columns, at the first of the two allocations; the second CTA reads
+    them from `promised`.
     """
     mine = ctas[0]
     if len(ctas) > 1 and mine.promised:
@@ -49,16 +49,16 @@ def allocate(ctas: list[Cta], count: int) -> int | None:
 
 
 class Registers(Parked):
-    """The registers of a CTA, that its warps hand each other with `setmaxnreg` (PTX ISA 9.7.19.5).
+    """Registers of a CTA, which its warps exchange by `setmaxnreg` (PTX ISA 9.7.19.5).
 
-    `.inc` waits until as many are free in the pool with which the CTA was launched. All warps of a warpgroup
-    must execute the same `setmaxnreg`.
+    `.inc` waits until enough registers are free in the pool with which the CTA was launched. All warps of a
+    warpgroup must execute the same `setmaxnreg`.
 
     Attributes:
         free: Registers that no warp has.
-        each: A thread's registers, by warp.
-        done: What each warp has executed: amounts, in order.
-        lines: PTX line of the last.
+        each: Registers of a thread, by warp.
+        done: Amounts of each warp's `setmaxnreg`, in order.
+        lines: PTX line of each warp's last one.
     """
 
     def __init__(self, total: int, warps: int, each: int) -> None:
@@ -69,7 +69,7 @@ class Registers(Parked):
         self.lines = dict.fromkeys(range(warps), 0)
 
     def change(self, warp: Warp, amount: int, line: int, name: str) -> bool:
-        """A warp asks for so many registers a thread; False where it has to wait."""
+        """Sets a warp's registers per thread; returns False if it must wait."""
         more = 32 * (amount - self.each[warp.index])
         if more > self.free:
             return False

@@ -1,19 +1,19 @@
-"""Data races on global memory, found by happens-before (as FastTrack does) rather than by what a run shows.
+"""Data races on global memory, detected by happens-before (as in FastTrack) instead of by observed values.
 
-Every granule of an allocation remembers the last write and each stream's last read: agent, clock, PTX line,
-strength.
-An access that is not ordered after a conflicting one of another warp is reported with both parties,
-unless both are strong (relaxed, acquire, release, atomic) at scopes that include each other. A granule has
-16 bytes, or as few as the smallest access to the allocation. Reads are recorded in
-symmetric memory and memory of other ranks, elsewhere from the first write of a run on, and everywhere where
-launches may run beside each other or the host is a party (`keeps_reads`); of several reads of a granule by a
-stream only the last is remembered. What ended with the run before
-is ordered before everything here; `footprints` tells of it.
+Every granule of an allocation records the last write and each stream's last read: agent, clock, PTX line,
+strength. A granule has 16 bytes, or fewer if an access to the allocation is smaller. An access that is not
+ordered after a conflicting one of another warp is reported with both parties. Pairs of strong accesses
+(relaxed, acquire, release, atomic) at scopes that include each other are not reported.
 
-Every access also has a name, of the two under which multicast memory may be known: the multicast address, or
-the rank's own. What is ordered after a conflicting access by the other name needs an alias fence between the
-two, of whichever warps: else it is reported, too (PTX ISA, "Causality Order": proxy-preserved base causality
-order).
+Reads are recorded in symmetric memory and memory of other ranks, and elsewhere from the first write of a run
+on. They are recorded everywhere if launches may overlap or the host is recorded (`keeps_reads`). Of several
+reads of a granule by a stream only the last is recorded. Accesses of earlier runs are ordered before
+everything here; `footprints` returns them.
+
+Every access also records by which of two addresses multicast memory was accessed: the multicast address, or
+the rank's address. An access that is ordered after a conflicting one by the other address needs an alias
+fence between the two, by any warps; otherwise it is reported, too (PTX ISA, "Causality Order":
+proxy-preserved base causality order).
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ if TYPE_CHECKING:
 
 
 def distinct(epochs: NDArray[np.int64]) -> list[int]:
-    """The different epochs of some granules but zero, which says that there was no access; ascending.
+    """Returns the different epochs of some granules, ascending, without zero, which means no access.
 
-    Nearly always there are none, or one. The epochs are of one dimension.
+    Nearly always there are none, or one. The epochs have one dimension.
     """
     data = epochs.tobytes()
     first = data[:8]
     if data == first * (len(data) >> 3):
         epoch = int.from_bytes(first, "little", signed=True)
         return [epoch] if epoch else []
-    changes = epochs[1:][epochs[1:] != epochs[:-1]]  # neighbours are alike
+    changes = epochs[1:][epochs[1:] != epochs[:-1]]  # most neighbours are equal
     return sorted({int(epochs[0]), *changes.tolist()} - {0})
 
 
@@ -58,28 +58,29 @@ def _mark(line: int, strength: int, multicast: bool = False) -> int:
 
 
 class RaceDetector:
-    """Told of every access to global memory.
+    """Race detector for global memory, called for every access.
 
     Attributes:
         agents: Every agent of the run by id.
-        keeps_reads: Whether to record all reads of this run, as a launch may run beside the one before it.
-        always_keeps_reads: Of every run.
+        keeps_reads: Whether all reads of this run are recorded, because a launch may overlap the one before
+            it.
+        always_keeps_reads: Whether all reads of every run are recorded.
     """
 
     def __init__(self, tell: Tell, memory: GlobalMemory, agents: dict[int, Agent]) -> None:
         self.tell, self.memory, self.agents = tell, memory, agents
         self._shadows: dict[int, Shadow] = {}
         self.keeps_reads = self.always_keeps_reads = False
-        self._lanes: tuple[Lanes, int] | None = None  # of the access that is judged, and the lowest address
+        self._lanes: tuple[Lanes, int] | None = None  # lanes and lowest address of the access being judged
         self._by_multicast = False  # whether there has been an access by a multicast address
 
     def clear(self) -> None:
-        """Starts afresh: everything so far is ordered before what follows."""
+        """Drops all records: everything so far is ordered before what follows."""
         self._shadows.clear()
         self._by_multicast, self.keeps_reads = False, self.always_keeps_reads
 
     def footprints(self) -> Iterator[Footprint]:
-        """What each launch of the run did by ordinary accesses to its own rank's memory."""
+        """Returns the ordinary accesses of each launch of the run to its rank's memory."""
         return footprints(self._shadows, self.memory, self.agents)
 
     def read(
@@ -95,22 +96,22 @@ class RaceDetector:
         incoherent: bool = False,
         mask: int = 1,
     ) -> list[int]:
-        """A generic read; `rmw`: that of a read-modify-write.
+        """Records and checks a generic read.
 
         Args:
-            agent: Whose.
-            line: Of the PTX.
+            agent: Agent that reads.
+            line: PTX line.
             strength: Scope of a strong access, or `WEAK`.
-            allocation: Which is read.
-            low: The lowest address.
-            spread: How the lanes lie from there.
-            rmw: See above.
-            multicast: Whether by a multicast address.
-            incoherent: Whether by `ld.global.nc`.
-            mask: The lanes.
+            allocation: Allocation that is read.
+            low: Lowest address.
+            spread: Distances of the lanes from the lowest address.
+            rmw: Whether the read is that of a read-modify-write.
+            multicast: Whether it is by a multicast address.
+            incoherent: Whether it is by `ld.global.nc`.
+            mask: Lanes.
 
         Returns:
-            Epochs of the writes it finds that nothing orders before it.
+            Epochs of the writes in the granules that are not ordered before the read.
         """
         shadow = self._shadow_for_read(agent, allocation)
         if shadow is None:
@@ -142,7 +143,10 @@ class RaceDetector:
         multicast: bool = False,
         mask: int = 1,
     ) -> None:
-        """A generic write, arguments as for `read`; `repeats` tells whether it changes nothing."""
+        """Records and checks a generic write; arguments as for `read`.
+
+        `repeats` returns whether the write changes nothing.
+        """
         epoch = agent.epoch if strength == WEAK else agent.strong_epoch
         self._lanes = Lanes(mask, spread.offsets, spread.size), low
         shadow = self._shadow_for_write(allocation)
@@ -160,7 +164,7 @@ class RaceDetector:
         bounds: tuple[int, int],
         multicast: bool = False,
     ) -> None:
-        """The destination write of the bulk store that an agent issued last, in chunks."""
+        """Records and checks the destination write of an agent's last bulk store, in chunks."""
         epoch, self._lanes = agent.id + BULK << 32 | agent.issued, None
         for allocation, where in self.memory.spans(addresses, chunk, bounds):
             shadow = self._shadow_for_write(allocation)
@@ -176,12 +180,18 @@ class RaceDetector:
         chunk: int,
         bounds: tuple[int, int],
     ) -> None:
-        """A TMA or bulk copy reads global memory. Generic writes it reads must have passed a proxy fence.
+        """Records and checks a read of global memory by a TMA or bulk copy.
 
-        Arguments as for `GlobalMemory.gather`; `places` gives the addresses, which seldom matter.
+        Generic writes must have been fenced.
+
+        Arguments as for `GlobalMemory.gather`; `places` returns the addresses, which are seldom needed.
         """
-        whole = self.memory.lookup(bounds[0])
-        if whole is not None and bounds[1] + chunk <= whole.end and not self._shadow_for_read(agent, whole):
+        container = self.memory.lookup(bounds[0])
+        if (
+            container is not None
+            and bounds[1] + chunk <= container.end
+            and not self._shadow_for_read(agent, container)
+        ):
             return
         addresses, self._lanes = places(), None
         for allocation, where in self.memory.spans(addresses, chunk, bounds) if len(addresses) else ():
@@ -201,7 +211,10 @@ class RaceDetector:
             agent.touched = True
 
     def _shadow_for_read(self, agent: Agent, allocation: Allocation) -> Shadow | None:
-        """None where a read need not be recorded: nobody wrote, and no other rank is known to have access."""
+        """Returns the shadow of an allocation, or None if a read of it need not be recorded.
+
+        This is so if there is no write yet, and no access of another rank is known.
+        """
         shadow = self._shadows.get(allocation.base)
         if shadow is None and (
             self.keeps_reads
@@ -243,7 +256,10 @@ class RaceDetector:
 
     @staticmethod
     def _cells_of(shadow: Shadow, allocation: Allocation, low: int, spread: Spread) -> Places:
-        """Granules that lanes access, refining the shadow where the access is smaller than one."""
+        """Returns the granules that lanes access.
+
+        Refines the shadow if the access is smaller than a granule.
+        """
         start = low - allocation.base
         grain = start | spread.grain
         if grain & (shadow.granule - 1):
@@ -252,7 +268,7 @@ class RaceDetector:
 
     @staticmethod
     def _cells(shadow: Shadow, allocation: Allocation, addresses: np.ndarray, size: int) -> Places:
-        """The same of the chunks of an asynchronous copy, at multiples of their size."""
+        """Returns the granules of an asynchronous copy's chunks, at multiples of their size."""
         offsets = (addresses - addresses.dtype.type(allocation.base)).view(np.int64)
         low = int(offsets[0]) | size
         if low & (shadow.granule - 1):
@@ -286,7 +302,7 @@ class RaceDetector:
                 and owner.warp.cta.cluster is agent.warp.cta.cluster
                 and repeats()
             ):
-                continue  # warps of a cluster that all store one result
+                continue  # all warps of a cluster store the same result
             places = allocation.base + _numbers(cells)[epochs == epoch] * shadow.granule
             if strength == WEAK and epoch >> 32 & STRONG and agent.has_observed(epoch, places.tolist()):
                 continue
@@ -311,17 +327,17 @@ class RaceDetector:
     def _check_incoherent(
         self, agent: Agent, line: int, allocation: Allocation, writes: History, cells: Places
     ) -> None:
-        """`ld.global.nc` reads what its own kernel wrote, however ordered.
+        """Reports an `ld.global.nc` of memory that its kernel wrote, in any order.
 
         Its cache is not kept coherent: the memory must be read-only while the kernel runs (PTX ISA 9.7.9.9,
         `ld.global.nc`; CUDA programming guide, read-only data cache load function).
         """
-        found = writes[0][cells]
-        for epoch in distinct(found):
+        epochs = writes[0][cells]
+        for epoch in distinct(epochs):
             owner = self.agents.get((epoch >> 32) & OWN)
             if owner is None or owner.warp.grid is not agent.warp.grid:
                 continue
-            theirs = int(writes[1][cells][int(np.flatnonzero(found == epoch)[0])]) >> 4
+            theirs = int(writes[1][cells][int(np.flatnonzero(epochs == epoch)[0])]) >> 4
             self.tell(GlobalIncoherent(agent, line, owner, theirs, "read", "written", str(allocation)))
 
     def _check_alias(
@@ -335,7 +351,10 @@ class RaceDetector:
         verb: str,
         other_verb: str,
     ) -> None:
-        """What is ordered after an access by the other name: has an alias fence passed that on?"""
+        """Checks an access that is ordered after one by the memory's other address.
+
+        An alias fence must have passed the earlier access on.
+        """
         marks = history[1][cells]
         others = (marks >> 3 & 1) != multicast
         epochs = history[0][cells][others]
@@ -354,7 +373,7 @@ class RaceDetector:
     def _check_proxy(
         self, agent: Agent, line: int, allocation: Allocation, shadow: Shadow, cells: Places, verb: str
     ) -> None:
-        """Generic writes must have passed a fence before an async unit reads or overwrites them (8.7)."""
+        """Checks that generic writes were fenced before an async unit reads or overwrites them (8.7)."""
         epochs = shadow.writes[0][cells]
         for epoch in distinct(epochs):
             owner = self.agents.get((epoch >> 32) & OWN)

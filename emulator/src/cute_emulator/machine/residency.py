@@ -1,10 +1,10 @@
-"""Which SMs of a rank the CTAs of all its running kernels occupy, and which cluster becomes resident next.
+"""Occupancy of a rank's SMs by the CTAs of all its running kernels, and the next cluster to become resident.
 
-An SM of sm_90 and sm_100 holds 32 CTAs, 2048 threads, 228 KiB of shared memory, of which every CTA takes one
-KiB more than it asked for, and 65,536 registers (CUDA programming guide, compute capabilities). The clusters
-that wait of several kernels become resident in the order in which these were submitted: a later kernel gets
-what the earlier ones leave, as on a GPU. No GPU promises that order, so `Schedule.grids` may be `random`.
-Where an SM lies does not matter: the clusters' bound to neighbouring SMs is not modelled.
+An SM of sm_90 and sm_100 holds 32 CTAs, 2048 threads, 228 KiB of shared memory and 65,536 registers (CUDA
+programming guide, compute capabilities). Every CTA occupies one KiB of shared memory more than it requests.
+Waiting clusters of several kernels become resident in the order in which the kernels were submitted: a later
+kernel uses what the earlier ones leave, as on a GPU. No GPU guarantees that order, so `Schedule.grids` may be
+`random`. The binding of clusters to neighbouring SMs is not modelled.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ GRID_ORDERS = ("submission", "random")
 
 @dataclass(frozen=True)
 class Footprint:
-    """What one CTA takes of an SM.
+    """Resources of an SM that one CTA occupies.
 
     Attributes:
-        threads: Threads, whole warps.
+        threads: Threads, rounded up to whole warps.
         smem: Bytes of shared memory, the reserved KiB included.
-        registers: Registers; 0 where the PTX does not tell.
+        registers: Registers; 0 if the PTX does not define them.
     """
 
     threads: int
@@ -45,10 +45,10 @@ class Footprint:
 
     @staticmethod
     def of(entry: Function, threads: int, smem: int) -> Footprint:
-        """Of a CTA of `threads` threads and `smem` bytes.
+        """Returns the footprint of a CTA of `threads` threads and `smem` bytes.
 
-        Registers are the assembler's choice. They are known where `.maxnreg` bounds them, and of kernels that
-        pass them around with `setmaxnreg`, which are launched with all that fit.
+        The assembler chooses the registers. They are known if `.maxnreg` bounds them, and for kernels with
+        `setmaxnreg`, which are launched with all that fit.
         """
         threads = -(-threads // 32) * 32
         each = entry.directives.get("maxnreg", (0,))[0]
@@ -58,11 +58,11 @@ class Footprint:
         return Footprint(threads, smem + SMEM_BASE, each * threads)
 
     def per_sm(self) -> int:
-        """CTAs that fit on one SM."""
+        """Returns the number of CTAs that fit on one SM."""
         return self.bound()[0]
 
     def bound(self) -> tuple[int, str]:
-        """CTAs that fit on one SM, and what lets no more of them fit."""
+        """Returns the number of CTAs that fit on one SM, and the resource that limits it."""
         bounds = [
             (CTAS_PER_SM, "the CTAs an SM holds"),
             (THREADS_PER_SM // self.threads, "threads"),
@@ -74,12 +74,12 @@ class Footprint:
 
 
 class Residency:
-    """The SMs of one rank.
+    """SMs of one rank.
 
     Args:
-        num_sms: How many it has.
-        order: One of `GRID_ORDERS`: whose cluster is next.
-        seed: Of the random order.
+        num_sms: Number of SMs.
+        order: One of `GRID_ORDERS`: order of the kernels whose clusters wait.
+        seed: Seed of the random order.
     """
 
     def __init__(self, num_sms: int, order: str = "submission", seed: int = 0) -> None:
@@ -99,20 +99,20 @@ class Residency:
         self._free[:] = CTAS_PER_SM, THREADS_PER_SM, SMEM_PER_SM, REGISTERS_PER_SM
 
     def columns(self, sm: int) -> Columns:
-        """The tensor memory of an SM."""
+        """Returns the tensor memory of an SM."""
         return self._columns.setdefault(sm, Columns())
 
     def capacity(self, need: Footprint) -> int:
-        """CTAs that fit on the empty device."""
+        """Returns the number of CTAs that fit on the empty device."""
         return self.num_sms * need.per_sm()
 
     def enter(self, grid: Grid) -> None:
-        """A kernel has begun: its clusters wait for room, and for `fill`."""
+        """Adds a kernel that has begun: its clusters wait for `fill`."""
         self._waiting.append(grid)
         self._waiting.sort(key=lambda g: g.launch_order)
 
     def leave(self, grid: Grid, sms: list[int]) -> None:
-        """A cluster of a kernel has ended, with one CTA on each SM of `sms` (repeated where it had more)."""
+        """Releases the SMs of a cluster that has ended; `sms` contains the SM of each CTA."""
         np.add.at(self._free, sms, _row(grid.footprint))
         self.fill()
 
@@ -134,7 +134,7 @@ class Residency:
             grid.start_cluster(sms)
 
     def _place(self, grid: Grid) -> list[int] | None:
-        """SMs for the CTAs of a cluster, the emptiest first; None where it does not fit."""
+        """Returns SMs for the CTAs of a cluster, the emptiest first; None if the cluster does not fit."""
         need, sms = _row(grid.footprint), []
         free = self._free
         for _ in range(grid.cluster_size):

@@ -1,4 +1,4 @@
-"""Names of warps, for messages and pictures: what each warp of a CTA is for, by its number."""
+"""Names of warps, for messages and pictures: the role of each warp of a CTA, by its number."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ _PART = re.compile(r"(\d+)(?:-(\d+))?=([^,=]+)")
 
 
 def role_of(roles: Roles, warp: int) -> str:
-    """The name of a warp, empty where it has none."""
+    """Returns the name of a warp, empty if it has none."""
     return roles(warp) if callable(roles) else roles.get(warp, "")
 
 
 def parse_roles(text: str) -> dict[int, str]:
-    """From the command line: ``0-3=epilogue,4=mma,5=load``.
+    """Parses names of the command line: ``0-3=epilogue,4=mma,5=load``.
 
     Raises:
-        ValueError: It does not read so.
+        ValueError: The syntax is wrong.
     """
-    found: dict[int, str] = {}
+    roles: dict[int, str] = {}
     for part in filter(None, text.split(",")):
         match = _PART.fullmatch(part.strip())
         if match is None:
@@ -29,5 +29,5 @@ def parse_roles(text: str) -> dict[int, str]:
         first, last = int(match[1]), int(match[2] or match[1])
         if last < first:
             raise ValueError(f"roles {text!r}: {part!r} names no warp")
-        found |= dict.fromkeys(range(first, last + 1), match[3].strip())
-    return found
+        roles |= dict.fromkeys(range(first, last + 1), match[3].strip())
+    return roles

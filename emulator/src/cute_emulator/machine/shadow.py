@@ -1,4 +1,4 @@
-"""Who accessed global memory last, granule by granule, and what each launch did to it."""
+"""Last accesses to global memory by granule, and the accesses of each launch."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class Shadow:
         return tuple(np.zeros((2, -(-self.nbytes // self.granule)), np.int64))
 
     def reads_of(self, stream: int) -> History:
-        """The reads by launches of a stream."""
-        found = self.reads.get(stream)
-        if found is None:
-            found = self.reads[stream] = self._none()
-        return found
+        """Returns the reads by launches of a stream."""
+        reads = self.reads.get(stream)
+        if reads is None:
+            reads = self.reads[stream] = self._none()
+        return reads
 
     def refine(self, granule: int) -> None:
-        """Goes over to smaller granules."""
+        """Changes to smaller granules."""
         factor = self.granule // granule
         self.granule, self.shift = granule, granule.bit_length() - 1
         self.writes = tuple(_repeated(self.writes, factor))
@@ -46,7 +46,7 @@ class Shadow:
 
 
 def _repeated(history: History, factor: int) -> np.ndarray:
-    """Each column `factor` times, without touching the many that are zero."""
+    """Repeats each column `factor` times, skipping the many that are zero."""
     used = np.flatnonzero(history[0])
     out = np.zeros((2, len(history[0]) * factor), np.int64)
     for row, cells in zip(out, history, strict=True):
@@ -55,11 +55,11 @@ def _repeated(history: History, factor: int) -> np.ndarray:
 
 
 class Footprint(NamedTuple):
-    """What a launch did to an allocation.
+    """Accesses of a launch to an allocation.
 
     Attributes:
-        grid: The launch.
-        base: The allocation's address.
+        grid: Launch.
+        base: Address of the allocation.
         spans: First addresses and ends of ranges.
         write: Whether it wrote them, or read.
     """
@@ -73,7 +73,7 @@ class Footprint(NamedTuple):
 def footprints(
     shadows: Mapping[int, Shadow], memory: GlobalMemory, agents: Mapping[int, Agent]
 ) -> Iterator[Footprint]:
-    """What launches did by ordinary accesses to their own rank's memory."""
+    """Yields the ordinary accesses of launches to their rank's memory."""
     for base, shadow in shadows.items():
         allocation = memory.lookup(base)
         for history in (shadow.writes, *shadow.reads.values()):
@@ -88,9 +88,9 @@ def footprints(
             for grid, parts in masks.items():
                 if allocation is None or allocation.rank != grid.launch.rank:
                     continue
-                found = cells[np.logical_or.reduce(parts)]
-                gaps = np.flatnonzero(np.diff(found) > 1)
-                begins, ends = found[np.r_[0, gaps + 1]], found[np.r_[gaps, len(found) - 1]] + 1
+                accessed = cells[np.logical_or.reduce(parts)]
+                gaps = np.flatnonzero(np.diff(accessed) > 1)
+                begins, ends = accessed[np.r_[0, gaps + 1]], accessed[np.r_[gaps, len(accessed) - 1]] + 1
                 spans = (
                     base + begins * shadow.granule,
                     np.minimum(base + ends * shadow.granule, allocation.end),

@@ -1,16 +1,25 @@
-"""Data races on shared and tensor memory, found by happens-before, like those on global memory (`races`).
+"""Data races on shared and tensor memory, detected by happens-before, like those on global memory (`races`).
 
-Who accesses a cluster's memories is a *party*: a warp, an mbarrier (for the copies that complete on it), the
-bulk stores of a warp (which read their source late), the wgmmas of a warpgroup, the tensor-core pipe of a
-warp. Every cell remembers its last write and, by two slots, its last reads: party, the party's clock, PTX
-line. A warp's clock is that of its agent; the clock of an mbarrier counts its phases, that of a unit the
-operations that it was given. A warp knows a copy when it has seen the mbarrier's phase complete, a
-bulk store's read after `wait_group`, a wgmma after its `wait_group`, a product after a wait on the mbarrier
-that a `tcgen05.commit` after it arrived at; it passes that on wherever it releases to a warp of its cluster.
+A *party* accesses a cluster's memories. These are the parties:
 
-Cells of shared memory have 16 bytes; lanes that access less refine them, single words are kept apart.
-Synchronisation inside a cluster counts whatever its scope, because kernels release stages of a neighbour's
-shared memory at CTA scope. Lanes of a warp are not told apart.
+- a warp, whose clock is that of its agent
+- an mbarrier, for the copies that complete on it; its clock counts its phases
+- the bulk stores of a warp (which read their source late), the wgmmas of a warpgroup, and the tensor-core
+  pipe of a
+  warp; the clock of such a unit counts the operations issued to it
+
+Every cell records its last write and, in two slots, its last reads: party, the party's clock, PTX line. A
+warp is ordered after
+
+- a copy, when it has observed the completion of the mbarrier's phase;
+- a bulk store's read, after `wait_group`;
+- a wgmma, after its `wait_group`;
+- a product, after a wait on the mbarrier at which a later `tcgen05.commit` arrived.
+
+It passes that order on with each release to a warp of its cluster. Cells of shared memory have 16 bytes.
+Lanes that access less refine them; single words are recorded separately. Synchronisation inside a cluster
+counts whatever its scope, because kernels release stages of a neighbour's shared memory at CTA scope. Lanes
+of a warp are not distinguished.
 """
 
 from __future__ import annotations
@@ -49,13 +58,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Party:
-    """Who accesses a cluster's memories.
+    """Party that accesses a cluster's memories.
 
     Attributes:
-        what: For messages.
+        what: Name in messages.
         agent: Id of the agent of a warp; None for an asynchronous unit.
-        unit: Kind of the asynchronous unit, from which it follows how a warp learns of its accesses; empty
-            for a warp.
+        unit: Kind of the asynchronous unit, which determines how a warp observes its accesses; empty for a
+            warp.
         barrier: Name of the mbarrier that counts the unit's accesses, if one does.
     """
 
@@ -66,40 +75,40 @@ class Party:
 
 
 class Unit:
-    """An asynchronous unit of a warp or warpgroup.
+    """Asynchronous unit of a warp or warpgroup.
 
     Attributes:
-        number: Its number as a party.
-        issued: Its clock: of what it was given last.
-        told: Accesses at that clock that need not be told again.
+        number: Number as a party.
+        issued: Clock of the operation issued last.
+        recorded: Accesses at that clock that are already recorded.
     """
 
-    __slots__ = ("issued", "number", "told")
+    __slots__ = ("issued", "number", "recorded")
 
     def __init__(self, number: int) -> None:
         self.number, self.issued = number, 1
-        self.told: set[object] = set()
+        self.recorded: set[object] = set()
 
     def advance(self) -> None:
-        """What follows is later than what was given so far."""
+        """Advances the clock: operations that follow are later than those issued so far."""
         self.issued += 1
-        self.told.clear()
+        self.recorded.clear()
 
     def first_time(self, what: object) -> bool:
-        """Whether an access has not been told of at this clock."""
-        if what in self.told:
+        """Returns whether an access has not been recorded at this clock, and records it."""
+        if what in self.recorded:
             return False
-        self.told.add(what)
+        self.recorded.add(what)
         return True
 
 
 class SharedRaces:
-    """Told of every access to shared and tensor memory.
+    """Race detector for shared and tensor memory, called for every access.
 
-    Methods named `lanes`, `word` are told of ordinary accesses of a warp, `async_*` of those of a unit.
+    Methods `lanes` and `word` record ordinary accesses of a warp, `async_*` those of a unit.
 
     Attributes:
-        storing: Memory, places in it and data of the store that is told of next.
+        storing: Memory, places in it and data of the store that is recorded next.
     """
 
     def __init__(self, tell: Tell, strict: bool = False) -> None:
@@ -113,28 +122,32 @@ class SharedRaces:
         self, agent: Agent, cta: Cta, line: int, strong: bool, plan: LanePlan, size: int, store: bool,
         publishes: bool = False, mask: int = FULL,
     ) -> None:  # fmt: skip
-        """Lanes of a warp access `size` bytes each; `publishes`: by a strong store or a read-modify-write."""
+        """Records accesses of `size` bytes by each lane of a warp.
+
+        `publishes` is set for a strong store or a read-modify-write.
+        """
         cells, self._lanes = cta.cells, Lanes(mask, plan.offsets, size)
         where = cells.of_lanes(plan.offsets, plan.lowest, plan.highest, size)
         self._access(agent, cta, where, line, strong, store, publishes)
         if cells.words and plan.lowest < cells.high and cells.low < plan.highest + size:
             low, high, first = plan.lowest, plan.highest + size, plan.offsets
-            near = [a for a in cells.words if low <= a < high]
-            hit = [a for a in near if np.logical_or.reduce((first <= a) & (a < first + size))]
+            words = [a for a in cells.words if low <= a < high]
+            hit = [a for a in words if np.logical_or.reduce((first <= a) & (a < first + size))]
             self._words(agent, cta, hit, line, strong, store)
         self.storing = None
 
     def stores(self, agent: Agent, cta: Cta, lines: list[int], plan: LanePlan, size: int) -> bool:
-        """Ordinary stores of a warp's lanes that follow each other; `plan` is that of all of them.
+        """Records consecutive ordinary stores of a warp's lanes; `plan` is that of all of them.
 
         Returns:
-            False where there may be something to report: then nothing is remembered.
+            False if there may be something to report: then nothing is recorded.
         """
         cells = cta.cells
         if cells.words and plan.lowest < cells.high and cells.low < plan.highest + size:
             return False
         where = cells.of_lanes(plan.offsets, plan.lowest, plan.highest, size)
-        if not all(self.knows(agent, entry) for said in _said(cells.raw[where], "write") for entry in said):
+        slots = _entries(cells.raw[where], "write")
+        if not all(self.knows(agent, entry) for entries in slots for entry in entries):
             return False
         clock, count = agent.vector[agent.id], len(where) // len(lines)
         mine = [PACK.pack(entry_of(agent.party, clock, line, False), 0, 0) * count for line in lines]
@@ -175,7 +188,7 @@ class SharedRaces:
         publishes: bool = False,
         mask: int = 1,
     ) -> None:
-        """One lane, or all at one place, access `size` bytes."""
+        """Records an access of `size` bytes by one lane, or by all at one address."""
         cells, self._lanes = cta.cells, Lanes(mask, np.array([offset]), size)
         if cells.regions:
             cells.dissolve(offset, offset + size)
@@ -206,8 +219,8 @@ class SharedRaces:
         only_async: bool = False,
     ) -> None:  # fmt: skip
         for place in places:
-            found = cta.cells.words[place]
-            for slot, entry in enumerate(found if store else found[:1]):
+            entries = cta.cells.words[place]
+            for slot, entry in enumerate(entries if store else entries[:1]):
                 if entry:
                     verb = "write" if store else "read"
                     self._judge(agent, cta, entry, verb, slot == WRITE, line, strong, place, only_async)
@@ -217,7 +230,7 @@ class SharedRaces:
     def async_read(
         self, agent: Agent, cta: Cta, chunks: Where, line: int, party: int, clock: int, slot: int = 0
     ) -> None:
-        """A unit is told by a warp to read chunks of 16 bytes; ordinary writes are the proxy check's."""
+        """Records a unit's read of chunks of 16 bytes; ordinary writes are judged by the proxy check."""
         cells, mine, self._lanes = cta.cells, entry_of(party, clock, line, False), None
         regions = cells.exactly(chunks)
         if regions is not None:
@@ -231,7 +244,7 @@ class SharedRaces:
         cells.reads[slot][where] = mine
 
     def async_write(self, agent: Agent, cta: Cta, chunks: Where, line: int, party: int, clock: int) -> None:
-        """A unit is told by a warp to write chunks of 16 bytes, which shows as `clock` of `party`."""
+        """Records a unit's write to chunks of 16 bytes, which completes at `clock` of `party`."""
         cells, mine, self._lanes = cta.cells, entry_of(party, clock, line, False), None
         regions = cells.exactly(chunks)
         if regions is not None:
@@ -254,7 +267,7 @@ class SharedRaces:
         self, agent: Agent, cta: Cta, offsets: NDArray[np.int64], low: int, high: int, size: int, line: int,
         unit: Unit,
     ) -> None:  # fmt: skip
-        """Lanes of a warp tell `cp.async` to write `size` bytes each, beginning from `low` to `high`."""
+        """Records a `cp.async` of `size` bytes by each lane, with first bytes from `low` to `high`."""
         cells, self._lanes = cta.cells, None
         where = cells.of_lanes(offsets, low, high, size)
         self._check(agent, cta, cells.raw[where], "write", line, False, where, pipe=unit)
@@ -291,7 +304,7 @@ class SharedRaces:
         self, agent: Agent, cta: Cta, cells: tuple[Any, ...], line: int, store: bool,
         unit: Unit | None = None, frees: bool = False,
     ) -> None:  # fmt: skip
-        """A warp (`unit` None) or a pipe accesses cells `[quarter of the lanes, half of these, column]`."""
+        """Records an access to cells `[quarter, half, column]` by a warp (`unit` None) or by a pipe."""
         self._lanes = None
         if unit is None:
             mine = entry_of(agent.party, agent.vector[agent.id], line, False)
@@ -305,8 +318,8 @@ class SharedRaces:
         self._check(
             agent, cta, all_cells.raw[cells], "write" if store else "read", line, False, None, pipe=unit
         )
-        said = _said(all_cells.raw[cells], "write" if store else "read")
-        entries = [e for slot in said for e in slot if e != mine]
+        slots = _entries(all_cells.raw[cells], "write" if store else "read")
+        entries = [e for slot in slots for e in slot if e != mine]
         tensor_fences.check(self.tell, agent, entries, line, self.strict, frees)
         if store and unit is not None:
             all_cells.write_late(cells, mine)
@@ -321,13 +334,13 @@ class SharedRaces:
         self, agent: Agent, cta: Cta, cells: np.ndarray, verb: str, line: int, strong: bool,
         where: Where | None, only_async: bool = False, pipe: Unit | None = None, mine: int = 0,
     ) -> None:  # fmt: skip
-        """Judges what some cells say: the last writes, and for a write the last reads."""
-        for slot, said in enumerate(_said(cells, verb)):
-            for entry in said:
+        """Judges the entries of some cells: the last writes, and for a write the last reads."""
+        for slot, entries in enumerate(_entries(cells, verb)):
+            for entry in entries:
                 if entry == mine or self.knows(agent, entry):
                     continue
                 if pipe is not None and entry >> PARTY == pipe.number:
-                    continue  # it carries out its operations in order
+                    continue  # a pipe executes its operations in order
                 at = np.frombuffer(cells.tobytes(), np.int64)[slot :: 1 + READS].tolist().index(entry)
                 if where is not None:
                     index = where.start + at if isinstance(where, slice) else int(where[at])
@@ -337,7 +350,7 @@ class SharedRaces:
                 )
 
     def _repeats(self) -> bool:
-        """Whether the store that is told of changes nothing; carries it out, which is to come anyway."""
+        """Executes the store that is recorded next; returns whether it changes nothing."""
         if self.storing is None:
             return False
         memory, places, data = self.storing
@@ -347,7 +360,7 @@ class SharedRaces:
 
     @staticmethod
     def knows(agent: Agent, entry: int) -> bool:
-        """Whether an access happened before this agent's next one."""
+        """Returns whether an access happened before this agent's next one."""
         number, clock = entry >> PARTY, entry >> CLOCK & CLOCK_MASK
         if number == agent.party or agent.nearby.get(number, 0) >= clock:
             return True
@@ -365,14 +378,14 @@ class SharedRaces:
             return
         theirs = entry >> 1 & LINE_MASK
         if verb == "write" and was_write and theirs == line and self._repeats():
-            return  # warps that hold the same data make one store of it
+            return  # warps with the same data may all store it
         lanes = "" if self._lanes is None else self._lanes.at(at, at + 1)
         was, place = "written" if was_write else "read", None if tensor else at
         self.tell(SharedUnordered(agent, line, party, theirs, verb, was, cta, place, lanes))
 
 
-def _said(cells: np.ndarray, verb: str) -> list[list[int]]:
-    """The different entries of some cells, by slot, of which an access of a kind must know."""
+def _entries(cells: np.ndarray, verb: str) -> list[list[int]]:
+    """Returns the different entries of some cells, by slot, which an access must be ordered after."""
     slots = 1 + READS if verb == "write" else 1
     data = cells.tobytes()
     first = data[: PACK.size]
@@ -383,7 +396,7 @@ def _said(cells: np.ndarray, verb: str) -> list[list[int]]:
 
 
 def nearby(agent: Agent, snapshot: Snapshot | None = None) -> Vector:
-    """All that a warp knows (or knew when it released) of its cluster, in clocks of parties."""
+    """Returns the clocks of its cluster's parties that a warp has observed (or had at its release)."""
     vector, of_units = (
         (agent.vector, agent.nearby) if snapshot is None else (snapshot.vector, snapshot.nearby)
     )

@@ -1,4 +1,4 @@
-"""Special registers (PTX ISA 10): what a warp reads of itself, its launch and the clocks."""
+"""Special registers (PTX ISA 10): properties of a warp, its launch and the clocks."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 def special(warp: Warp, name: str) -> Any:
-    """The value of a special register, of all lanes or by lane.
+    """Returns the value of a special register, of all lanes or by lane.
 
     Raises:
-        EmulatorError: it is not modelled.
+        EmulatorError: The register is not modelled.
     """
     if name not in SPECIAL:
         raise EmulatorError(f"special register {name} is not modelled")

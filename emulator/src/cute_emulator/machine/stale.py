@@ -1,17 +1,19 @@
-"""Loads that see what a store has replaced, as long as nothing orders the store before them.
+"""Loads that return a value which a store has replaced, if no order puts the store before them.
 
-The memory model lets a load return an older value than the last one unless the store of the last one happens
-before it, or somebody has seen it before. A reader that does not acquire gets old data after a new flag; a
-poll may find the place as it was once more. What is polled must therefore tell old from new: a sentinel that
-was not put back after the last use does not. The elements of a vector access (`.v2`, `.v4`) are accesses of
-their own, so a poll may find some of them new and others old; one of `.b128` is whole. Single words that are
-polled for themselves become new like the elements of a vector of 16 bytes.
+The memory model lets a load return an older value than the last one. It must return the last one only if the
+last store happens before the load, or if its party has observed that store. A reader that does not acquire
+may read old data after a new flag. A poll may read the previous value again. Polled data must therefore
+distinguish old from new: a sentinel that was not restored after the last use does not. The elements of a
+vector access (`.v2`, `.v4`) are separate accesses, so a poll may read some new and some old ones; a `.b128`
+access is single. Single words that are polled separately become new like the elements of a vector of 16
+bytes.
 
-What stores replaced is kept for symmetric memory and other ranks' memory, for stores of 4 bytes and more.
-In `lazy` mode the first look at a place finds it old, and each further one finds one element more new; in
-`random` mode it begins anywhere between, and a `.b128` load may find parts of a vector store, whose elements
-are stores of their own. In `immediate` mode that holds only for vectors, and for words without acquire and
-release, that are loaded and stored by strong accesses, which is how data that is its own flag travels.
+Replaced values are kept for symmetric memory and other ranks' memory, for stores of at least 4 bytes. In
+`lazy` mode the first load of a place returns the old value, and each further one returns one more new
+element. In `random` mode the first load begins anywhere between. There a `.b128` load may read parts of a
+vector store, whose elements are separate stores. In `immediate` mode this applies only to strong accesses: to
+vectors, and to words without acquire and release. LL protocols, in which the data is its own flag, use such
+accesses.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ VECTOR = 16
 
 
 class Replaced:
-    """What the stores to an allocation replaced: its words before, the last stores' epochs and elements."""
+    """Values that stores to an allocation replaced, with the epochs and element sizes of the last stores."""
 
     def __init__(self, allocation: Allocation) -> None:
         self.raw = np.zeros(allocation.nbytes, np.uint8)
@@ -45,7 +47,7 @@ class Replaced:
 
 
 class OldValues:
-    """Told of stores to global memory as they are made, and asked at loads that no order puts after them."""
+    """Record of replaced values, updated by stores to global memory and read by unordered loads."""
 
     def __init__(self, mode: str, seed: int) -> None:
         self._all = mode != "immediate"
@@ -55,12 +57,12 @@ class OldValues:
         self._looks: dict[tuple[int, int], tuple[bytes, int]] = {}
 
     def clear(self) -> None:
-        """All that was stored is ordered before what follows."""
+        """Drops all values: everything stored is ordered before what follows."""
         self._replaced.clear()
         self._looks.clear()
 
     def wants(self, access: Access, allocation: Allocation, group: Group) -> bool:
-        """Whether what an access replaces or finds may matter."""
+        """Returns whether the values that an access replaces or reads may matter."""
         return (
             access.size >= WORD
             and (self._all or access.polls or (access.strong and access.count > 1))
@@ -68,16 +70,16 @@ class OldValues:
         )
 
     def replace(self, access: Access, allocation: Allocation, low: int, spread: Spread, epoch: int) -> None:
-        """A store is about to be made."""
+        """Records the values that a store is about to replace."""
         kept = self._replaced.get(allocation.base)
         if kept is None:
             kept = self._replaced[allocation.base] = Replaced(allocation)
         cells, words = spread.units(low - allocation.base, 0), _words(allocation, low, spread)
         kept.raw[cells] = allocation.raw[cells]
         kept.epochs[words] = epoch
-        kept.widths[words] = access.size if access.whole else access.width
+        kept.widths[words] = access.size if access.is_single else access.width
 
-    def found(
+    def loaded(
         self,
         access: Access,
         group: Group,
@@ -87,16 +89,16 @@ class OldValues:
         unknown: list[int],
         now: Any,
     ) -> Any:
-        """What a load finds; of a strong one the agent keeps where something of it is old.
+        """Returns the value of a load; for a strong one the agent records where it is old.
 
         Args:
-            access: The load.
-            group: Whose it is.
-            allocation: Where.
-            low: The lowest address.
-            spread: How the lanes lie from there.
+            access: Load instruction.
+            group: Group that loads.
+            allocation: Allocation that is read.
+            low: Lowest address.
+            spread: Distances of the lanes from the lowest address.
             unknown: Epochs of stores that are not ordered before it.
-            now: What is there, `[lanes, elements]` or, for one address, bytes.
+            now: Current contents, `[lanes, elements]` or, for one address, bytes.
         """
         kept = self._replaced.get(allocation.base)
         if kept is None or access.publishes or not self.wants(access, allocation, group):
@@ -112,10 +114,10 @@ class OldValues:
         new, old = np.array(now).view(np.uint8).reshape(len(cells), access.size), set()
         for at in {
             int(row[0]): n for n, row in enumerate(cells)
-        }.values():  # lanes at one place look together
+        }.values():  # lanes at one address read together
             if late[at].any():
                 place = allocation.base, int(cells[at, 0])
-                width = access.size if access.whole else access.width
+                width = access.size if access.is_single else access.width
                 if self._random is not None:
                     width = min(width, int(widths[at][late[at]].min()))
                 hidden = self._hidden(access, place, epochs[at].tobytes(), access.size // width)
@@ -129,8 +131,8 @@ class OldValues:
         return new.view(now.dtype).reshape(now.shape)
 
     def _hidden(self, access: Access, place: tuple[int, int], epochs: bytes, parts: int) -> NDArray[np.bool_]:
-        """Which of its parts a look still finds old; neighbouring places become new in different orders."""
-        polled = access.polls and access.count == 1 and access.size < VECTOR  # a part of what is polled
+        """Returns which parts of a load are still old; neighbouring places become new in different orders."""
+        polled = access.polls and access.count == 1 and access.size < VECTOR  # a part of the polled vector
         size = VECTOR if polled else access.size
         of = size // (access.size // parts)
         stored, looks = self._looks.get(place, (b"", 0))
@@ -145,11 +147,11 @@ class OldValues:
 
 @lru_cache
 def _orders(parts: int) -> list[tuple[int, ...]]:
-    """Orders in which elements become new."""
+    """Returns orders in which elements become new."""
     first = tuple(range(parts))
     return list(permutations(first)) if parts <= 4 else [first[n:] + first[:n] for n in first]
 
 
 def _words(allocation: Allocation, low: int, spread: Spread) -> Places:
-    """Numbers in an allocation of the words of an access."""
+    """Returns numbers of an access's words in an allocation."""
     return spread.units(low - (allocation.base & -WORD), WORD_SHIFT)

@@ -1,4 +1,4 @@
-"""Stores to shared memory that follow each other, made as one: an epilogue has four in a row."""
+"""Consecutive stores to shared memory, executed as one: an epilogue has four in a row."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @lru_cache(maxsize=1024)
 def _plans(addresses: bytes, base: int, row_shift: int) -> tuple[LanePlan, list[LanePlan]]:
-    """The plan of all lanes of several stores, and of each."""
+    """Returns the plan of all lanes of several stores, and of each."""
     size = 4 * LANES
     each = [addresses[at : at + size] for at in range(0, len(addresses), size)]
     return lane_plan(addresses, base, row_shift), [lane_plan(part, base, row_shift) for part in each]
@@ -27,16 +27,17 @@ def _plans(addresses: bytes, base: int, row_shift: int) -> tuple[LanePlan, list[
 def store_run(
     group: Group, accesses: list[Access], addresses: tuple[Any, ...], values: tuple[tuple[Any, ...], ...]
 ) -> bool:
-    """Makes ordinary stores of 16 bytes a lane, by all lanes, to their CTA's shared memory.
+    """Executes ordinary stores of 16 bytes per lane, by all lanes, to their CTA's shared memory.
 
     Args:
-        group: Whose they are.
-        accesses: The stores.
-        addresses: Of each, by lane.
-        values: Of each, four registers.
+        group: Group that stores.
+        accesses: Store instructions.
+        addresses: Address of each store, by lane.
+        values: Four registers of each store.
 
     Returns:
-        False where they are not such, or where there may be something to report: then nothing was done.
+        False if the stores have another form, or if there may be something to report: then nothing was
+        executed.
     """
     registers = [v for each in values for v in each]
     cta, first = group.warp.cta, accesses[0]

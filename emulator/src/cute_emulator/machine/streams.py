@@ -1,7 +1,7 @@
-"""Streams of the ranks: launches one after the other, and events that one stream waits for in another.
+"""Streams of the ranks: launches one after the other, and waits of one stream for events of another.
 
-A programmatic dependent launch begins as soon as every CTA of the launch before it has executed
-`griddepcontrol.launch_dependents` or ended, and runs beside what is left of that.
+A programmatic dependent launch begins when every CTA of the launch before it has executed
+`griddepcontrol.launch_dependents` or ended. It overlaps the rest of that launch.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ Stream = tuple[int, int]  # rank, handle
 
 @dataclass(eq=False)
 class StreamEvent:
-    """A place in a stream, as `cudaEventRecord` marks it.
+    """Position in a stream, as `cudaEventRecord` marks it.
 
     Attributes:
         done: Whether everything before it has ended.
-        history: What a stream that waits for it then has behind it.
-        time: When that was so, by the model of time.
-        before: What the host has issued before it, where the host is a party: the rank, and its order there.
+        history: Accesses that are then ordered before a stream that waits for the event.
+        time: Time at which the event was done, by the model of time.
+        before: Rank and order of the work that the host has issued before it, if the host is recorded.
     """
 
     done: bool = False
@@ -39,7 +39,7 @@ class StreamEvent:
 
 
 NOWHERE = StreamEvent(done=True)
-"""Of an event that was not recorded: nobody waits for it."""
+"""Position of an event that was not recorded: a wait for it returns at once."""
 
 
 @dataclass(frozen=True)
@@ -48,19 +48,19 @@ class _Wait:
 
 
 class Streams:
-    """The work that is queued.
+    """Queued work of all streams.
 
     Args:
-        checks: Keep the order of events.
-        begin: Starts a launch, which ends with `ended`; given the launch, its number and, of a programmatic
-            one, the grid that it may run beside.
+        checks: Checks that record the order of events.
+        begin: Function that starts a launch, which ends with `ended`. Its arguments are the launch, its
+            number and, for a programmatic one, the grid that it may overlap.
     """
 
     def __init__(self, checks: Checks, begin: Callable[[Launch, int, Grid | None], Grid]) -> None:
         self._checks, self._begin = checks, begin
         self._queues: dict[Stream, deque[tuple[int, Launch | StreamEvent | _Wait]]] = {}
         self._running: dict[Stream, list[Grid]] = {}
-        self._last: dict[Stream, Grid | None] = {}  # the grid that a programmatic launch comes after
+        self._last: dict[Stream, Grid | None] = {}  # predecessor of a programmatic launch
         self._submitted = 0
 
     def launch(self, launch: Launch) -> None:
@@ -68,14 +68,14 @@ class Streams:
         self._queue((launch.rank, launch.stream), launch)
 
     def record(self, stream: Stream) -> StreamEvent:
-        """Marks a place after what a stream has now."""
+        """Returns an event after the present work of a stream."""
         event = StreamEvent(done=not self._queues.get(stream) and not self._running.get(stream))
         if not event.done:
             self._queue(stream, event)
         return event
 
     def wait(self, stream: Stream, event: StreamEvent) -> None:
-        """What a stream is given from now on begins when an event is done."""
+        """Delays later work of a stream until an event is done."""
         if not event.done:
             self._queue(stream, _Wait(event))
 
@@ -85,17 +85,17 @@ class Streams:
             self._advance(stream)
 
     def triggered(self, grid: Grid) -> None:
-        """All CTAs of a grid let its dependents begin."""
+        """Records that all CTAs of a grid have let its dependents begin."""
         self._advance((grid.launch.rank, grid.launch.stream))
 
     def ended(self, grid: Grid) -> None:
-        """A launch that was begun has ended."""
+        """Records that a launch has ended."""
         stream = grid.launch.rank, grid.launch.stream
         self._running[stream].remove(grid)
         self._advance(stream)
 
     def clear(self) -> None:
-        """Forgets all work; what it was to mark counts as done."""
+        """Drops all work; its events count as done."""
         for queue in self._queues.values():
             for _, item in queue:
                 if isinstance(item, StreamEvent):
@@ -109,9 +109,10 @@ class Streams:
         self._queues.setdefault(stream, deque()).append((self._submitted, item))
 
     def _advance(self, stream: Stream) -> None:
-        """Goes through a stream to its next launch.
+        """Processes a stream up to its next launch.
 
-        An event may let another stream go on, and that one's this stream again: so launches can begin within.
+        An event may let another stream continue, and that one this stream again: so launches can begin within
+        the call.
         """
         queue, running = self._queues[stream], self._running.setdefault(stream, [])
         while queue:

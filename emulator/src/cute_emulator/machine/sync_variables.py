@@ -16,9 +16,9 @@ class SyncVariables:
         self._last: dict[Any, int] = {}  # epoch of the last write
 
     def write(self, agent: Agent, place: Any, scope: int, releases: bool, rmw: bool, lanes: int = -1) -> None:
-        """A strong write of some lanes, about to be made.
+        """Records a strong write of some lanes, before it is executed.
 
-        A read-modify-write continues the release sequences it read.
+        A read-modify-write continues the release sequences that it read.
         """
         before = self._heads.get(place, [])
         self._older[place], self._last[place] = before, agent.strong_epoch
@@ -27,14 +27,14 @@ class SyncVariables:
             heads.append(Released(agent.release(lanes), scope, agent.strong))
         elif agent.fenced is not None:
             snapshot, fenced = agent.fenced
-            heads.append(Released(agent.told_by(snapshot, lanes), min(scope, fenced), agent.strong))
+            heads.append(Released(agent.released_by(snapshot, lanes), min(scope, fenced), agent.strong))
         if heads:
             self._heads[place] = heads[-64:]
         else:
             self._heads.pop(place, None)
 
     def read(self, agent: Agent, place: Any, scope: int, acquires: bool, older: bool = False) -> None:
-        """A strong read; `older`: of what the last write replaced."""
+        """Records a strong read; `older`: of the value that the last write replaced."""
         if not older and place in self._last:
             agent.observed[place] = self._last[place]
         for released in (self._older if older else self._heads).get(place, ()):
@@ -47,7 +47,7 @@ class SyncVariables:
             del agent.loads[:-256]
 
     def clear(self) -> None:
-        """Forgets everything: all that happened is ordered before what follows."""
+        """Drops all releases: all accesses so far are ordered before what follows."""
         self._heads.clear()
         self._older.clear()
         self._last.clear()

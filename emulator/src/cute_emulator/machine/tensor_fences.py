@@ -1,13 +1,13 @@
 """`tcgen05.fence` between a thread's accesses to tensor memory and another thread's (PTX ISA 9.7.16.6.3).
 
-`tcgen05` operations are asynchronous: a barrier, or a release and an acquire, orders them only with
-`tcgen05.fence::before_thread_sync` after the one and `tcgen05.fence::after_thread_sync` before the other, and
-what a `tcgen05.commit` told of at an mbarrier only with the second.
+`tcgen05` operations are asynchronous. A barrier, or a release and an acquire, orders them only with
+`tcgen05.fence::before_thread_sync` after the first access and `tcgen05.fence::after_thread_sync` before the
+second. The completion that a `tcgen05.commit` signals at an mbarrier needs only the second fence.
 
-NVIDIA's CuTe DSL kernels have no such fence, or one before the barrier in front of `tcgen05.dealloc` alone.
-So these are judged by default only where a kernel keeps the rule: what a before-fence passed needs an
-after-fence, and a kernel that has after-fences needs them and before-fences throughout. The check
-`tmem-fence`, where it is named, judges all.
+NVIDIA's CuTe DSL kernels have no such fence, or only one before the barrier in front of `tcgen05.dealloc`. So
+by default these orders are judged only if a kernel follows the rule: accesses that a before-fence passed need
+an after-fence, and a kernel with after-fences needs them and before-fences throughout. The check
+`tmem-fence`, if enabled, judges all.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Kept(NamedTuple):
-    """Which fences a kernel has anywhere."""
+    """Fences that a kernel contains anywhere."""
 
     before: bool
     after: bool
@@ -35,24 +35,27 @@ class Kept(NamedTuple):
 
 @lru_cache(maxsize=256)
 def kept_in(ptx: str) -> Kept:
-    """Those of a module."""
+    """Returns the fences of a module."""
     return Kept("tcgen05.fence::before_thread_sync" in ptx, "tcgen05.fence::after_thread_sync" in ptx)
 
 
 def before_sync(agent: Agent) -> None:
-    """`tcgen05.fence::before_thread_sync`: passes what the warp did in tensor memory so far."""
+    """Executes `tcgen05.fence::before_thread_sync`: passes on the warp's accesses to tensor memory so far."""
     agent.tensor_passed = united(agent.tensor_passed, {agent.id: agent.vector[agent.id]})
     agent.advance()
 
 
 def after_sync(agent: Agent) -> None:
-    """`tcgen05.fence::after_thread_sync`: what follows comes after what was passed, and what units told."""
+    """Executes `tcgen05.fence::after_thread_sync`.
+
+    Later accesses are ordered after passed ones and after completed units.
+    """
     agent.tensor_seen = agent.tensor_passed
     agent.tensor_units = dict(agent.nearby)
 
 
 def check(tell: Tell, agent: Agent, entries: Iterable[int], line: int, strict: bool, frees: bool) -> None:
-    """Judges accesses that happened before another one by `agent`, entries of cells of tensor memory."""
+    """Judges accesses, as entries of tensor memory cells, that happened before another by `agent`."""
     kept = kept_in(agent.warp.grid.program.module.text)
     if not (kept.before or kept.after or strict):
         return
@@ -60,7 +63,7 @@ def check(tell: Tell, agent: Agent, entries: Iterable[int], line: int, strict: b
     for entry in entries:
         number, clock = entry >> PARTY, entry >> CLOCK & CLOCK_MASK
         owner = parties[number].agent
-        if number == agent.party or (owner is None and number in _own_units(agent)):
+        if number == agent.party or (owner is None and number in _units_of(agent)):
             continue
         passed = owner is None or agent.tensor_passed.get(owner, 0) >= clock
         if owner is None:
@@ -74,5 +77,5 @@ def check(tell: Tell, agent: Agent, entries: Iterable[int], line: int, strict: b
         tell(TensorUnfenced(agent, line, parties[number], entry >> 1 & LINE_MASK, passed))
 
 
-def _own_units(agent: Agent) -> set[int]:
+def _units_of(agent: Agent) -> set[int]:
     return {unit.number for unit in agent.units.values()}

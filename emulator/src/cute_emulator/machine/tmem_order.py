@@ -1,8 +1,8 @@
-"""Tensor-memory accesses of warps that nobody has waited for yet, and what must not happen before.
+"""Tensor-memory accesses of warps that are not waited for yet, and conflicting operations.
 
 `tcgen05.ld` and `tcgen05.st` are asynchronous: until `tcgen05.wait::ld` (`::st`) of the same warp, the cells
-may still be read (written), so a product must neither overwrite nor read them and a dealloc must not free
-them (PTX ISA 9.7.16.6.2). Cells are tracked as sets of columns for each half of a warp's 32 lanes, because
+may still be read (written). So a product must neither overwrite nor read them, and a dealloc must not free
+them (PTX ISA 9.7.16.6.2). Cells are recorded as sets of columns for each half of a warp's 32 lanes, because
 two accumulators of M=64 may share columns.
 """
 
@@ -12,21 +12,21 @@ HALVES = (0, 16)  # first lanes of the halves of a warp's lanes
 
 
 class TmemOrder:
-    """The accesses of one CTA that are still open."""
+    """Accesses of one CTA that are in flight."""
 
     def __init__(self) -> None:
         self._open: dict[tuple[str, int], list[int]] = {}
 
     def begin(self, kind: str, warp: int, lane: int, lanes: int, first: int, columns: int) -> None:
-        """A warp issued an access of `columns` columns from `first`, in `lanes` (16 or 32) lanes from `lane`.
+        """Records an access that a warp issued.
 
         Args:
             kind: `ld` or `st`.
-            warp: its number in the CTA.
-            lane: first lane, counted in the CTA's 128.
+            warp: Number of the warp in the CTA.
+            lane: First lane, counted in the CTA's 128.
             lanes: 16 or 32.
-            first: first column.
-            columns: number of columns it spans.
+            first: First column.
+            columns: Number of columns.
         """
         sets = self._open.setdefault((kind, warp), [0, 0])
         for half, start in enumerate(HALVES):
@@ -34,13 +34,13 @@ class TmemOrder:
                 sets[half] |= _columns(first, columns)
 
     def wait(self, kind: str, warp: int) -> None:
-        """`tcgen05.wait::ld` or `::st` of a warp."""
+        """Executes `tcgen05.wait::ld` or `::st` of a warp."""
         self._open.pop((kind, warp), None)
 
     def conflict(
         self, kinds: tuple[str, ...], first: int, columns: int, halves: tuple[int, ...] = (0, 1)
     ) -> tuple[str, int] | None:
-        """The (kind, warp) of an open access among `kinds` that touches these cells, if there is one."""
+        """Returns the (kind, warp) of an access in flight among `kinds` to these cells, or None."""
         if not self._open:
             return None
         wanted = _columns(first, columns)

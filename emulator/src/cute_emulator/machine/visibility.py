@@ -1,9 +1,13 @@
-"""An adversarial store model: ordinary stores reach another rank's memory late and out of order.
+"""Adversarial store model: ordinary stores become visible to another rank late and out of order.
 
-In modes `random` and `lazy` a weak store to memory of another rank is held back until a release or fence of
-system scope by a warp that knows of it, until the storing rank itself reads or writes there, or until nothing
-else can go on (`random`: or at any time before). The end of a kernel alone shows nothing to a peer that does
-not wait for it. A flag at `.gpu` scope thus overtakes its data, as the ISA allows.
+In modes `random` and `lazy` a weak store to memory of another rank is held back until one of these:
+
+- a release or fence of system scope by a warp that is ordered after the store
+- a read or write of the storing rank there
+- a state in which nothing else can continue (`random`: or any time before)
+
+The end of a kernel alone does not make a store visible to a peer that does not wait for the kernel. A flag at
+`.gpu` scope may therefore overtake its data, as the ISA allows.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ _PAGE = 10  # binary logarithm of the bytes by which stores are looked up
 
 @dataclass(eq=False, slots=True)
 class HeldStore:
-    """A store that others cannot see yet: `low` to `high` are the addresses that it spans."""
+    """Store that is not visible to others yet; it spans the addresses from `low` to `high`."""
 
     agent: Agent
     epoch: int
@@ -37,15 +41,15 @@ class HeldStore:
 
     @property
     def rank(self) -> int:
-        """The storing rank."""
+        """Returns the storing rank."""
         return self.agent.warp.grid.launch.rank
 
 
 class HeldStores:
-    """The stores that are held back, found by the warp that made them and by where they go.
+    """Stores that are held back, indexed by the storing warp and by page.
 
-    `_of_grid` has them by launch and warp, in their order; `_in_page` by storing rank and page. What has been
-    made is taken out of the latter, and of `_all`, when it is come across.
+    `_of_grid` contains them by launch and warp, in their order; `_in_page` by storing rank and page. Executed
+    stores are removed from the latter, and from `_all`, when they are next encountered.
     """
 
     def __init__(self, mode: str, seed: int) -> None:
@@ -69,7 +73,7 @@ class HeldStores:
             pages.setdefault(page, []).append(store)
 
     def release(self, agent: Agent) -> None:
-        """A warp released at system scope: what it knows of becomes visible."""
+        """Makes visible all stores that are ordered before a release at system scope."""
         due = []
         for number, of_agent in list(self._of_grid.items()):
             wholly = number in agent.grids
@@ -84,16 +88,19 @@ class HeldStores:
         self._make(due)
 
     def touch(self, rank: int, allocation: Allocation, low: int, high: int) -> None:
-        """A rank accesses memory of another: it sees its own stores, and keeps their order."""
+        """Makes visible a rank's earlier stores to memory that it accesses.
+
+        A rank observes its stores in order.
+        """
         pages = self._in_page.get(rank)
         if not pages:
             return
         first, last = low >> _PAGE, high - 1 >> _PAGE
-        near: Iterable[int] = range(first, last + 1)
+        selected: Iterable[int] = range(first, last + 1)
         if last - first >= len(pages):
-            near = [page for page in pages if first <= page <= last]
+            selected = [page for page in pages if first <= page <= last]
         due = []
-        for page in near:
+        for page in selected:
             stores = pages.get(page)
             if stores is None:
                 continue
@@ -104,7 +111,7 @@ class HeldStores:
         self._make(due)
 
     def step(self) -> None:
-        """Between turns of warps: in `random` mode something may become visible."""
+        """Makes a store visible at random in `random` mode; called between turns of warps."""
         if self._random and self._all and self._rng.random() < 0.1:
             number = self._rng.randrange(len(self._all))
             chosen, self._all[number] = self._all[number], self._all[-1]
@@ -113,7 +120,7 @@ class HeldStores:
                 self.touch(chosen.rank, chosen.allocation, chosen.low, chosen.high)
 
     def idle_step(self) -> bool:
-        """Nothing else can go on: everything becomes visible."""
+        """Makes all stores visible if nothing else can continue; returns whether there were any."""
         held = [s for s in self._all if not s.made]
         for of_agent in self._of_grid.values():
             held += [store for stores in of_agent.values() for store in stores if not store.made]
@@ -122,7 +129,7 @@ class HeldStores:
         return bool(held)
 
     def clear(self) -> None:
-        """Forgets what a broken-off run left."""
+        """Drops the stores of a run that ended by an error."""
         self._forget()
 
     def _forget(self) -> None:

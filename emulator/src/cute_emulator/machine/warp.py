@@ -1,8 +1,8 @@
 """Warps, their divergence groups, and the CTAs they belong to.
 
-A warp is a list of groups: lanes that share a program counter. Each group has a register file of its own
-(valid only for its lanes), so that divergent code runs without masking, and a group of one lane runs on
-plain ints. Groups merge when they reach the same instruction.
+A warp is a list of groups: lanes that share a program counter. Each group has a separate register file (valid
+only for its lanes). So divergent code runs without masking, and a group of one lane runs on plain ints.
+Groups merge when they arrive at the same instruction.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ class Group:
     """Lanes of a warp that execute together.
 
     Attributes:
-        warp: The warp.
-        mask: Its lanes.
+        warp: Warp of the group.
+        mask: Lanes of the group.
         pc: Item to run next.
         R: Register file.
         stack: Return items of the active calls.
-        why: What it is parked on, or "" when it can run.
+        why: Event that the group is parked on, or "" when it can run.
         token: Progress of the instruction it waits in (such as a barrier's generation), or None.
         polls: Polling loads since the last change, by line.
-        effects: Grows with everything the group does that others can see.
+        effects: Count of the group's effects that others can observe.
         clock: Whether it has read a clock.
-        stood: Where it stood, and with what in its registers, when it last polled with a clock at hand.
+        stood: Position and registers at its last poll after reading a clock.
     """
 
     __slots__ = (
@@ -87,7 +87,7 @@ class Group:
             scheduler.ready(self.warp)
 
     def split(self, taken: int, target: int, rest: int) -> None:
-        """Moves the lanes of `taken` to a new group at item `target`; the others go on at item `rest`."""
+        """Moves the lanes of `taken` to a new group at item `target`; the others continue at item `rest`."""
         other = Group(self.warp, taken, target, list(self.R), self.stack)
         other.effects = self.effects
         self.mask &= ~taken
@@ -98,7 +98,7 @@ class Group:
                 group._scalarise()
 
     def _scalarise(self) -> None:
-        """A single lane needs no arrays: uniform values make its code run on ints."""
+        """Replaces the arrays of a single lane by ints, so that its code runs on ints."""
         lane, R = self.mask.bit_length() - 1, self.R
         for slot in self.warp.grid.program.live_in(self.pc):
             if R[slot].__class__ is np.ndarray:
@@ -106,7 +106,7 @@ class Group:
 
     @property
     def place(self) -> tuple[int, tuple[int, ...]]:
-        """Where it is: its item, and the calls that led there."""
+        """Returns its item, and the calls that led there."""
         return self.pc, self.stack
 
     def grow(self) -> None:
@@ -115,7 +115,7 @@ class Group:
         self.R.extend(initial[len(self.R) :])
 
     def absorb(self, other: Group, live: tuple[int, ...]) -> None:
-        """Merges a group at the same instruction; `live` are the registers that still matter."""
+        """Merges a group at the same instruction; `live` contains the live registers."""
         self.grow()
         other.grow()
         mine, theirs = self.R, other.R
@@ -128,7 +128,7 @@ class Group:
         self.polls.clear()
 
     def where(self) -> str:
-        """Position, for messages."""
+        """Returns the position, for messages."""
         return f"{self.warp} lanes {self.mask:#010x}"
 
 
@@ -141,12 +141,12 @@ def _joined(width: int, mask: int, new: Any, old: Any) -> Any:
 
 
 class BulkStore(NamedTuple):
-    """A bulk store, whose two halves are awaited apart.
+    """Bulk store, whose two halves are awaited separately.
 
     Attributes:
-        read: Of its source.
-        write: Of its destination.
-        clock: Bulk stores that its warp had issued with it.
+        read: Event of its source.
+        write: Event of its destination.
+        clock: Number of bulk stores that its warp had issued with it.
     """
 
     read: Event
@@ -155,7 +155,7 @@ class BulkStore(NamedTuple):
 
 
 class BulkGroups:
-    """The bulk async-groups of one thread: uncommitted stores and committed groups, oldest first."""
+    """Bulk async-groups of one thread: uncommitted stores and committed groups, oldest first."""
 
     __slots__ = ("committed", "open")
 
@@ -165,7 +165,7 @@ class BulkGroups:
 
 
 class CopyGroups(Parked):
-    """The `cp.async` copies of a warp: uncommitted ones and committed groups, oldest first, and who waits.
+    """`cp.async` copies of a warp: uncommitted ones and committed groups, oldest first, and waiting groups.
 
     A committed group has the clock of the warp's copies at its commit.
     """
@@ -182,18 +182,18 @@ class Warp:
     """32 threads of a CTA.
 
     Attributes:
-        tid: `%tid.x`, `.y`, `.z`, each by lane or one of all.
-        groups: Its divergence groups.
+        tid: `%tid.x`, `.y`, `.z`, each by lane or one for all.
+        groups: Divergence groups of the warp.
         bulk: Bulk stores by the lane that issued them.
         bulk_waiters: Groups that wait for these.
-        copies: Its `cp.async` copies.
-        wgmmas: Its part in its warpgroup's products.
-        meeting: Groups at a `bar.warp.sync`, with the lanes that each wants there.
+        copies: `cp.async` copies of the warp.
+        wgmmas: Part of the warp in its warpgroup's products.
+        meeting: Groups at a `bar.warp.sync`, with the lanes that each expects there.
         cluster_token: Generation of the cluster barrier that it has arrived at and not passed, or None.
         cluster_lanes: Lanes that have arrived there and not waited.
         unfenced: mbarriers that it has initialised, with no fence after that.
-        fenced: Those with a fence after it, until the next barrier tells others of them.
-        unsynced: Stores that some of its lanes may not know of.
+        fenced: mbarriers with a fence after the initialisation, until the next barrier publishes them.
+        unsynced: Stores that are not ordered before all its lanes.
     """
 
     cta: Cta
@@ -234,11 +234,11 @@ class Warp:
         return self.grid.symbols
 
     def special(self, name: str) -> Any:
-        """The value of a special register."""
+        """Returns the value of a special register."""
         return special(self, name)
 
     def local_rows(self, width: int) -> np.ndarray:
-        """Local memory `[32, n]` in elements of `width` bytes."""
+        """Returns local memory `[32, n]` in elements of `width` bytes."""
         if self.local is None:
             self.local = np.zeros((32, -(-self.grid.program.local_bytes // 8) * 8), np.uint8)
         return self.local.view(_VIEWS[width])
@@ -254,7 +254,7 @@ class Warp:
             self.recheck()
 
     def recheck(self) -> None:
-        """Lets groups that wait for lanes that have exited look again."""
+        """Wakes groups that wait for lanes which have exited."""
         for group in self.groups:
             group.wake()
 
@@ -264,20 +264,20 @@ class Warp:
 
 
 class Cta:
-    """A thread block: shared memory, barriers, tensor memory.
+    """Thread block: shared memory, barriers, tensor memory.
 
     Attributes:
         tmem_owner: By column of tensor memory: 1 + the first column of the allocation, 0 for none.
         tmem_freed: By column: 1 + the warp and the PTX line of the last dealloc.
         tmem_alloc_line: PTX line of the last alloc.
-        columns: Its SM's columns of tensor memory.
-        promised: First columns of what its pair has allocated and it has yet to.
-        registers: Those that its warps share out, from the first `setmaxnreg` on.
+        columns: Columns of tensor memory of the CTA's SM.
+        promised: First columns that its pair has allocated and that it has not allocated yet.
+        registers: Registers that its warps share, from the first `setmaxnreg` on.
         triggers: Whether it has let the programmatic dependents of its grid begin.
         knows_cluster: Whether a warp of it has waited at its cluster's barrier.
         may_alloc: Whether it still has the permit to allocate.
-        products: wgmmas that some warps of a warpgroup have yet to issue, by warpgroup and number.
-        wgmma_units: Its warpgroups' wgmmas as readers of shared memory, by warpgroup.
+        products: wgmmas that some warps of a warpgroup have not issued yet, by warpgroup and number.
+        wgmma_units: wgmmas of its warpgroups as readers of shared memory, by warpgroup.
         pending: Events that have not happened, by `id`.
     """
 
@@ -312,11 +312,11 @@ class Cta:
         self.may_alloc = True
         self.knows_cluster = False
         self.tmem_order = TmemOrder()
-        self.chunks = self.smem.view(np.complex128)  # which copies 16 bytes fastest, bit for bit
+        self.chunks = self.smem.view(np.complex128)  # the type that copies 16 bytes fastest, bit for bit
         self.dirty = np.zeros(len(self.smem) >> 4, np.int64)
         self.cells = SharedCells(len(self.smem))
         self._tensor_cells: TensorCells | None = None
-        self.visitors: dict[int, tuple[Agent, int, int]] = {}  # by agent, of other CTAs: when and where last
+        self.visitors: dict[int, tuple[Agent, int, int]] = {}  # last accesses by agents of other CTAs
         self._stored = (len(self.dirty), 0)
         self.mem: dict[int, Any] = {w: self.smem[: size // w * w].view(t).data for w, t in _VIEWS.items()}
         self._rows: dict[tuple[int, int], np.ndarray] = {}
@@ -329,28 +329,31 @@ class Cta:
 
     @property
     def tmem(self) -> np.ndarray:
-        """Tensor memory `uint32 [128, 512]`, poisoned with NaN."""
+        """Returns tensor memory `uint32 [128, 512]`, poisoned with NaN."""
         if self._tmem is None:
             self._tmem = np.full((TMEM_LANES, TMEM_COLUMNS), 0xFFFFFFFF, np.uint32)
         return self._tmem
 
     @property
     def tensor_cells(self) -> TensorCells:
-        """Accesses to tensor memory by quarter of its lanes, half of a quarter, and column."""
+        """Returns the accesses to tensor memory by quarter of its lanes, half of a quarter, and column."""
         if self._tensor_cells is None:
             self._tensor_cells = TensorCells(4, 2, TMEM_COLUMNS)
         return self._tensor_cells
 
     def called(self, at: int) -> str:
-        """The name that the source gives to a place of its shared memory, in brackets; or nothing."""
+        """Returns the source's name of an offset in its shared memory, in brackets.
+
+        Empty if there is none.
+        """
         program = self.grid.program
-        found = name(
+        source = name(
             program.module.original, program.entry.name, program.smem_symbols, self.grid.smem_bytes, at
         )
-        return f" ({found})" if found else ""
+        return f" ({source})" if source else ""
 
     def rows(self, width: int, count: int) -> np.ndarray:
-        """Shared memory as `[n]` elements of `width` bytes, or `[n, count]`."""
+        """Returns shared memory as `[n]` elements of `width` bytes, or `[n, count]`."""
         key = (width, count)
         if key not in self._rows:
             size = width * count
@@ -359,13 +362,13 @@ class Cta:
         return self._rows[key]
 
     def mark_stored(self, chunks: Any, lowest: int, highest: int, epoch: int) -> None:
-        """Ordinary stores wrote to these 16-byte chunks, between the chunks of two offsets."""
+        """Records ordinary stores to 16-byte chunks, between the chunks of two offsets."""
         self.dirty[chunks] = epoch
         first, end = self._stored
         self._stored = min(first, lowest >> 4), max(end, (highest >> 4) + 1)
 
     def written_in(self, spans: list[tuple[int, int]]) -> bool:
-        """Whether the last writes to some ranges of 16-byte chunks include ordinary stores."""
+        """Returns whether the last writes to some ranges of 16-byte chunks include ordinary stores."""
         low, high = self._stored
         for first, end in spans:
             if first < high and low < end and np.logical_or.reduce(self.dirty[first:end]):
@@ -373,7 +376,7 @@ class Cta:
         return False
 
     def barrier(self, number: int) -> CountBarrier:
-        """Named barrier `number`."""
+        """Returns named barrier `number`."""
         if not 0 <= number < 16:
             raise EmulatorError(f"{self}: barrier {number}; a CTA has barriers 0 to 15")
         if number not in self.named:
@@ -382,7 +385,7 @@ class Cta:
         return self.named[number]
 
     def mbarrier(self, address: int) -> MBarrier:
-        """The mbarrier at a shared address of this cluster."""
+        """Returns the mbarrier at a shared address of this cluster."""
         mine = self.mbarriers.get(address - self.base)
         if mine is not None:
             return mine
@@ -390,14 +393,14 @@ class Cta:
         barrier = owner.mbarriers.get(address & OFFSET)
         if barrier is None:
             raise EmulatorError(
-                f"no mbarrier has been initialised at shared address {address:#x} of {owner}: between "
-                "mbarrier.init and the first use must lie a barrier of all who use it (of the cluster, where "
-                "other CTAs do)"
+                f"no mbarrier has been initialised at shared address {address:#x} of {owner}: a barrier of "
+                "all its users is required between mbarrier.init and the first use (of the cluster, if "
+                "other CTAs use it)"
             )
         return barrier
 
     def warp_exited(self, warp: Warp) -> None:
-        """Counts a warp out; the last one ends the CTA."""
+        """Records a warp's exit; the last one ends the CTA."""
         self.live_warps -= 1
         if self.grid.checks.clocks is not None:
             self.grid.checks.clocks.exited(warp)

@@ -1,4 +1,4 @@
-"""Groups that poll memory, by the granules of 16 bytes that they look at, and who wakes them."""
+"""Groups that poll memory, by the 16-byte granules that they poll, and their wake-up."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cute_emulator.numbers.lanes import FULL, lane_array
 
 
 def granules(address: Any, mask: int, size: int) -> Iterable[int]:
-    """The 16-byte granules that a lane access touches, in the order of its lanes."""
+    """Returns the 16-byte granules that an access touches, in the order of its lanes."""
     if address.__class__ is int:
         return range(address >> 4, (address + size + 15) >> 4)
     return granules_of(address if mask == FULL else address[lane_array(mask)], size)

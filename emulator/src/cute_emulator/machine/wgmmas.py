@@ -1,7 +1,7 @@
-"""wgmmas that warps have issued and not got back (PTX ISA 9.7.15).
+"""wgmmas that warps have issued and not waited for (PTX ISA 9.7.15).
 
-Accumulators that are in flight hold poison in the registers and live here as one matrix of their
-warpgroup until `wgmma.wait_group` gives them back.
+The registers of accumulators in flight hold poison. Their values are stored here as one matrix of the
+warpgroup, until `wgmma.wait_group` returns them.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Accumulator:
     """D of consecutive wgmmas of a warpgroup on the same registers.
 
     Attributes:
-        shape: Static part of the first of them.
-        parts: Each warp's registers before the first, or None where it does not read them.
-        matrix: D as `float32` or `int32 [64, n]`, once the first has been carried out.
+        shape: Static part of the first wgmma.
+        parts: Registers of each warp before the first wgmma, or None if it does not read them.
+        matrix: D as `float32` or `int32 [64, n]`, once the first wgmma has been executed.
     """
 
     shape: Wgmma
@@ -39,17 +39,17 @@ class Product:
     """One wgmma of a warpgroup.
 
     Attributes:
-        accumulator: Its D.
-        shape: Its static part.
-        operands: Where its A and B lie in shared memory.
+        accumulator: D of the wgmma.
+        shape: Static part of the wgmma.
+        operands: Location of A and B in shared memory.
         reads_d: Whether it adds to D.
-        warps: How many warps have issued it.
-        number: Of its group among those of a warp, from 1; 0 unless races are looked for.
-        a_parts: Each warp's registers of A, where it lies there.
-        a_held: Each warp's registers of A by number, with what they held when it was issued.
-        line: In the PTX.
-        done: Whether it has been carried out.
-        end: When, by the model of time.
+        warps: Number of warps that have issued it.
+        number: Number of its group among those of a warp, from 1; 0 unless races are checked.
+        a_parts: Registers of A of each warp, if A is in registers.
+        a_held: Registers of A of each warp by number, with their values at the issue.
+        line: PTX line.
+        done: Whether it has been executed.
+        end: Time at which it is done, by the model of time.
     """
 
     accumulator: Accumulator
@@ -65,7 +65,7 @@ class Product:
     end: int = 0
 
     def continues(self, first: Product) -> bool:
-        """Whether it adds a further K step to what an earlier one begins."""
+        """Returns whether it adds a further K step to an earlier product."""
         return (
             self.accumulator is first.accumulator
             and self.shape is first.shape
@@ -75,28 +75,28 @@ class Product:
 
 
 class WarpWgmmas(Parked):
-    """A warp's wgmmas, and its groups that wait for them.
+    """wgmmas of a warp, and its groups that wait for them.
 
     Attributes:
-        sequence: How many it has issued.
-        fenced: Whether a wgmma.fence followed the last time that registers came back to the warp.
-        commits: Groups committed.
-        told: What the race detector knows of the open group's reads.
-        returned: What came back in each register.
+        sequence: Number of wgmmas issued.
+        fenced: Whether a wgmma.fence followed the last return of registers to the warp.
+        commits: Number of groups committed.
+        recorded: Reads of the open group that the race detector has recorded.
+        returned: Values returned in each register.
         flying: Accumulators in flight, by their registers.
         open: Uncommitted products.
-        groups: Committed ones, oldest first.
-        unit: Its warpgroup's wgmmas as readers of shared memory.
+        groups: Committed groups, oldest first.
+        unit: wgmmas of its warpgroup as readers of shared memory.
     """
 
-    __slots__ = ("commits", "fenced", "flying", "groups", "open", "returned", "sequence", "told", "unit")
+    __slots__ = ("commits", "fenced", "flying", "groups", "open", "returned", "sequence", "recorded", "unit")
 
     def __init__(self) -> None:
         super().__init__()
         self.sequence = 0
         self.fenced = False
         self.commits = 0
-        self.told: set[tuple[Any, ...]] = set()
+        self.recorded: set[tuple[Any, ...]] = set()
         self.unit: Unit | None = None
         self.returned: dict[int, Any] = {}
         self.flying: dict[tuple[int, ...], Accumulator] = {}

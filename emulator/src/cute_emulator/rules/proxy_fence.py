@@ -215,14 +215,14 @@ def _cp_async() -> list[Pair]:
             name = f"{what} reads what cp.async copied: {variant}"
             cases.append(pair(name, rule, "proxy-fence", text, wrong, good, **how))
         count = how["shape"]["block"][0]
-        told = (
+        awaited = (
             ptx.INIT.replace(", 1;", f", {count};")
             + f"""
         {COPIED} cp.async.mbarrier.arrive.noinc.shared.b64 [%r11]; {ptx.AWAIT} |Z| bar.sync 0; {read}
         """
         )
         name = f"{what} reads what cp.async copied, awaited at an mbarrier: no fence"
-        cases.append(pair(name, rule, "proxy-fence", told, {"|Z|": ""}, {"|Z|": ptx.SHARED}, **how))
+        cases.append(pair(name, rule, "proxy-fence", awaited, {"|Z|": ""}, {"|Z|": ptx.SHARED}, **how))
     return cases
 
 

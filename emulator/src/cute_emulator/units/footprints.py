@@ -9,9 +9,7 @@ from cute_emulator.units.tcgen05 import Cells, Mma
 
 
 class Footprint(NamedTuple):
-    """Memory that a product reads and writes in each of its CTAs.
-
-    Equal for K steps in the same swizzle atoms.
+    """Memory that a product reads and writes in each of its CTAs; equal for K steps in the same atoms.
 
     Attributes:
         ctas: Number of CTAs.

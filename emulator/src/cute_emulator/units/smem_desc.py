@@ -96,9 +96,9 @@ class SmemDescriptor:
         return base + first, base + end
 
     def atoms(self, rows: int, k: int, element_bytes: int, mn_major: bool) -> slice:
-        """Returns chunk numbers of the complete swizzled rows that contain the tile.
+        """Returns the chunk numbers of the complete swizzled rows that contain the tile.
 
-        Equal for all K steps in them.
+        All K steps in the same rows have equal ones.
         """
         first, end = self.span(rows, k, element_bytes, mn_major)
         row = self.swizzle.row_bytes >> 4

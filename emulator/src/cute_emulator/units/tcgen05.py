@@ -245,7 +245,7 @@ class Mma:
     def smem_tiles(self, ctas: int) -> list[tuple[SmemDescriptor, tuple[int, int, int, bool]]]:
         """Returns the tiles of B and A in each CTA's shared memory.
 
-        Descriptor, rows, k, bytes, whether MN-major.
+        A tile is its descriptor, and rows, k, bytes of an element, whether MN-major.
         """
         shape, extent = self.shape, self.shape.k_holders
         size = formats.ELEMENT_BYTES[shape.b_type]

@@ -120,9 +120,9 @@ _COPIES: dict[str, tuple[int, int, Callable[[I64], list[I64]]]] = {
 
 
 def copy_source(shape: str) -> tuple[int, int, int, bool]:
-    """Returns the matrix that `tcgen05.cp` reads.
+    """Returns the matrix that `tcgen05.cp` reads, as arguments of `SmemDescriptor.atoms`.
 
-    Rows, cells, 4 bytes, K-major (arguments of `SmemDescriptor.atoms`).
+    They are rows, cells, 4 bytes, K-major.
 
     Raises:
         ValueError: The shape is unknown.

@@ -149,9 +149,9 @@ class Wgmma:
     def smem_tiles(
         self, a: SmemDescriptor | None, b: SmemDescriptor
     ) -> list[tuple[SmemDescriptor, tuple[int, int, int, bool]]]:
-        """Returns the tiles read: descriptor, rows, k, bytes, whether MN-major.
+        """Returns the tiles read; `a` is `None` for A in registers.
 
-        `a` is `None` for A in registers.
+        A tile is its descriptor, and rows, k, bytes of an element, whether MN-major.
         """
         tiles = [(b, (self.n, self.k, formats.ELEMENT_BYTES[self.b_type], self.b_mn_major))]
         if a is not None:

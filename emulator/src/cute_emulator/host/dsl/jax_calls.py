@@ -1,4 +1,4 @@
-"""Execution of CuTe DSL kernels called from JAX: XLA's CPU backend computes, and `cutlass_call` runs here.
+"""Execution of CuTe DSL kernels called from JAX, which computes with XLA's CPU backend.
 
 JAX has no CUDA device for arrays here, so a program runs on its CPU backend, whose arrays are device memory
 of kernels. `cutlass.jax` lowers a call to a custom call that contains its target's name and the compiled

@@ -205,9 +205,9 @@ class RuntimeApi:
     # --- launches
 
     def _launch_ex(self, config: int, kernel: int, arguments: int) -> None:
-        """Reads a `cudaLaunchConfig_t`.
+        """Launches by a `cudaLaunchConfig_t`.
 
-        Grid u32[3], block u32[3], u64 dynamic bytes, stream, attributes, count.
+        Its fields are grid u32[3], block u32[3], u64 dynamic bytes, stream, attributes, count.
         """
         gx, gy, gz, bx, by, bz, smem, stream, attributes, count = struct.unpack(
             "<6IQQQI", ctypes.string_at(config, 52)

@@ -1,4 +1,4 @@
-"""State per rank of ranks that are threads of one process: random generators, and globals of `clients`."""
+"""Random generators and globals of `clients`, per rank of ranks that are threads of one process."""
 
 from __future__ import annotations
 

@@ -320,9 +320,9 @@ class CudaOnCpu(TorchFunctionMode):
         return torch.device("cuda", self._rank)
 
     def _target(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool | None:
-        """Returns the device that a call names for its result.
+        """Returns whether a call names a device for its result: True for CUDA, False for the CPU.
 
-        True for CUDA, False for the CPU, None for none.
+        None if it names no device.
         """
         if func is torch.Tensor.cuda:
             return True
