@@ -20,7 +20,7 @@ def test_a_bug_is_found_and_its_mended_twin_is_not(case):
 FIRST = (
     "no ",
     "too narrow scopes",
-    "the reader has seen no completion of",
+    "the reader has observed no completion of",
     "not coherent",
 )
 """Words with which a finding about order begins: what is missing."""

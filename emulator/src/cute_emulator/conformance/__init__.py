@@ -1,4 +1,4 @@
-"""Pairs of a bug and its fixed twin: what each rule of the emulator finds, and what it must leave alone.
+"""Pairs of a bug, which a rule of the emulator must report, and its fixed twin, which it must not report.
 
 `CASES` has them all. `python -m cute_emulator.conformance` runs them and prints a table; a tool that judges
 PTX by other means can take the kernels from here (`Case.broken`, `Case.fixed`: text and launch).

@@ -10,7 +10,7 @@ from cute_emulator.rules import ENDS, RULES, Pair, Rule
 
 
 def case_of(rule: Rule, pair: Pair) -> Case:
-    """Returns the case of a rule's pair: its words replaced, its names resolved."""
+    """Returns the case of a rule's pair, with placeholders replaced and names resolved."""
     bodies = (pair.body,) if isinstance(pair.body, str) else pair.body
 
     def texts(words: Mapping[str, str]) -> tuple[str, ...]:

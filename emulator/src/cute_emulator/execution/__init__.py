@@ -1,1 +1,1 @@
-"""Launches: grids of CTAs, the schedule that gives warps their turns, and what a stream waits for."""
+"""Launches: grids of CTAs, the order in which warps run, and the waits of streams."""

@@ -344,7 +344,7 @@ class Scheduler:
         return "\n".join(shown)
 
     def _half_reached(self) -> list[str]:
-        """Barriers to which some warps have come and others will not, with who is where."""
+        """Returns barriers at which only some warps have arrived, with the positions of the others."""
         ctas = dict.fromkeys(warp.cta for warp in self.live.values())
         barriers = [(b, [cta]) for cta in ctas for b in cta.named.values()]
         barriers += [(c.barrier, c.ctas) for c in dict.fromkeys(cta.cluster for cta in ctas)]

@@ -160,7 +160,7 @@ def _st_async(program: Any, f: Function, ins: Instruction) -> Op:
             if at % size or offset + size > grid.smem_bytes:
                 raise fail(group, ins, f"shared address {at:#x} is misaligned or out of bounds")
             if signalled is not cta:
-                raise fail(group, ins, "the mbarrier lies in another CTA than the destination")
+                raise fail(group, ins, "the mbarrier must be in the CTA of the destination")
             chunks = slice(offset >> 4, (offset + size - 1 >> 4) + 1)
             copies_in(group, cta, chunks, 16, cta.mbarrier(signal), ins.line, in_async_proxy=False)
             data = [one(v, pick) & MASK[8 * width] for v in parts]

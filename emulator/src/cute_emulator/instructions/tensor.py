@@ -92,7 +92,7 @@ def _pipe(warp: Warp, lane: int) -> Unit:
 
 
 def of_all(group: Group, ins: Instruction, value: Any, mask: int, name: str) -> int:
-    """Returns an operand that all lanes give the same value (9.7.16.7.1, 9.7.16.8.3, 9.7.16.8.4)."""
+    """Returns an operand that must be equal in all lanes (9.7.16.7.1, 9.7.16.8.3, 9.7.16.8.4)."""
     first = one(value, mask)
     if value.__class__ is not int and (value != first).any():
         raise fail(group, ins, f"lanes differ in {name}: {first:#x} and {int(value[value != first][0]):#x}")

@@ -1,1 +1,1 @@
-"""The emulated machine's state: memory, warps, barriers, what is in flight, and the checks on them."""
+"""State of the emulated machine: memory, warps, barriers, operations in flight, and the checks on them."""

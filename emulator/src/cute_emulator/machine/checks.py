@@ -302,7 +302,7 @@ class Checks:
     def completed(self, group: Group, barrier: MBarrier) -> None:
         """Records a successful wait for a phase of an mbarrier.
 
-        The operations that completed on it are ordered before.
+        The operations that completed on the mbarrier are ordered before the warp's next access.
         """
         agent = group.warp.agent
         for copies, clock in barrier.copied.items():

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from cute_emulator.machine.warp import Cta, Group, Warp
 
 Tell = Callable[[object], None]
-"""Passes an event to the rules that look at its class."""
+"""Function that passes an event to the rules of its class."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class SharedUnordered:
 
 @dataclass(frozen=True)
 class LanesUnordered:
-    """A lane, or an operation that it issues, reads what another lane stored and may not know of.
+    """A lane, or an operation that it issues, reads what another lane stored without order between them.
 
     Attributes:
         warp: Reads.
@@ -211,7 +211,7 @@ class MbarrierUnfenced:
 
 @dataclass(frozen=True)
 class MbarrierUnordered:
-    """A warp uses an mbarrier, and does not know of its init.
+    """A warp uses an mbarrier whose init is not ordered before.
 
     Attributes:
         group: Lanes that use it.
@@ -265,7 +265,7 @@ class FreedTouched:
     """A replayed graph touches memory that was freed after its capture.
 
     Attributes:
-        touch: What the graph does (`host.timeline.Touch`).
+        touch: Access of the graph (`host.timeline.Touch`).
     """
 
     touch: Any

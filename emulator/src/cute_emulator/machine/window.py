@@ -2,7 +2,7 @@
 
 CTA_WINDOW = 1 << 24
 OFFSET = CTA_WINDOW - 1
-"""Bits of a shared address that say where in its CTA's part."""
+"""Bits of a shared address that are the offset in its CTA's window."""
 WINDOW = 0xFFFFFFFF
 """Bits of a generic address that are one of shared, local or parameter space."""
 SMEM_BASE = 1024

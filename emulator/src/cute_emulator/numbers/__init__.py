@@ -1,4 +1,4 @@
 """Number formats, lanes, bits and exact floating-point arithmetic.
 
-Nothing here knows of instructions.
+The package does not depend on instructions.
 """

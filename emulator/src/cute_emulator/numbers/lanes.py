@@ -23,7 +23,7 @@ _BIT = 1 << np.arange(LANES, dtype=np.uint64)
 
 Value = Any  # int or ndarray; a tuple (low, high) for .b128
 ndarray = np.ndarray
-where: Any = np.where  # its overloads do not know that register values are arrays or scalars
+where: Any = np.where  # its overloads do not accept register values, which are arrays or scalars
 
 
 # -- lanes and masks -----------------------------------------------------------------------------

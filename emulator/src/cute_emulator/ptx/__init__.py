@@ -1,1 +1,1 @@
-"""PTX as text and as instructions: the parser and what it yields."""
+"""PTX as text and as instructions: the parser and its records."""

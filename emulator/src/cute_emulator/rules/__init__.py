@@ -27,7 +27,7 @@ RULES = tuple(rule for rule in _ALL if not rule.ends)
 ENDS = tuple(rule for rule in _ALL if rule.ends)
 """Rules that end a run."""
 KINDS = tuple(rule.kind for rule in RULES)
-"""Of findings."""
+"""Kinds of findings."""
 
 
 def _checks(setting: str) -> tuple[str, ...]:
@@ -36,16 +36,16 @@ def _checks(setting: str) -> tuple[str, ...]:
 
 CHECKS = _checks("default")
 STRICT_CHECKS = _checks("strict")
-"""Right by the letter, but kernels break them on purpose: they rely on the assembler's tracking of registers,
-or leave an mbarrier as it is when nothing is in flight to it and no thread waits."""
+"""Checks that follow the ISA, but that correct kernels violate. Such kernels depend on the assembler's
+tracking of registers, or leave an mbarrier incomplete when nothing is in flight to it and no thread waits."""
 OPTIONAL_CHECKS = tuple(sorted({rule.in_full for rule in RULES if rule.in_full}))
-"""Right by the letter, and broken by nearly every public kernel: only where they are named."""
+"""Checks that follow the ISA, but that nearly every public kernel violates: enabled only by name."""
 
 
 def listeners(
     rules: tuple[Rule, ...], enabled: Collection[str]
 ) -> dict[type, list[Callable[[Any, Any], None]]]:
-    """Class of an event -> what looks at it, of the rules that are on with some checks."""
+    """Returns, by class of event, the handlers of the rules that some checks enable."""
     looks: dict[type, list[Callable[[Any, Any], None]]] = {}
     for rule in rules:
         if not rule.check or rule.check in enabled:
@@ -55,7 +55,7 @@ def listeners(
 
 
 def page(rules: tuple[Rule, ...] = RULES) -> str:
-    """Returns rows of a table in `docs/rules.md`: of `RULES` or of `ENDS`."""
+    """Returns the rows of a table in `docs/rules.md`, for `RULES` or for `ENDS`."""
     lines = []
     for rule in rules:
         for row in rule.rows:

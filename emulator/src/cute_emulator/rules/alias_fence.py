@@ -53,7 +53,8 @@ RULE = Rule(
     judges=r"multimem",
     rows=(
         Row(
-            "Between accesses by a multicast address and by a rank's own lies a `fence.proxy.alias` (8.7)",
+            "Accesses by a multicast address and by a rank's address need a `fence.proxy.alias` "
+            "between (8.7)",
             suite=KIND,
         ),
     ),

@@ -74,7 +74,7 @@ RULE = Rule(
         Row(
             "All lanes of a warp execute the same `bar.sync`, `bar.red` or `barrier.sync.aligned` "
             "(9.7.13.1); a "
-            "`barrier.sync` without `.aligned` counts lanes as they come",
+            "`barrier.sync` without `.aligned` counts arriving lanes",
             suite=KIND,
         ),
     ),

@@ -16,7 +16,7 @@ def _look(checks: Any, event: BarrierIncomplete) -> None:
     checks.report.add(
         KIND,
         f"line {checks.report.place(event.line)} of {warp}: {barrier.present} of the CTA's "
-        f"{32 * len(warp.cta.warps)} threads came to {barrier.name}, and the others have exited",
+        f"{32 * len(warp.cta.warps)} threads arrived at {barrier.name}, and the others have exited",
         event.line,
     )
 
@@ -37,7 +37,7 @@ RULE = Rule(
     judges=r"bar(rier)?(\.cta)?\.(sync|red)",
     rows=(
         Row(
-            "A barrier that names no count is reached by every warp of the CTA",
+            "Every warp of the CTA arrives at a barrier without a count",
             suite=KIND,
         ),
     ),

@@ -15,11 +15,11 @@ def _requested(checks: Any, event: CancelRequested) -> None:
     if seen is not None:
         checks.report.add(
             KIND,
-            f"no request may follow one that has been seen to fail: line "
+            f"no request may follow one that is known to have failed: line "
             f"{checks.report.place(event.line)} of "
             f"{event.group.warp} tries to cancel another cluster, after line "
-            f"{checks.report.place(seen)} found "
-            "that there was none",
+            f"{checks.report.place(seen)} read "
+            "that there is none",
             event.line,
             other=seen,
         )
@@ -75,9 +75,8 @@ RULE = Rule(
     judges=r"clusterlaunchcontrol",
     rows=(
         Row(
-            "After a `clusterlaunchcontrol.try_cancel` that was seen to fail comes none, and of a "
-            "request that "
-            "failed no CTA is read (9.7.13.18)",
+            "No `clusterlaunchcontrol.try_cancel` follows one that is known to have failed, and no CTA of a "
+            "failed request is read (9.7.13.18)",
             suite=KIND,
         ),
     ),

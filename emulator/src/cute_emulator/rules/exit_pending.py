@@ -17,15 +17,15 @@ AWAIT = {
     "read": "cp.async.bulk.wait_group.read 0 in the thread that issued it before the end",
     "write": "cp.async.bulk.wait_group 0 before the end",
 }
-"""Waits for the operations in flight of a CTA; `exit` ends the thread and releases barriers, no more."""
+"""Waits for the operations in flight of a CTA, by kind: `exit` ends the thread and releases barriers only."""
 
 
 def _look(checks: Any, event: CtaEnded) -> None:
     for left in event.cta.pending.values():
         checks.report.add(
             KIND,
-            f"no {AWAIT[left.kind]}: {event.cta} exits while {left.what} has not happened, and its end waits "
-            "for nothing",
+            f"no {AWAIT[left.kind]}: {event.cta} exits while {left.what} has not happened; an exit does "
+            "not wait for it",
             left.line,
             key=left.what,
         )
@@ -52,7 +52,7 @@ RULE = Rule(
     judges=r"cp\.(reduce\.)?async|wgmma\.mma_async|tcgen05\.(mma|cp)|tcgen05\.commit",
     rows=(
         Row(
-            "A CTA ends when nothing of its own is in flight",
+            "A CTA ends when none of its operations is in flight",
             suite=KIND,
         ),
     ),

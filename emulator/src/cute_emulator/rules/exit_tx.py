@@ -16,7 +16,7 @@ def _look(checks: Any, event: CtaEnded) -> None:
         if barrier.tx:
             checks.report.add(
                 KIND,
-                f"{event.cta} exits with {barrier}, which expects them",
+                f"{event.cta} exits with {barrier}, which still expects these bytes",
                 barrier.expected,
                 key=barrier.address,
             )
@@ -38,8 +38,8 @@ RULE = Rule(
     judges=r"mbarrier.*expect_tx",
     rows=(
         Row(
-            "Bytes that an mbarrier expects come before the end",
-            setting="strict, and where somebody waits",
+            "Bytes that an mbarrier expects arrive before the end",
+            setting="strict, and if a thread waits",
             suite=KIND,
         ),
     ),

@@ -143,14 +143,14 @@ RULE = Rule(
     judges=r"(ld|st)\.(?!param|const|local)",
     rows=(
         Row(
-            "What one lane stored another lane, or an async operation that it issues, uses only "
+            "Another lane, or an async operation that it issues, uses what a lane stored only "
             "after `bar.warp.sync`, a barrier, or a release and an acquire. A shuffle, a vote, an"
-            " election, a `redux` and a fence are none (9.7.13.2)",
+            " election, a `redux` and a fence do not suffice (9.7.13.2)",
             suite="lanes",
         ),
         Row(
-            "A release by some lanes (a flag, an arrival) tells of their stores alone; who "
-            "acquires it and uses the others' is named",
+            "A release by some lanes (a flag, an arrival) publishes only their stores; a warp that "
+            "acquires it and uses the others' is reported",
             suite="lanes",
         ),
     ),

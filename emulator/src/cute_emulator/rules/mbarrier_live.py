@@ -15,7 +15,7 @@ def _made(checks: Any, event: MbarrierMade) -> None:
         checks.report.add(
             KIND,
             f"no mbarrier.inval before: the mbarrier.init of line {checks.report.place(event.line)} of "
-            f"{event.group.warp} finds {event.old} where it makes one",
+            f"{event.group.warp} initialises the address of {event.old}",
             event.line,
         )
 
@@ -25,7 +25,7 @@ def _invalidated(checks: Any, event: MbarrierInvalidated) -> None:
         checks.report.add(
             KIND,
             f"no mbarrier.init before: the mbarrier.inval of line {checks.report.place(event.line)} of "
-            f"{event.group.warp} finds no mbarrier at shared {event.offset:#x}",
+            f"{event.group.warp} invalidates shared {event.offset:#x}, which is no mbarrier",
             event.line,
         )
 
@@ -56,7 +56,7 @@ RULE = Rule(
     judges=r"mbarrier\.(init|inval)",
     rows=(
         Row(
-            "`mbarrier.init` where an mbarrier is comes after its `mbarrier.inval`, and that after its init "
+            "`mbarrier.init` of an existing mbarrier follows its `mbarrier.inval`, which follows its init "
             "(9.7.13.15.9, 9.7.13.15.10)",
             suite=KIND,
         ),

@@ -42,7 +42,7 @@ RULE = Rule(
     judges=r"mbarrier\.init",
     rows=(
         Row(
-            "An mbarrier is used after its init, by order",
+            "An mbarrier's init is ordered before its use",
             suite=KIND,
         ),
     ),

@@ -15,7 +15,7 @@ def _look(checks: Any, event: GlobalIncoherent) -> None:
     place = checks.report.place
     checks.report.add(
         KIND,
-        f"not coherent, whatever fence or barrier lies between: the ld.global.nc of line "
+        f"not coherent, with any fence or barrier between: the ld.global.nc of line "
         f"{place(event.line)} by {event.agent.warp} reads {event.spot}, which "
         f"{event.owner.warp} of the same kernel wrote in line {place(event.first)}",
         event.line,
@@ -55,7 +55,7 @@ RULE = Rule(
     judges=r"ld\.global.*\.nc",
     rows=(
         Row(
-            "`ld.global.nc` does not read what its own kernel wrote (9.7.9.9)",
+            "`ld.global.nc` does not read what its kernel wrote (9.7.9.9)",
             suite="nc-load",
         ),
     ),

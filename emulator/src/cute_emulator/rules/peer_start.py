@@ -18,7 +18,7 @@ def _look(checks: Any, event: PeerUsed) -> None:
         KIND,
         f"no barrier.cluster before: line {checks.report.place(event.line)} of {event.group.warp} "
         f"uses shared "
-        f"memory of {event.cta}, of which nothing tells that it has begun",
+        f"memory of {event.cta}, whose start is not ordered before",
         event.line,
     )
 
@@ -60,7 +60,7 @@ RULE = Rule(
     judges=r"mapa|.*(shared|multicast)::cluster",
     rows=(
         Row(
-            "A CTA uses the shared memory of another CTA of its cluster when it knows that this has begun: a "
+            "A CTA uses the shared memory of another CTA of its cluster after the start of that CTA: a "
             "`barrier.cluster`, or a release and an acquire (CUDA C++ programming guide, "
             "distributed shared memory)",
             suite=KIND,

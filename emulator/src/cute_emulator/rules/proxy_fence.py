@@ -231,15 +231,15 @@ RULE = Rule(
     judges=r"cp\.(reduce\.)?async|wgmma\.mma_async|tcgen05\.(mma|cp)",
     rows=(
         Row(
-            "What an async unit reads (bulk and TMA stores, loads of global memory, wgmma, "
-            "tcgen05.mma and .cp) and ordinary stores wrote has passed a `fence.proxy.async` of "
-            "its space that stands *after* the stores, on the writer's or the reader's side (8.6,"
+            "An async unit reads (bulk and TMA stores, loads of global memory, wgmma, "
+            "tcgen05.mma and .cp) what ordinary stores wrote only if a `fence.proxy.async` of "
+            "its space follows the stores, in the writer or in the reader (8.6,"
             " 8.7, 9.7.13.4)",
             suite="proxy-fence: read",
         ),
         Row(
-            "What an async copy overwrites (bulk and TMA loads into shared memory; bulk and TMA "
-            "stores and reductions into global memory) and ordinary stores wrote has, too",
+            "An async copy overwrites (bulk and TMA loads into shared memory; bulk and TMA "
+            "stores and reductions into global memory) what ordinary stores wrote only after such a fence",
             suite="proxy-fence: write",
         ),
         Row(

@@ -39,7 +39,7 @@ def _missing(event: GlobalUnordered) -> str:
 
 
 def _launches(event: GlobalUnordered) -> str:
-    """Returns where two launches were made, as far as it is known."""
+    """Returns the lines of two launches, if they are known."""
     theirs, mine = event.owner.warp.grid.launch.work, event.agent.warp.grid.launch.work
     return f"; {mine.what}, after {theirs.what}" if theirs is not mine and theirs and mine else ""
 
@@ -221,14 +221,14 @@ RULE = Rule(
     rows=(
         Row(
             "Conflicting accesses to global memory by two warps are ordered, or both strong at "
-            "scopes that include each other (8.7, 8.10); payload that is polled for itself "
+            "scopes that include each other (8.7, 8.10); payload that is its own flag "
             "(Lamport, LL) is stored and loaded by strong accesses",
             suite="races",
         ),
         Row(
-            "A programmatic dependent launch runs beside the launch before it from when all CTAs "
-            "of that have executed `griddepcontrol.launch_dependents` or ended, and knows nothing"
-            " of it before `griddepcontrol.wait` (9.7.13.13)",
+            "A programmatic dependent launch may begin when all CTAs of the launch before it have "
+            "executed `griddepcontrol.launch_dependents` or ended; only `griddepcontrol.wait`"
+            " orders it after their accesses (9.7.13.13)",
             suite="programmatic launch",
         ),
     ),

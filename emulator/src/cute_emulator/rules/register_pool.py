@@ -38,8 +38,8 @@ RULE = Rule(
     judges="",
     rows=(
         Row(
-            "`setmaxnreg.inc` waits for registers of the CTA's pool, which holds what it was "
-            "launched with: `.maxnreg`, else what fits (9.7.19.5)",
+            "`setmaxnreg.inc` waits for registers of the CTA's pool, of the size at launch: "
+            "`.maxnreg`, else what fits (9.7.19.5)",
             suite="register pool",
         ),
     ),

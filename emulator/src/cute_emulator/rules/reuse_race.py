@@ -89,10 +89,10 @@ RULE = Rule(
     judges="",
     rows=(
         Row(
-            "Memory that is freed may be the next allocation's of the same stream: what other "
-            "streams still do to it is in `record_stream`, or ordered before the new owner's "
-            "first use. Pinned memory waits for copies, not for ptx. A graph that is replayed"
-            " finds what it captured still allocated",
+            "The next allocation of the same stream may reuse freed memory: accesses of other "
+            "streams are in `record_stream`, or ordered before the new owner's "
+            "first use. Pinned memory waits for copies, not for kernels. Memory that a graph captured"
+            " stays allocated for its replays",
             suite=KIND,
         ),
     ),

@@ -13,7 +13,7 @@ KIND = "setmaxnreg"
 
 
 def _look(checks: Any, event: CtaEnded) -> None:
-    """Has every warpgroup of a CTA that has ended done the same throughout?"""
+    """Reports a warpgroup of an ended CTA whose warps executed different `setmaxnreg` instructions."""
     registers = event.cta.registers
     if registers is None:
         return
@@ -29,7 +29,7 @@ def _look(checks: Any, event: CtaEnded) -> None:
         checks.report.add(
             KIND,
             f"not all warps of warpgroup {first // 4} of {event.cta} execute the same setmaxnreg ({each}), "
-            f"as line {checks.report.place(line)} needs",
+            f"as line {checks.report.place(line)} requires",
             line,
             key=(line, other),
         )

@@ -14,13 +14,13 @@ KIND = "shared-race"
 
 MISSING = {
     "": "no barrier, nor release and acquire, between",
-    "copy": "the reader has seen no completion of {barrier} that covers it",
+    "copy": "the reader has observed no completion of {barrier} that covers it",
     "bulk": "no wait_group of that warp, passed on, retires the read",
     "cp.async": "no cp.async.wait_group of that warp, passed on, covers it",
-    "tensor": "no tcgen05.commit of that thread after it, waited for at its mbarrier, tells that it is done",
+    "tensor": "no tcgen05.commit of that thread after it, waited for at its mbarrier, covers it",
     "wgmma": "no wgmma.wait_group, passed on, retires the read",
 }
-"""By the kind of the unit whose access came first."""
+"""Missing synchronisation, by the kind of the unit with the earlier access."""
 
 
 def _unordered(checks: Any, event: SharedUnordered) -> None:
@@ -135,19 +135,19 @@ RULE = Rule(
     ),
     rows=(
         Row(
-            "Accesses in shared memory are ordered, those of asynchronous units included: a copy is known by "
-            "its mbarrier's phase, a bulk store's read by `wait_group.read`, its write by a full "
+            "Accesses to shared memory are ordered, those of asynchronous units included: a copy by its "
+            "mbarrier's phase, a bulk store's read by `wait_group.read`, its write by a full "
             "`wait_group`, a wgmma by its `wait_group`",
             suite="shared races",
             kinds="`shared-race`, `race`",
         ),
         Row(
-            "Accesses in tensor memory are, too: a product is known by a `tcgen05.commit` of the *same "
+            "Accesses to tensor memory are ordered, too: a product by a `tcgen05.commit` of the *same "
             "thread* (9.7.16.12)",
             suite="tcgen05.commit",
         ),
         Row(
-            "A product, a load and a commit are issued by each lane that executes them",
+            "Each lane that executes a product, a load or a commit issues it",
             suite="one for each lane",
             kinds="error, `shared-race`, deadlock",
         ),

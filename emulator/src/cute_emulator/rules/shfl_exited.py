@@ -14,8 +14,8 @@ def _look(checks: Any, event: ExitedLaneRead) -> None:
     checks.report.add(
         KIND,
         f"lane {event.lane} of {event.group.warp} reads in line {checks.report.place(event.line)} from lane "
-        f"{event.source}, which the member mask {event.members:#010x} names but which has exited or lies "
-        "beyond the block",
+        f"{event.source}, which the member mask {event.members:#010x} names but which has exited or is "
+        "not in the block",
         event.line,
     )
 
@@ -39,7 +39,7 @@ RULE = Rule(
     judges=r"shfl",
     rows=(
         Row(
-            "A shuffle reads from lanes that are there: what the mask names has not exited",
+            "A shuffle does not read from a lane of its mask that has exited",
             suite=KIND,
         ),
     ),

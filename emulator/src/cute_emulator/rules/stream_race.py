@@ -186,7 +186,7 @@ RULE = Rule(
             "Works of two streams (kernels, torch's operations, copies, replays of a graph) that "
             "touch the same bytes, one of them writing, are ordered: by their stream, an event, "
             "`wait_stream`, or a host that waited for the first before it issued the second. "
-            "Launches that run side by side are judged access by access, as `race`",
+            "Concurrent launches are judged access by access, as `race`",
             kinds="`stream-race`, `race`",
             suite=KIND,
         ),

@@ -30,8 +30,8 @@ RULE = Rule(
     judges="",
     rows=(
         Row(
-            "A tiled TMA copy begins in its row (the innermost coordinate) at a multiple of 16 bytes, and "
-            "where it writes global memory at none below 0. Measured on one H200; not in the ISA (below)",
+            "The innermost coordinate of a tiled TMA copy is a multiple of 16 bytes, and not negative "
+            "if it writes global memory. Measured on one H200; not in the ISA (below)",
             suite="tensor-copy start",
         ),
     ),

@@ -35,7 +35,7 @@ RULE = Rule(
     judges="",
     rows=(
         Row(
-            "A tensor map begins at a multiple of 16 bytes, its box and its place in shared memory are "
+            "A tensor map begins at a multiple of 16 bytes; its box and its address in shared memory are "
             "aligned",
             suite="tensor-map base",
         ),

@@ -73,11 +73,11 @@ RULE = Rule(
     judges=r"tcgen05\.(ld|st|mma|cp|dealloc)",
     rows=(
         Row(
-            "Tensor memory is used by two threads with `tcgen05.fence::before_thread_sync` after "
-            "the one and `::after_thread_sync` before the other (9.7.16.6.3). By default: where "
-            "the one has the first fence; in a kernel that has an after-fence anywhere: "
-            "throughout; before a dealloc, in a kernel that has any. NVIDIA's CuTe DSL GEMMs have"
-            " none, which is let pass",
+            "Two threads use tensor memory with `tcgen05.fence::before_thread_sync` after "
+            "the first use and `::after_thread_sync` before the second (9.7.16.6.3). By default: if "
+            "the first fence is present; throughout a kernel that has an after-fence anywhere; "
+            "before a dealloc, in a kernel that has any fence. NVIDIA's CuTe DSL GEMMs have"
+            " none, which is accepted",
             suite="tcgen05.fence",
             setting="default, in full: `--also tmem-fence`",
         ),

@@ -18,7 +18,7 @@ def _look(checks: Any, event: FreedTensorMemoryUsed) -> None:
         KIND,
         f"line {checks.report.place(event.line)} of {event.group.warp} uses columns {event.first} to {last} "
         f"of tensor memory, which {cta.warps[warp - 1]} has freed in line {checks.report.place(line)}: "
-        "nothing makes that wait for this",
+        "no synchronisation orders the dealloc after this use",
         event.line,
         other=line,
     )

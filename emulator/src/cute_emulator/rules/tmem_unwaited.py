@@ -45,7 +45,7 @@ RULE = Rule(
     rows=(
         Row(
             "A product does not overwrite tensor memory, and a dealloc does not free it, before "
-            "`tcgen05.wait` of those who access it",
+            "`tcgen05.wait` of the warps that access it",
             suite=KIND,
         ),
     ),

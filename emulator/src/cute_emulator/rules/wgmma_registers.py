@@ -67,7 +67,7 @@ RULE = Rule(
     judges=r"wgmma\.mma_async",
     rows=(
         Row(
-            "Registers of a wgmma in flight, A's and D's, are left alone until a `wait_group` that covers it",
+            "Registers of a wgmma in flight, A's and D's, are unchanged until a `wait_group` that covers it",
             suite="wgmma registers",
         ),
     ),

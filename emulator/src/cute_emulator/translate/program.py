@@ -147,7 +147,7 @@ class Program:
         return self._units[name]
 
     def param_slot(self, function: str, name: str, offset: int, width: int) -> int:
-        """Returns the register that stands for a piece of a call parameter."""
+        """Returns the register of a piece of a call parameter."""
         key = (function, name, offset, width)
         if key not in self._slots:
             self._slots[key] = len(self.initial)

@@ -1,4 +1,4 @@
-"""DLPack capsules of the CPU's memory that say they are CUDA device 0's (dlpack.h)."""
+"""DLPack capsules for memory of the CPU that name CUDA device 0 (dlpack.h)."""
 
 from __future__ import annotations
 

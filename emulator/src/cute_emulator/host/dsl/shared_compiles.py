@@ -1,4 +1,4 @@
-"""One compile for all runs of a script: what the DSL made of a module is kept for the next equal module.
+"""One compile for all runs of a script: the result of a compile is stored for equal modules.
 
 A script that runs once for each setting traces its kernels again each time, and the modules are equal to the
 last byte. The key is the module's text with its source lines, the pipeline and the other arguments of the
