@@ -136,7 +136,9 @@ def test_a_multicast_mask_names_ctas_that_are_there(send, mask):
     {TO_SEVERAL[send]}
     """
     smem = ".shared .align 8 .b64 bar; .shared .align 128 .b8 buf[16];"
-    with pytest.raises(EmulatorError, match=rf"line \d+ .*multicast mask {mask:#x} in a cluster of 2"):
+    with pytest.raises(
+        EmulatorError, match=rf"line \d+ .*multicast mask {mask:#x} must name CTAs of the cluster of 2"
+    ):
         run(body, [source, tensor], smem=smem, **{**CLUSTER, "block": (1, 1, 1)})
 
 
@@ -147,7 +149,7 @@ def test_a_bulk_copy_ends_within_the_shared_memory_that_it_reads():
     cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%r11], [%r11+16], 32, [%r10];
     """
     smem = ".shared .align 8 .b64 bar; .shared .align 16 .b8 buf[32];"
-    with pytest.raises(EmulatorError, match=r"line \d+ .*source 0x420 \+ 32 reaches beyond shared memory"):
+    with pytest.raises(EmulatorError, match=r"line \d+ .*source 0x420 \+ 32 exceeds shared memory"):
         run(body, [], smem=smem, block=(1, 1, 1))
 
 

@@ -93,6 +93,6 @@ def test_factors_beyond_a_register_are_refused():
 
 def test_shared_memory_of_sm_120_is_smaller():
     shape = {"block": (32, 1, 1), "dynamic_smem": 101_377}
-    with pytest.raises(ValueError, match="a CTA has 101376"):
+    with pytest.raises(ValueError, match="at most 101376 are valid"):
         run("", [], **shape, arch="sm_120a")
     run("", [], **shape, arch="sm_100a")

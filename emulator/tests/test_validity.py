@@ -82,5 +82,5 @@ def test_an_operand_beyond_shared_memory_ends_the_run_with_its_bytes():
     tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r10], 32;
     @%p0 tcgen05.mma.cta_group::1.kind::f16 [0], %d20, %d20, %r21, %p14;
     """
-    with pytest.raises(EmulatorError, match=r"an operand takes the bytes 0x37000 to .* ends at 0x\w+"):
+    with pytest.raises(EmulatorError, match=r"an operand occupies bytes 0x37000 to .* ends at 0x\w+"):
         run(SETUP + body, [np.zeros(1, np.uint32)], smem=SMEM)

@@ -400,4 +400,4 @@ class _Watchdog:
     def __call__(self, instructions: int) -> None:
         self.most = max(self.most, instructions)
         if self.limit is not None and instructions > self.limit:
-            raise TimeoutError(f"more than {self.limit} warp instructions: the kernel does not end")
+            raise TimeoutError(f"the kernel does not end within {self.limit} warp instructions")

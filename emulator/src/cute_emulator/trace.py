@@ -74,7 +74,9 @@ class Trace:
         """Writes `chrome()` to a file."""
         Path(path).write_text(json.dumps(self.chrome()))
 
-    def save_html(self, path: str | Path, title: str = "Who does what when") -> None:
+    def save_html(
+        self, path: str | Path, title: str = "Timeline of warps and asynchronous operations"
+    ) -> None:
         """Writes a page with a timeline that zooms; the page needs no network and no other file.
 
         Raises:
@@ -130,7 +132,12 @@ class Trace:
             handles=[Patch(color=c, label=k) for k, c in _COLOURS.items()],
             loc="upper center", bbox_to_anchor=(0.5, 1.0 + 1.2 / (1 + len(rows))), ncols=5, frameon=False,
         )  # fmt: skip
-        figure.suptitle("Who does what when: overlap is several rows at once", x=0.01, ha="left", fontsize=10)
+        figure.suptitle(
+            "Timeline of warps and async operations: overlapping work is in several rows at once",
+            x=0.01,
+            ha="left",
+            fontsize=10,
+        )
         figure.savefig(path, dpi=110)
         pyplot.close(figure)
 

@@ -1,4 +1,4 @@
-"""Scripts of a host with streams: Python text with three tensors and a kernel that copies, and running it."""
+"""Scripts of a host with streams: Python text with three tensors and a copy kernel, and their execution."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class Script:
     """One version of a case.
 
     Attributes:
-        name: File name that findings give, without its suffix.
-        text: Python. It finds `torch`, `runtime` (CUDA's), `N`, tensors `x`, `y`, `z` of N floats on the
-            device, a stream `side`; `copy(out, source, stream=None)` launches a kernel, `device(fill)` makes
-            one more tensor, `captured(source, out)` a graph of one copy.
+        name: File name in findings, without its suffix.
+        text: Python text. Its globals are `torch`, `runtime` (CUDA's), `N`, tensors `x`, `y`, `z` of N
+            floats on the device, and a stream `side`. `copy(out, source, stream=None)` launches a kernel,
+            `device(fill)` returns a new tensor, `captured(source, out)` a graph of one copy.
     """
 
     name: str

@@ -116,7 +116,10 @@ class Grid:
             raise ValueError(f"the kernel requires a block of {need}, got {launch.block}")
         most = max_smem(self.machine.arch)
         if self.smem_bytes - SMEM_BASE > most:
-            raise ValueError(f"{self.smem_bytes - SMEM_BASE} bytes of shared memory; a CTA has {most}")
+            raise ValueError(
+                f"{self.smem_bytes - SMEM_BASE} bytes of shared memory per CTA requested; at most {most} are "
+                "valid"
+            )
         self.footprint = Footprint.of(self.program.entry, self.threads, self.smem_bytes - SMEM_BASE)
         fit = self.residency.capacity(self.footprint)
         if self.cluster_size > min(16, fit):

@@ -209,7 +209,7 @@ class Machine:
             KeyError: The module has no such entry.
         """
         if not 0 <= launch.rank < self.ranks:
-            raise ValueError(f"rank {launch.rank} of a machine of {self.ranks}")
+            raise ValueError(f"rank {launch.rank} must be in 0..{self.ranks - 1}")
         self._grid(launch, 0, 0)
         key = launch.rank, launch.stream
         if launch.programmatic and TRIGGER in self._before.get(key, "") and self.races is not None:

@@ -84,7 +84,7 @@ DONE:
 
 
 def copy_launch(rank: int, stream: int, target: int, source: int, nbytes: int) -> Launch:
-    """Returns the launch of a copy by an engine of `rank`: 4 or 8 bytes are a flag, other sizes whole chunks.
+    """Returns the launch of a copy by an engine of `rank`; 4 or 8 bytes are copied as a flag.
 
     Args:
         rank: Rank of the stream.

@@ -76,7 +76,9 @@ def classes(
 
         def replay(self) -> None:
             if self._capture is None:
-                raise RuntimeError("replay of a CUDA graph that was not captured")
+                raise RuntimeError(
+                    "replay of a CUDA graph without a capture: capture work by torch.cuda.graph first"
+                )
             self._capture.replay(synchronize, timeline())
 
         def reset(self) -> None:

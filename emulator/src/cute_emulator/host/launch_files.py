@@ -69,7 +69,7 @@ def _argument(where: str, described: Any, folder: Path) -> Any:
     dtype = np.dtype(described.get("dtype", "float32"))
     if "file" in described:
         array = np.load(folder / described["file"])
-        return array.view(dtype) if "dtype" in described else array  # .npy knows no bfloat16
+        return array.view(dtype) if "dtype" in described else array  # .npy has no bfloat16
     array = np.empty(described["shape"], dtype)
     match described.get("fill", None):
         case None:

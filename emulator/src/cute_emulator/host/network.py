@@ -143,7 +143,9 @@ class Network:
         self, group: Group, remote: int, value: int, operation: int, pe: int, after: tuple[Event, ...] = ()
     ) -> None:
         if operation not in (*_SET, *_ADD):
-            raise EmulatorError(f"{group.where()}: the network does not serve nvshmemi_amo_t {operation}")
+            raise EmulatorError(
+                f"{group.where()}: the emulated network does not model nvshmemi_amo_t {operation}"
+            )
 
         def deliver() -> None:
             target = self._translated(remote, pe, group)
@@ -184,7 +186,7 @@ class Network:
     ) -> Event:
         rank = group.warp.grid.launch.rank
         if not 0 <= pe < len(self._bases):
-            raise EmulatorError(f"{group.where()}: PE {pe} of {len(self._bases)}")
+            raise EmulatorError(f"{group.where()}: PE {pe} must be in 0..{len(self._bases) - 1}")
 
         def happen() -> None:
             run()
@@ -225,6 +227,6 @@ def _of_lane(value: Any, lane: int) -> int:
 
 def _not_served(base: str) -> Callable[..., Any]:
     def refuse(group: Group, *_: Any) -> Any:
-        raise EmulatorError(f"{group.where()}: the emulated network does not serve {base}")
+        raise EmulatorError(f"{group.where()}: the emulated network does not model {base}")
 
     return refuse

@@ -210,7 +210,7 @@ class _Launcher:
             nbytes = x * y * z * metadata.num_ctas * metadata.global_scratch_size
             scratch = _allocator.get()(nbytes, metadata.global_scratch_align, stream)
         if metadata.profile_scratch_size:
-            raise NotImplementedError("instrumented and profiled Triton kernels are not served")
+            raise NotImplementedError("instrumented and profiled Triton kernels are not supported")
         maps = iter(getattr(metadata, "tensordesc_meta", None) or ())
         values: dict[str, Any] = {}
         reached: list[Any] = []

@@ -223,7 +223,7 @@ def multicast_ctas(cluster: Cluster, mask: int) -> list[Cta]:
         ValueError: The mask names no CTA, or one that does not exist.
     """
     if not mask or mask >> cluster.size:
-        raise ValueError(f"multicast mask {mask:#x} in a cluster of {cluster.size}")
+        raise ValueError(f"multicast mask {mask:#x} must name CTAs of the cluster of {cluster.size}")
     return [cta for cta in cluster.ctas if mask >> cta.rank_in_cluster & 1]
 
 
@@ -339,7 +339,7 @@ def _copy_in(
     memory = grid.machine.memory
     where, chunk = _slice_of(dst, nbytes), 16
     if (dst & OFFSET) + nbytes > len(places[0][0].smem):
-        raise ValueError(f"destination {dst:#x} + {nbytes} reaches beyond shared memory")
+        raise ValueError(f"destination {dst:#x} + {nbytes} exceeds shared memory")
     if from_global:
         memory.find(src, nbytes)
         (addresses, bounds, _), source_cta = _run_of(src, nbytes), None
@@ -350,7 +350,7 @@ def _copy_in(
     else:
         source_cta = cluster.owner(src)
         if (src & OFFSET) + nbytes > len(source_cta.smem):
-            raise ValueError(f"source {src:#x} + {nbytes} reaches beyond shared memory")
+            raise ValueError(f"source {src:#x} + {nbytes} exceeds shared memory")
         reads = _slice_of(src, nbytes)
         grid.checks.smem_read(group, 1 << lane, source_cta, reads, "the bulk copy", ins.line)
 

@@ -111,7 +111,9 @@ class Call:
         if handler is not None:
             return self._intercepted(group, handler, item)
         if name not in program.module.functions:
-            raise EmulatorError(f"{group.where()}, line {self._line}: call of the external function {name}")
+            raise EmulatorError(
+                f"{group.where()}, line {self._line}: call of {name}, which has no definition"
+            )
         callee = program.unit(name)
         if name in (program.entry.name, *map(program.callees.get, group.stack)):
             raise EmulatorError(
@@ -137,7 +139,7 @@ class Call:
         """Returns the caller's variables that a list of operands names."""
         for operand in operands:
             if not isinstance(operand, Sym):
-                raise EmulatorError(f"line {self._line}: call argument {operand} is no .param variable")
+                raise EmulatorError(f"line {self._line}: call argument {operand} is not a .param variable")
         return [(self._caller, operand.name) for operand in operands]
 
     def _copy(self, group: Group, sources: list[Param], targets: list[Param]) -> None:

@@ -41,7 +41,7 @@ def _cp_async(program: Any, f: Function, ins: Instruction) -> Op:
         if int(np.bitwise_or.reduce(d | s)) & (size - 1):
             raise fail(group, ins, f"an address is not a multiple of {size}")
         if highest + size > grid.smem_bytes:
-            raise fail(group, ins, "the destination reaches beyond shared memory")
+            raise fail(group, ins, "the destination exceeds shared memory")
         if int(take.max()) > size:
             raise fail(group, ins, f"src-size {int(take.max())} is larger than cp-size {size}")
         full, places = take == size, d >> size.bit_length() - 1

@@ -36,7 +36,7 @@ def within(group: Group, ins: Instruction, cta: Cta, spans: Iterable[tuple[int, 
         if end > len(cta.dirty):
             raise fail(
                 group, ins,
-                f"an operand takes the bytes {16 * first:#x} to {16 * end:#x} of the shared memory of {cta}, "
+                f"an operand occupies bytes {16 * first:#x} to {16 * end:#x} of the shared memory of {cta}, "
                 f"which ends at {cta.grid.smem_bytes:#x}",
             )  # fmt: skip
 
@@ -155,7 +155,7 @@ def _init(program: Any, f: Function, ins: Instruction) -> Op:
                 raise fail(group, ins, f"mbarrier address {a & WINDOW:#x} is not a multiple of 8")
             offset = a & OFFSET
             if offset + 8 > len(cta.smem):
-                raise fail(group, ins, f"mbarrier at {a & WINDOW:#x} lies outside shared memory")
+                raise fail(group, ins, f"mbarrier at {a & WINDOW:#x} is outside shared memory")
             old = cta.mbarriers.get(offset)
             if old is not None and old.parked:
                 raise fail(group, ins, f"initialises {old} while warps wait on it")

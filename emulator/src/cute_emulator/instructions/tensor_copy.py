@@ -99,7 +99,7 @@ def _load_box(
         ]
     limit = len(places[0][0].smem)
     if plan.smem_end > limit:
-        raise ValueError(f"TMA box at shared address {dst:#x} reaches beyond shared memory ({limit:#x})")
+        raise ValueError(f"TMA box at shared address {dst:#x} exceeds shared memory ({limit:#x})")
     line, memory = ins.line, grid.machine.memory
     if grid.machine.races is not None:
         grid.machine.races.async_read(group.warp.agent, line, plan.inside, plan.chunk, plan.bounds)

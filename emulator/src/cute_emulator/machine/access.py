@@ -325,7 +325,7 @@ class Access:
         elif space == "local":
             self._store_local(group, mask, address, values)
         else:
-            raise fault(group, self.ins, mask, f"a store to {space} memory")
+            raise fault(group, self.ins, mask, f"a store to {space} memory, which is read-only")
 
     def _rows(self, mask: int, values: Any) -> Any:
         """Returns values as `[lanes of mask, count]` (or `[lanes]`) of the element dtype."""

@@ -139,7 +139,7 @@ class MBarrier(Waiters):
         """Executes `expect-tx`."""
         self.tx += nbytes
         if self.tx >= 1 << 20:
-            raise EmulatorError(f"{self.name()}: {self.tx} bytes are expected, 2**20 - 1 at most are valid")
+            raise EmulatorError(f"{self.name()}: {self.tx} bytes are expected; at most 2**20 - 1 are valid")
         self._advance()
 
     def complete(self, nbytes: int) -> None:
@@ -224,7 +224,9 @@ class CountBarrier(Waiters):
     def arrive(self, threads: int, count: int = 0, votes: int = 0, reduces: bool = False) -> int:
         """Counts arrivals, with the instruction's thread count or 0; returns their generation."""
         if self.arrived and reduces != self.reduces:
-            raise EmulatorError(f"{self.name}: a reduction and another barrier instruction meet in one phase")
+            raise EmulatorError(
+                f"{self.name}: a reduction and another barrier instruction arrive in one phase"
+            )
         if self.arrived and count != self.count:
             raise EmulatorError(
                 f"{self.name}: a participant expects {count or 'all'} threads, "
@@ -236,7 +238,7 @@ class CountBarrier(Waiters):
         self.votes[generation & 1] += votes
         self.reach()
         if count and self.arrived > count:
-            raise EmulatorError(f"{self.name}: {self.arrived} threads arrived where {count} take part")
+            raise EmulatorError(f"{self.name}: {self.arrived} threads arrived, but {count} participate")
         self.check()
         return generation
 

@@ -141,7 +141,7 @@ class GlobalMemory:
             ValueError: The range overlaps another one.
         """
         if nbytes <= 0:
-            raise ValueError(f"cannot register {nbytes} bytes at {address:#x}: both must be positive")
+            raise ValueError(f"cannot register {nbytes} bytes at {address:#x}: the size must be positive")
         i = bisect_right(self._bases, address)
         neighbours = [self._live[b] for b in self._bases[max(0, i - 1) : i + 1]]
         for other in neighbours:

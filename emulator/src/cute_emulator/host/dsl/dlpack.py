@@ -17,7 +17,7 @@ _get_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_cha
 
 
 def on_device(capsule: object) -> None:
-    """Makes a capsule say CUDA device 0, unless somebody has taken what it holds."""
+    """Sets the device of a capsule to CUDA device 0, unless the capsule was consumed."""
     if _is_valid(capsule, _NAME):
         address = _get_pointer(capsule, _NAME) or 0
         (ctypes.c_int32 * 2).from_address(address + _DEVICE)[:] = [CUDA, 0]

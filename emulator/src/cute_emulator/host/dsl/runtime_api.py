@@ -223,7 +223,7 @@ class RuntimeApi:
             elif number == 6:  # cudaLaunchAttributeProgrammaticStreamSerialization
                 programmatic = bool(x)
             elif number not in _HINTS:
-                raise EmulatorError(f"the emulator does not serve cudaLaunchAttribute {number}")
+                raise EmulatorError(f"the emulator does not model cudaLaunchAttribute {number}")
         self._submit(
             kernel, arguments, (gx, gy, gz), (bx, by, bz), cluster, smem, stream, cooperative, programmatic
         )

@@ -211,7 +211,7 @@ def _torch_symmetric_memory(
 
     def multimem_all_reduce_(tensor: torch.Tensor, reduce_op: str, group_name: str) -> torch.Tensor:
         if reduce_op != "sum":
-            raise EmulatorError(f"multimem_all_reduce_({reduce_op!r}) is not served, only 'sum'")
+            raise EmulatorError(f"multimem_all_reduce_({reduce_op!r}) is not modelled; use 'sum'")
         dist.all_reduce(tensor)
         return tensor
 

@@ -63,7 +63,7 @@ def group_scaled(
         NotImplementedError: There is a bias.
     """
     if bias is not None:
-        raise NotImplementedError("torch._scaled_grouped_mm_v2 with a bias in the emulator")
+        raise NotImplementedError("torch._scaled_grouped_mm_v2 with a bias is not modelled")
     block = _BLOCKS[scale_a[0].dtype]
     per_byte = 2 if a.dtype == torch.float4_e2m1fn_x2 else 1
     of_rows = b.dim() == 3
