@@ -50,15 +50,20 @@ def report(name: str, call: Callable[[], object], synchronize: Callable[[], None
 def ways(backends: tuple[str, ...], x: torch.Tensor, weight: torch.Tensor, **said: object) -> None:
     """Every op by every backend that has it, without a gradient and with one that the weight wants."""
     wait = torch.cuda.synchronize if x.is_cuda else (lambda: None)
+    ranks = dist.get_world_size() if x.is_cuda else 1
     wanting = weight.detach().clone().requires_grad_()
     report("torch.mm", lambda: torch.mm(x, weight.t()), wait)
     for op in OPS:
         extents = {"all_gather_gemm": {"rows": "equal"}, "gemm_all_gather": {"columns": "equal"}}.get(op, {})
         call = getattr(overlap_gemm, op)
+        weights = (weight, wanting)
+        if op == "all_to_all_gemm":  # every rank has all of K
+            wide = weight.repeat(1, ranks)
+            weights = (wide, wide.clone().requires_grad_())
         for backend in backends:
             if backend == "fused" and op != "gemm_reduce_scatter":
                 continue
-            for name, own in (("", weight), (", weight wants a gradient", wanting)):
+            for name, own in zip(("", ", weight wants a gradient"), weights, strict=True):
                 how = {"backend": backend, **extents, **said}
                 report(f"{op}, {backend}{name}", lambda c=call, o=own, h=how: c(x, o, **h), wait)
 

@@ -46,9 +46,17 @@ def shape(result: Row) -> str:
     return f"{result['m']}, {result['n']}, {result['k']}"
 
 
-def ways(name: str, op: str) -> list[dict[str, str]]:
-    """Times of all ways of an op, captured; `auto` relative to the fastest of torch's ways, also eagerly."""
-    results = [result for result in report(name)["results"] if result["op"] == op]
+def ways(name: str, op: str, only: str = "") -> list[dict[str, str]]:
+    """Times of all ways of an op, captured; `auto` relative to the fastest of torch's ways, also eagerly.
+
+    Args:
+        name: File of results.
+        op: Op.
+        only: Text that the names of the table's shapes contain.
+    """
+    results = [
+        result for result in report(name)["results"] if result["op"] == op and only in (result["name"] or "")
+    ]
     others = [
         way
         for way in ("torch", "torch-symm", "one-shot", "two-shot", "quack")
@@ -82,6 +90,22 @@ def promises(name: str) -> list[dict[str, str]]:
         }
         for result in report(name)["results"]
     ]
+
+
+def epilogues(name: str) -> list[dict[str, str]]:
+    """Returns the time of the op alone, and ratios to it of the ways to apply an epilogue."""
+    rows = []
+    for result in report(name)["results"]:
+        call, what = result["case"].split(": ")
+        ratios = {way: f"{ratio:.2f}" for way, ratio in result["ratio"].items()}
+        alone = {"call": call, "op": microseconds(result["us"]["op"] / 1e6)}
+        if "residual" in ratios:
+            after = {"compiled": "-", "eager": ratios["op, residual"]}
+            rows.append(alone | {"epilogue": "residual", "in the kernel": ratios["residual"]} | after)
+        in_kernel = ratios.get("epilogue, norm", ratios["epilogue"])
+        after = {way: ratios[way] for way in ("compiled", "eager")}
+        rows.append(alone | {"epilogue": what, "in the kernel": in_kernel} | after)
+    return rows
 
 
 def layers(name: str) -> list[dict[str, str]]:
@@ -148,7 +172,7 @@ def emulator() -> list[dict[str, str]]:
 
 
 TABLES: dict[str, Callable[..., list[dict[str, str]]]] = {
-    one.__name__: one for one in (ways, promises, layers, scattered, decomposed, emulator)
+    one.__name__: one for one in (ways, promises, epilogues, layers, scattered, decomposed, emulator)
 }
 
 if __name__ == "__main__":

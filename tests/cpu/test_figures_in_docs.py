@@ -269,6 +269,12 @@ FIGURES = {
         ),
         lambda: f"They take {said(float8_beside_bfloat16())} of their time with bfloat16",
     ],
+    "docs/all-to-all.md": [
+        lambda: (
+            f"takes {said(against('h200x2-all-to-all', 'graph', 0))} of the time of torch's way (product, "
+            f"permute, NCCL), captured, and {said(against('h200x2-all-to-all', 'eager', 0))} eagerly"
+        ),
+    ],
     "docs/evidence.md": [
         lambda: (
             f"all ops {said(against('h200x4', 'graph', 512))} of the faster of torch's ways from 512 rows on"
@@ -280,11 +286,12 @@ SOURCES = {
     "docs/index.md": ["h100x2-shapes", "h200x4"],
     "benchmarks/README.md": [
         "h200x4", "h200x4-layer", "h200x2-layer", "h200x2-shapes", "h200x2-e4m3",
-        "h200x2-invariance",
+        "h200x2-invariance", "h200x2-all-to-all",
         "h200x8-reduce-scatter-graphs", "cpu-2-ranks-decode", "h100x2-shapes", "h200-quantize",
         "h200-train-step", "emulator-speed",
     ],
     "docs/fused.md": ["h200x2-shapes", "h200x4"],
+    "docs/all-to-all.md": ["h200x2-all-to-all"],
     "docs/evidence.md": ["h200x4"],
     "docs/fp8.md": ["h200x2-e4m3", "h200-quantize"],
 }  # fmt: skip
