@@ -8,6 +8,7 @@ import torch
 import overlap_gemm
 from cute_emulator import EmulatorError
 from overlap_gemm import epilogues
+from overlap_gemm.backends.epilogues import Applying
 from overlap_gemm.backends.fused import compiled
 from overlap_gemm.exchange.tile_exchange import PartialExchange
 from overlap_gemm.kernel import epilogue as device
@@ -64,6 +65,30 @@ def test_pairs_of_two_weights_with_biases_and_the_gathered_operand(order):
     expected = torch.nn.functional.silu(wide[0]) * wide[1]
     torch.testing.assert_close(out.double(), expected, rtol=2**-7, atol=1e-3)
     assert torch.equal(gathered, x)
+
+
+@pytest.mark.parametrize("widths", [(64, 64), (64, 40), (40, 96)])
+def test_a_rank_that_knows_its_own_weights_alone_makes_pairs_of_them(widths, monkeypatch):
+    """Checks calls without `columns=`: each rank decides for itself, since the exchange is the same."""
+    seen, after = [], Applying.on_sums
+    monkeypatch.setattr(Applying, "on_sums", lambda *call: seen.append(call[1][0].shape[1]) or after(*call))
+    x = torch.randn(20, 72).bfloat16()
+    both = [torch.randn(2, width, 72).bfloat16() for width in widths]
+    with world_of("sm_90a", 2) as ranks:
+        outs = [
+            overlap_gemm.all_gather_gemm(
+                one, list(weights), group=name, backend="fused", epilogue=epilogues.swiglu()
+            )
+            for one, weights, name in zip(x.chunk(2), both, ranks.names, strict=True)
+        ]
+        ranks.synchronize()
+    for out, (gate, up) in zip(outs, both, strict=True):
+        if len(gate) % 32:  # torch has applied the function before the emulator has run the kernels
+            continue
+        wide = [x.double() @ weight.double().t() for weight in (gate, up)]
+        expected = torch.nn.functional.silu(wide[0]) * wide[1]
+        torch.testing.assert_close(out.double(), expected, rtol=2**-7, atol=1e-3)
+    assert seen == [width for width in widths if width % 32]
 
 
 @pytest.mark.parametrize("op", SHARDED)
@@ -126,9 +151,9 @@ def residual_added_by_every_rank(patch):
 
 
 def residual_of_the_next_row(patch):
-    chunk = device._chunk
-    patch.setattr(device, "_chunk", lambda operand, tensor, row, *others: chunk(
-        operand, tensor, row ^ 1 if operand.kind == "element" else row, *others
+    load = Visits.load_chunk
+    patch.setattr(Visits, "load_chunk", lambda self, loaded, row, *others: load(
+        self, loaded, row ^ 1, *others
     ))  # fmt: skip
 
 

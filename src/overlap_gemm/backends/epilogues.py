@@ -67,10 +67,12 @@ def why_after(problem: Problem, columns: int) -> str | None:
     applying, spec = problem.applying, problem.spec
     assert applying is not None, problem
     epilogue = applying.epilogue
-    if problem.num_weights > 1:  # the same on every rank, since callers may do something else
-        if problem.n is None or problem.n % (2 * PAIR * problem.world_size) or not problem.n:
+    if problem.num_weights > 1:
+        columns *= problem.num_weights
+        if problem.n is not None:  # the same on every rank, since callers may do something else
+            columns = 0 if problem.n % problem.world_size else problem.n // problem.world_size
+        if columns % (2 * PAIR) or not columns:
             return f"kernels read two weights in bands of {PAIR} rows, of which each rank must have as many"
-        columns = problem.n // problem.world_size
     if epilogue.pairs and not spec.gathers_operand:
         return "kernels make pairs of columns where the product is the output, in all_gather_gemm"
     if spec.weight is None:

@@ -64,7 +64,7 @@ def why_after(
 ) -> str | None:
     """Returns the reason torch would apply an epilogue after the op; None if a kernel does.
 
-    Collective like `chosen`.
+    The same on every rank. Collective like `chosen`.
 
     Args:
         op: Definition of the op.
@@ -75,6 +75,8 @@ def why_after(
         inputs: Inputs of the epilogue.
     """
     problem, choice, _ = _agreed_choice(op, call, x, weight, bias, inputs)
+    if problem.num_weights > 1 and problem.n is None:
+        return "without columns= a rank does not know the weights of the others"
     return choice.backend.why_after(problem, _first(weight))
 
 

@@ -73,6 +73,11 @@ class SummedUnit(NamedTuple):
     lane: Lane
 
 
+def _of_chunk(inputs: Sequence[Any], chunk: int) -> tuple[Any, ...]:
+    """Returns the registers of one chunk of each input of the epilogue."""
+    return tuple([one[(None, chunk)] for one in inputs])
+
+
 def _last_again(lane: Lane, source: Scalar) -> Any:
     """Returns the source, or the last rank if there are fewer: its values are loaded again, and not added."""
     return cutlass.min(source, lane.world - 1)
@@ -133,7 +138,7 @@ class Sums:
         """Sums one unit; one that does not exist has no partials, but peers may wait for its flag."""
         if place.exists:
             self._sum(place.lane, given.extras)
-            visits = Visits(self.config, ("complete",))
+            visits = self._visits
             if cutlass.const_expr(visits.reduces):
                 lane, extras = place.lane, given.extras
                 row, _ = self.chunks.locate(place.unit * (self.config.lane_chunks * LANES))
@@ -172,10 +177,11 @@ class Sums:
     def _sum_few(self, lane: Lane, extras: Extras, sources: cutlass.Constexpr) -> None:
         """Sums up to ``sources`` ranks: a window of chunks is in flight; each sum frees its registers."""
         chunks = self.config.lane_chunks
-        window = min(self._in_flight // sources, chunks)
-        loaded = self._registers(sources, window)
+        window = self._window(sources)
+        loaded, inputs = self._registers(sources, window), self._input_registers(window)
         for c in cutlass.range_constexpr(window):
             self._load(lane, c, 0, loaded[(None, None, c)])
+            self._load_inputs(lane, c, _of_chunk(inputs, c), extras)
         for i in cutlass.range(0, chunks, window, unroll=1):
             for c in cutlass.range_constexpr(window):
                 total = cute.make_rmem_tensor(self.chunks.elements, cutlass.Float32)
@@ -186,26 +192,32 @@ class Sums:
                     self._add(total, lane, i + c, 0, loaded[(None, None, c)])
                 if i + window < chunks:
                     self._load(lane, i + window + c, 0, loaded[(None, None, c)])
-                self._store(lane, i + c, total, extras)
+                self._store(lane, i + c, total, _of_chunk(inputs, c), extras)
+                if i + window < chunks:
+                    self._load_inputs(lane, i + window + c, _of_chunk(inputs, c), extras)
 
     @cute.jit
     def _sum_many(self, lane: Lane, extras: Extras) -> None:
         """Sums any number of ranks, at a time as many as loads are in flight."""
+        inputs = _of_chunk(self._input_registers(1), 0)
         for i in cutlass.range(self.config.lane_chunks, unroll=1):
+            self._load_inputs(lane, i, inputs, extras)
             total = cute.make_rmem_tensor(self.chunks.elements, cutlass.Float32)
             total.fill(0.0)
             for first in cutlass.range(0, lane.world, self._in_flight, unroll=1):
                 loaded = self._registers(self._in_flight, 1)[(None, None, 0)]
                 self._load(lane, i, first, loaded)
                 self._add(total, lane, i, first, loaded)
-            self._store(lane, i, total, extras)
+            self._store(lane, i, total, inputs, extras)
 
     @cute.jit
     def _sum_in_tree(self, lane: Lane, extras: Extras) -> None:
         """Sums up to `MOST_LEAVES` ranks, a power of two: first as many as loads are in flight."""
+        inputs = _of_chunk(self._input_registers(1), 0)
         for i in cutlass.range(self.config.lane_chunks, unroll=1):
+            self._load_inputs(lane, i, inputs, extras)
             total = self._subtree(lane, i, 0, MOST_LEAVES)
-            self._store(lane, i, total, extras)
+            self._store(lane, i, total, inputs, extras)
 
     def _subtree(self, lane: Lane, chunk: Scalar, first: int, ranks: int) -> Any:
         """Returns the sum of a chunk's partials of ``ranks`` ranks from ``first``, of those that exist."""
@@ -258,6 +270,32 @@ class Sums:
         share = 2 if self.config.receives_with_few else 1
         return loads * 16 // DTYPES[self.config.slot_dtype].width // share
 
+    def _window(self, sources: int) -> int:
+        """Returns the number of chunks whose loads, of partials and of inputs, are in flight."""
+        chunks, loads = self.config.lane_chunks, sources + self._visits.num_loads
+        window = min(max(self._in_flight // loads, 1), chunks)
+        while chunks % window:
+            window -= 1
+        return window
+
+    @property
+    def _visits(self) -> Visits:
+        return Visits(self.config, ("complete",))
+
+    def _input_registers(self, window: int) -> list[Any]:
+        return self._visits.input_registers(self.chunks.elements, window)
+
+    def _load_inputs(self, lane: Lane, chunk: Scalar, loaded: Sequence[Any], extras: Extras) -> None:
+        """Starts the loads of a chunk's inputs of the epilogue."""
+        if loaded:
+            row, column = self._place(lane, chunk)
+            self._visits.load_chunk(loaded, lane.window.row + row, lane.window.column + column, extras)
+
+    def _place(self, lane: Lane, chunk: Scalar) -> tuple[Any, Any]:
+        """Returns (row, first column) in the window of a lane's chunk."""
+        row, column = self.chunks.locate(lane.first + chunk * LANES)
+        return lane.row + row, lane.column + column
+
     def _registers(self, sources: int, window: int) -> Any:
         return cute.make_rmem_tensor((self.chunks.elements, sources, window), DTYPES[self.config.slot_dtype])
 
@@ -284,16 +322,17 @@ class Sums:
                 total.store(total.load() + loaded[(None, s)].load().to(cutlass.Float32))
 
     @cute.jit
-    def _store(self, lane: Lane, chunk: Int32, values: cute.Tensor, extras: Extras) -> None:
+    def _store(
+        self, lane: Lane, chunk: Int32, values: cute.Tensor, inputs: Sequence[Any], extras: Extras
+    ) -> None:
         """Applies the epilogue to adjacent sums of a row, rounds once, stores what is not clipped."""
-        row, column = self.chunks.locate(lane.first + chunk * LANES)
-        row, column = lane.row + row, lane.column + column
+        row, column = self._place(lane, chunk)
         dtype = DTYPES[self.config.out_dtype]
         rounded = cute.make_rmem_tensor(values.shape, dtype)
-        visits = Visits(self.config, ("complete",))
+        visits = self._visits
         parts, place = visits.row_parts(), (lane.window.row + row, lane.window.column + column)
         if row < lane.window.rows and column < lane.window.columns:
-            visits.on_chunk(values, *place, extras, parts)
+            visits.on_chunk(values, *place, extras, inputs, parts)
             rounded.store(values.load().to(dtype))
             lane.window.store(row, column, rounded)
             if cutlass.const_expr(self.results is not None):

@@ -120,8 +120,51 @@ class Visits:
     config: GemmConfig
     of: tuple[Sum, ...]
 
+    @property
+    def num_loads(self) -> int:
+        """Returns the number of inputs with a value for each element."""
+        found = [visitor.reads for visitor in self.config.epilogue if visitor.of in self.of]
+        return sum(operand.kind == "element" for reads in found for operand in reads)
+
+    def input_registers(self, size: int, chunks: int) -> list[Any]:
+        """Returns registers ``(size, chunks)`` for each input with a value for each element."""
+        return [
+            cute.make_rmem_tensor((size, chunks), DTYPES[operand.dtype])
+            for visitor in self.config.epilogue
+            if visitor.of in self.of
+            for operand in visitor.reads
+            if operand.kind == "element"
+        ]
+
+    def load_chunk(self, loaded: Sequence[Any], row: Scalar, column: Scalar, extras: Extras) -> None:
+        """Starts the loads of a chunk's inputs with a value for each element, before its sums are known.
+
+        A chunk past the end gets the values of the last one.
+
+        Args:
+            loaded: Registers of one chunk, of each input in order.
+            row: Row of the chunk, see `visitors.Operand`.
+            column: First column, a multiple of the number of values.
+            extras: Tensors of `GemmConfig.epilogue_operands`.
+        """
+        targets = list(loaded)
+        for visitor, tensors in self._visitors(extras):
+            for operand, tensor in zip(visitor.reads, tensors, strict=False):
+                if operand.kind == "element":
+                    target = targets.pop(0)
+                    size, (rows, columns) = cute.size(target), tensor.shape
+                    vector = _row(tensor, cutlass.min(row, rows - 1))
+                    source = _run(vector, cutlass.min(column, columns - size), size)
+                    cute.autovec_copy(source, target)
+
     def on_chunk(
-        self, values: Fragment, row: Scalar, column: Scalar, extras: Extras, parts: Sequence[Any] = ()
+        self,
+        values: Fragment,
+        row: Scalar,
+        column: Scalar,
+        extras: Extras,
+        loaded: Sequence[Any] = (),
+        parts: Sequence[Any] = (),
     ) -> None:
         """Visits ``values`` of adjacent columns of ``row`` from ``column`` on, which are in range.
 
@@ -130,12 +173,15 @@ class Visits:
             row: Row of the values, see `visitors.Operand`.
             column: First column, a multiple of the number of values.
             extras: Tensors of `GemmConfig.epilogue_operands`.
+            loaded: Registers that `load_chunk` has filled.
             parts: Registers from `row_parts`: each gets the chunk's part of its row's sum or maximum.
         """
-        size, parts = cute.size(values), list(parts)
+        size, parts, elements_of = cute.size(values), list(parts), iter(loaded)
         for visitor, tensors in self._visitors(extras):
             read = [
-                _chunk(operand, tensor, row, column, size)
+                next(elements_of).load().to(cutlass.Float32)
+                if operand.kind == "element"
+                else _chunk(operand, tensor, row, column, size)
                 for operand, tensor in zip(visitor.reads, tensors, strict=False)
             ]
             made = [
@@ -194,7 +240,7 @@ class Visits:
     def finish_rows(self, row: Scalar, rows: Scalar, columns: Scalar, extras: Extras) -> None:
         """Reduces the parts of rows whose last unit this warp has finished; all lanes, after a unit.
 
-        Parts are reduced in the order of the columns: results do not depend on which warp is the last.
+        Parts are reduced in a fixed order: results do not depend on which warp is the last.
 
         Args:
             row: First row of the unit.
@@ -335,11 +381,10 @@ def _store_chunk(matrix: Any, row: Scalar, column: Scalar, values: Sequence[Any]
 
 
 def _chunk(operand: Operand, tensor: Any, row: Scalar, column: Scalar, size: int) -> Any:
-    """Returns an input's values, fp32, for adjacent columns of a row."""
+    """Returns an input's values, fp32, for adjacent columns of a row: those of its row, column or of all."""
     if operand.kind in ("rows", "scalar"):
         return [tensor[row if operand.kind == "rows" else 0].to(cutlass.Float32)] * size
-    vector = tensor if operand.kind == "columns" else _row(tensor, row)
-    return _load_run(vector, column, size).load().to(cutlass.Float32)
+    return _load_run(tensor, column, size).load().to(cutlass.Float32)
 
 
 def _elements(operand: Operand, tensor: Any, places: Places, row: Scalar, column: Scalar) -> list[Any]:
@@ -419,27 +464,63 @@ def _finish_rows(
     is_last = Int32(cute.arch.shuffle_sync(is_last, 0))
     cute.arch.sync_warp()
     if is_last != 0:
-        for first in cutlass.range_constexpr(0, unit_rows, LANES):
-            own = row + first + cute.arch.lane_idx()
-            if own < rows and first + cute.arch.lane_idx() < unit_rows:
-                for kind, values, parts in reductions:
-                    _reduce_parts(kind, values, parts, own, subtiles)
+        for kind, values, parts in reductions:
+            _reduce_parts(kind, values, parts, unit_rows, row, rows, subtiles)
+
+
+ROWS_OF_LANE = 4
+"""Adjacent rows whose parts a lane reduces: 16 bytes of each load."""
+
+PARTS_IN_FLIGHT = 4
+"""Loads of a lane in flight."""
 
 
 @cute.jit
 def _reduce_parts(
-    kind: cutlass.Constexpr, values: cute.Tensor, parts: cute.Tensor, row: Int32, subtiles: Int32
+    kind: cutlass.Constexpr,
+    values: cute.Tensor,
+    parts: cute.Tensor,
+    unit_rows: cutlass.Constexpr,
+    first: Int32,
+    rows: Int32,
+    subtiles: Int32,
 ) -> None:
-    """Reduces the parts of a row in order; one lane."""
-    total = Float32(parts[(0, row)])
-    for subtile in cutlass.range(1, subtiles, unroll=4):
-        total = raw(_REDUCTIONS[kind](Register(total), Register(parts[(subtile, row)])))
-    values[row] = total
+    """Reduces the parts of the ``unit_rows`` rows from ``first``, in the same order for every warp.
+
+    All lanes. A lane has four rows and reduces every ``step``-th part of them in order, with several loads in
+    flight. A tree of lanes reduces the ``step`` results.
+    """
+    groups = unit_rows // ROWS_OF_LANE
+    lane, step = cute.arch.lane_idx(), LANES // groups
+    row = first + lane % groups * ROWS_OF_LANE
+    place = cutlass.min(row, cute.size(parts, mode=[1]) - ROWS_OF_LANE)
+    totals = cute.make_rmem_tensor(ROWS_OF_LANE, Float32)
+    totals.fill(_NEUTRAL[kind])
+    loaded = cute.make_rmem_tensor((ROWS_OF_LANE, PARTS_IN_FLIGHT), Float32)
+    for begin in cutlass.range(lane // groups, subtiles, step * PARTS_IN_FLIGHT, unroll=1):
+        for i in cutlass.range_constexpr(PARTS_IN_FLIGHT):
+            vector = _row(parts, cutlass.min(begin + i * step, subtiles - 1))
+            cute.autovec_copy(_run(vector, place, ROWS_OF_LANE), loaded[(None, i)])
+        for i in cutlass.range_constexpr(PARTS_IN_FLIGHT):
+            if begin + i * step < subtiles:
+                for r in cutlass.range_constexpr(ROWS_OF_LANE):
+                    totals[r] = raw(_REDUCTIONS[kind](Register(totals[r]), Register(loaded[r, i])))
+    for level in cutlass.range_constexpr(step.bit_length() - 1):
+        for r in cutlass.range_constexpr(ROWS_OF_LANE):
+            other = cute.arch.shuffle_sync_bfly(totals[r], groups << level)
+            totals[r] = raw(_REDUCTIONS[kind](Register(totals[r]), Register(other)))
+    for r in cutlass.range_constexpr(ROWS_OF_LANE):
+        if lane < groups and row + r < rows:
+            values[row + r] = totals[r]
 
 
 def _load_run(vector: Any, first: Scalar, run: int) -> Any:
     """Returns ``run`` adjacent elements; ``first`` is a multiple of ``run``."""
     loaded = cute.make_rmem_tensor(run, vector.element_type)
-    source = vector.iterator + cute.assume(first, divby=run)
-    cute.autovec_copy(cute.make_tensor(source, cute.make_layout(run)), loaded)
+    cute.autovec_copy(_run(vector, first, run), loaded)
     return loaded
+
+
+def _run(vector: Any, first: Scalar, run: int) -> Any:
+    """Returns a view of ``run`` adjacent elements; ``first`` is a multiple of ``run``."""
+    return cute.make_tensor(vector.iterator + cute.assume(first, divby=run), cute.make_layout(run))
