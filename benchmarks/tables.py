@@ -43,7 +43,7 @@ def microseconds(seconds: float | None) -> str:
 
 def shape(result: Row) -> str:
     """M, N, K over all ranks."""
-    return f"{result['m']}, {result['n']}, {result['k']}"
+    return f"{result['m']},{result['n']},{result['k']}"
 
 
 def ways(name: str, op: str, only: str = "") -> list[dict[str, str]]:
@@ -69,7 +69,7 @@ def _ways(result: Row, others: Sequence[str]) -> dict[str, str]:
     graph, auto = result["graph"], result["graph"]["ours"]["auto"]
     times = {way: microseconds(graph["seconds"].get(way)) for way in ("product", *others, "fused")}
     return {
-        "M, N, K": shape(result),
+        "M,N,K": shape(result),
         **times,
         "of bound": f"{graph['ours']['fused']['of_bound']:.2f}",
         "auto": f"{microseconds(graph['seconds']['auto'])} ({auto['taken']})",
@@ -92,19 +92,25 @@ def promises(name: str) -> list[dict[str, str]]:
     ]
 
 
-def epilogues(name: str) -> list[dict[str, str]]:
-    """Returns the time of the op alone, and ratios to it of the ways to apply an epilogue."""
+def epilogues(name: str, k: str) -> list[dict[str, str]]:
+    """Returns, for calls with this K, the time of the op alone, and ratios to it with epilogues."""
     rows = []
     for result in report(name)["results"]:
         call, what = result["case"].split(": ")
-        ratios = {way: f"{ratio:.2f}" for way, ratio in result["ratio"].items()}
-        alone = {"call": call, "op": microseconds(result["us"]["op"] / 1e6)}
-        if "residual" in ratios:
-            after = {"compiled": "-", "eager": ratios["op, residual"]}
-            rows.append(alone | {"epilogue": "residual", "in the kernel": ratios["residual"]} | after)
-        in_kernel = ratios.get("epilogue, norm", ratios["epilogue"])
-        after = {way: ratios[way] for way in ("compiled", "eager")}
-        rows.append(alone | {"epilogue": what, "in the kernel": in_kernel} | after)
+        if call.endswith(f",{k}"):
+            ratios = {way: f"{ratio:.2f}" for way, ratio in result["ratio"].items()}
+            rows.append(
+                {
+                    "call": call,
+                    "op": microseconds(result["us"]["op"] / 1e6),
+                    "residual": ratios.get("residual", "-"),
+                    "after": ratios.get("op, residual", "-"),
+                    "and": what.removeprefix("residual, "),
+                    "in the kernel": ratios.get("epilogue, norm", ratios["epilogue"]),
+                    "compiled": ratios["compiled"],
+                    "eager": ratios["eager"],
+                }
+            )
     return rows
 
 
@@ -147,7 +153,7 @@ def decomposed(*names: str) -> list[dict[str, str]]:
     """Speed of `decomposed` relative to `sequential`."""
     return [
         {
-            "M, N, K": shape(result),
+            "M,N,K": shape(result),
             "op": result["op"],
             "sequential / decomposed (quartiles)": "{:.2f} ({:.2f}-{:.2f})".format(
                 result["speedup"], *result["speedup_quartiles"]

@@ -36,6 +36,17 @@ def against(name, mode, least=0, most=1 << 30, op=None):
     return found
 
 
+def epilogue(way, case=""):
+    """Returns the ratios of a way to apply an epilogue to the op alone."""
+    results = report("h200x2-epilogues")["results"]
+    return [one["ratio"][way] for one in results if way in one["ratio"] and case in one["case"]]
+
+
+def norms_beside_compiled():
+    in_kernel, after = epilogue("epilogue, norm"), epilogue("compiled", "residual")
+    return [one / other for one, other in zip(in_kernel, after, strict=True)]
+
+
 def slower(found):
     return f"{sum(one > 1 for one in found)} of {len(found)} shapes"
 
@@ -269,10 +280,21 @@ FIGURES = {
         ),
         lambda: f"They take {said(float8_beside_bfloat16())} of their time with bfloat16",
     ],
+    "docs/epilogues.md": [
+        lambda: (
+            f"a residual takes {said(epilogue('residual'))} of the op's time, "
+            f"with SwiGLU {said(epilogue('epilogue', 'swiglu'))}"
+        ),
+        lambda: f"takes longer than compiled operations after the op in {slower(norms_beside_compiled())}",
+    ],
     "docs/all-to-all.md": [
         lambda: (
             f"takes {said(against('h200x2-all-to-all', 'graph', 0))} of the time of torch's way (product, "
             f"permute, NCCL), captured, and {said(against('h200x2-all-to-all', 'eager', 0))} eagerly"
+        ),
+        lambda: (
+            f"{said(against('h200x2-all-to-all-gemm', 'graph', 0))} captured, and "
+            f"{said(against('h200x2-all-to-all-gemm', 'eager', 0))} eagerly"
         ),
     ],
     "docs/evidence.md": [
@@ -286,12 +308,13 @@ SOURCES = {
     "docs/index.md": ["h100x2-shapes", "h200x4"],
     "benchmarks/README.md": [
         "h200x4", "h200x4-layer", "h200x2-layer", "h200x2-shapes", "h200x2-e4m3",
-        "h200x2-invariance", "h200x2-all-to-all",
+        "h200x2-invariance", "h200x2-all-to-all", "h200x2-all-to-all-gemm", "h200x2-epilogues",
         "h200x8-reduce-scatter-graphs", "cpu-2-ranks-decode", "h100x2-shapes", "h200-quantize",
         "h200-train-step", "emulator-speed",
     ],
     "docs/fused.md": ["h200x2-shapes", "h200x4"],
-    "docs/all-to-all.md": ["h200x2-all-to-all"],
+    "docs/all-to-all.md": ["h200x2-all-to-all", "h200x2-all-to-all-gemm"],
+    "docs/epilogues.md": ["h200x2-epilogues"],
     "docs/evidence.md": ["h200x4"],
     "docs/fp8.md": ["h200x2-e4m3", "h200-quantize"],
 }  # fmt: skip
