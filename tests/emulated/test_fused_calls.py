@@ -10,10 +10,11 @@ import torch
 import overlap_gemm
 from cute_emulator import Emulator
 from overlap_gemm.backends.fused import fused_backend as fused
+from overlap_gemm.backends.fused import gather_calls, launch_plan
 from overlap_gemm.backends.fused import gather_plans as gathers
-from overlap_gemm.backends.fused import launch_plan
 from overlap_gemm.backends.fused import plan_cache as plans
 from overlap_gemm.backends.fused.fused_backend import Fused
+from overlap_gemm.epilogues import add_residual, add_residual_squared, swiglu
 from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.tuning.settings import configured
 from tests.support.counting import python_calls
@@ -50,6 +51,28 @@ def test_a_call_enters_few_python_functions(world, launched, grad, budget):
     found = python_calls(lambda: call(world, weight=weight))
     assert found.total() <= budget, (found.total(), found)
     assert len(launched) == 2
+
+
+@pytest.mark.parametrize(("one", "budget"), [(add_residual, 84), (add_residual_squared, 94)])
+def test_a_call_with_an_epilogue_enters_few_python_functions(world, launched, monkeypatch, one, budget):
+    residual = torch.randn(len(X) // 2, len(WEIGHT)).to(DTYPE)
+    entries = python_calls(lambda: call(world, epilogue=one(residual=residual)))
+    assert entries.total() <= budget, (entries.total(), entries)
+    monkeypatch.setattr(Fused, "call", None)  # which looks for the plan at every call
+    call(world, epilogue=one(residual=residual))
+    assert launched[-1][1][3][0].data_ptr() == residual.data_ptr()
+
+
+def test_a_call_with_pairs_enters_few_python_functions(world, monkeypatch):
+    launched: list = []
+    monkeypatch.setattr(gathers, "compiled_gather", lambda *_: lambda *arguments: launched.append(arguments))
+    x, *weights = torch.randn(64, 256).to(DTYPE), *torch.randn(2, 64, 256).to(DTYPE)
+    how = {"group": world.names[0], "backend": "fused", "rows": 128, "columns": 256, "epilogue": swiglu()}
+    entries = python_calls(lambda: overlap_gemm.all_gather_gemm(x, weights, **how))
+    assert entries.total() <= 90, (entries.total(), entries)
+    monkeypatch.setattr(gather_calls, "all_gather_pairs", None)  # which looks for the plan at every call
+    overlap_gemm.all_gather_gemm(x, weights, **how)
+    assert [one.data_ptr() for one in launched[-1][1]] == [one.data_ptr() for one in weights]
 
 
 @pytest.mark.parametrize("keep", [False, True])

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from overlap_gemm.epilogues import (
@@ -97,14 +98,14 @@ class Visitor:
         """Returns the kind of sums to which the epilogue is applied."""
         return self.epilogue.of
 
-    @property
+    @cached_property
     def reads(self) -> tuple[Operand, ...]:
         """Returns the inputs' tensors."""
         return tuple(
             Operand(kind, dtype) for (_, kind), dtype in zip(self.epilogue.inputs, self.dtypes, strict=False)
         )
 
-    @property
+    @cached_property
     def writes(self) -> tuple[Operand, ...]:
         """Returns the outputs' tensors: for a value per row the values and their parts; then the counts."""
         dtypes, found = iter(self.dtypes[len(self.epilogue.inputs) :]), []
@@ -115,12 +116,12 @@ class Visitor:
                 found += [Operand("row_values", "f32"), Operand("row_parts", "f32")]
         return (*found, Operand("row_counts", "i32")) if self.reductions else tuple(found)
 
-    @property
+    @cached_property
     def reductions(self) -> tuple[OutputKind, ...]:
         """Returns the reduction of each output that has a value for each row."""
         return tuple(kind for _, kind in self.epilogue.outputs if kind != "element")
 
-    @property
+    @cached_property
     def operands(self) -> tuple[Operand, ...]:
         """Returns all operands, in the order in which the kernel takes them."""
         return self.reads + self.writes

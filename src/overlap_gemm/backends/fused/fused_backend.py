@@ -268,15 +268,9 @@ class Fused:
     def _bind_one(
         self, problem: Problem, x: Tensor, weight: Any, bias: Any, shards: Shards, group: Group
     ) -> Callable[..., Any]:
-        op, depth, dtype = problem.spec, problem.k, problem.out_dtype
         if problem.applying is not None:
-            visitor = problem.applying.visitor
-
-            def run_with_epilogue(x: Tensor, weight: Tensor, bias: Tensor | None, inputs: Any) -> Any:
-                found = self.call(op, x, weight, bias, shards, group, depth, visitor=visitor, inputs=inputs)
-                return found if visitor.writes else [found]
-
-            return within(settings(), run_with_epilogue)
+            return self._bind_with_epilogue(problem, problem.applying.visitor, x, weight, bias, shards, group)
+        op, depth, dtype = problem.spec, problem.k, problem.out_dtype
         found = sizes(op, x, weight, shards, group)
         shape, _, (_, columns) = found
 
@@ -284,13 +278,7 @@ class Fused:
             return self.call(op, x, weight, bias, shards, group, depth, scales, dtype, problem.blocks)
 
         run = within(settings(), run)  # settings of this call, for every later call, too
-        if not (
-            shape.rows
-            and columns
-            and weight.shape[0]
-            and has_tma_strides(x, found.shard)
-            and has_tma_strides(weight)
-        ):
+        if not _fits(found, x, weight, bias):
             return run
         majors = major(x, "m"), major(weight, "n")
         given = group, x.device, x.dtype, shape
@@ -310,7 +298,48 @@ class Fused:
             plan.launch(x, (weight,), (out,), (extras,))
             return out if whole else out[own]
 
-        return run if bias is not None and bias.stride(0) != 1 else run_as_planned
+        return run_as_planned
+
+    def _bind_with_epilogue(
+        self,
+        problem: Problem,
+        visitor: Visitor,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        shards: Shards,
+        group: Group,
+    ) -> Callable[..., list[Tensor]]:
+        """Binds an op whose kernel applies a visitor after the bias."""
+        op, depth, extents = problem.spec, problem.k, sizes(problem.spec, x, weight, shards, group)
+
+        def run(x: Tensor, weight: Tensor, bias: Tensor | None, inputs: Sequence[Tensor]) -> list[Tensor]:
+            made = self.call(op, x, weight, bias, shards, group, depth, visitor=visitor, inputs=inputs)
+            return made if visitor.writes else [made]
+
+        run = within(settings(), run)  # settings of this call, for every later call, too
+        if op.gathers_output or not _fits(extents, x, weight, bias):
+            return run
+        epilogue = *bias_visitor(bias is not None, x.dtype), visitor
+        majors = major(x, "m"), major(weight, "n")
+        plan = plan_for(group, x.device, x.dtype, extents.shape, *majors, epilogue, depth)
+        (written, result), columns, config = extents.made_by(plan), extents.out[1], plan.products[0].config
+        size = (len(x) if visitor.of == "partial" else written), len(weight)
+
+        def run_as_planned(
+            x: Tensor, weight: Tensor, bias: Tensor | None, inputs: Sequence[Tensor]
+        ) -> list[Tensor]:
+            addresses = x.data_ptr() | weight.data_ptr() | (0 if bias is None else bias.data_ptr())
+            if addresses % ROW_BYTES or not plan.is_open:
+                return run(x, weight, bias, inputs)
+            out = x.new_empty(written, columns)
+            stored, outputs = written_by_kernel(visitor, config, plan.counts, x, *size)
+            read = read_by_kernel(visitor, inputs, *size)
+            extras = (*read, *stored) if bias is None else (bias, *read, *stored)
+            plan.launch(x, (weight,), (out,), (extras or None,))
+            return [out[result], *(output[result] for output in outputs)]
+
+        return run_as_planned
 
     def call(
         self,
@@ -381,6 +410,13 @@ class Fused:
             extras += (*read_by_kernel(visitor, inputs, *size), *stored)
         plan.launch(a, (b,), (out,), (extras or None,))
         return [out[own], *(output[own] for output in outputs)] if outputs else out[own]
+
+
+def _fits(extents: Sizes, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Returns whether kernels read these operands as they are, if their addresses are multiples of 16."""
+    exists = extents.shape.rows and extents.out[1] and weight.shape[0]
+    strided = has_tma_strides(x, extents.shard) and has_tma_strides(weight)
+    return bool(exists) and strided and (bias is None or bias.stride(0) == 1)
 
 
 def _vectors(

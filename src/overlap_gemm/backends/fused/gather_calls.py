@@ -60,7 +60,24 @@ def bind(
             read = visitor, inputs
             return all_gather_gemm(x, weights, biases, shards, group, keep, epilogue=read)
 
-        return within(settings(), run_with_epilogue)
+        run_with_epilogue = within(settings(), run_with_epilogue)  # of this call, for every later call, too
+        fits = rows and len(x) and x.is_contiguous() and padded(depth, x.itemsize) == depth
+        if not visitor.of_two_weights or biases or group.size == 1 or not fits or not _is_pair(weights):
+            return run_with_epilogue
+        of_pair = plan_for(group, x, depth, (tuple(weights),), (visitor,), shards, keep)
+
+        def run_pair_as_planned(
+            x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], inputs: Sequence[Tensor]
+        ) -> tuple[Tensor, list[Tensor]]:
+            if not _is_pair(weights) or has_place_off(x) or not of_pair.is_open:
+                return run_with_epilogue(x, weights, biases, inputs)
+            out = x.new_empty(rows, columns[0])
+            kept = x.new_empty(rows, depth) if keep else None
+            read = read_by_kernel(visitor, inputs, rows, columns[0])
+            of_pair.launch(x, (tuple(weights),), (out,), (read or None,), kept)
+            return x if kept is None else kept, [out]
+
+        return run_pair_as_planned
 
     def run(
         x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], *scales: Any
@@ -278,6 +295,13 @@ def all_gather_pairs(
             plan = plan_for(group, x, shard.shape[1], (pair,), visitors, shards, keep)
             plan.launch(shard, (pair,), (out,), (read or None,), kept)
     return x if kept is None else first_columns(kept, depth, group), [out]
+
+
+def _is_pair(weights: Sequence[Tensor]) -> bool:
+    """Returns whether a kernel reads two weights as they are."""
+    first, second = weights
+    pair = weight_pair(first, second)
+    return pair[0] is first and pair[1] is second
 
 
 def _shard(x: Tensor, alone: bool) -> Tensor:
