@@ -177,11 +177,12 @@ class Sums:
     def _sum_few(self, lane: Lane, extras: Extras, sources: cutlass.Constexpr) -> None:
         """Sums up to ``sources`` ranks: a window of chunks is in flight; each sum frees its registers."""
         chunks = self.config.lane_chunks
-        window = self._window(sources)
+        window, ahead = self._window(sources), sources + self._visits.num_loads <= self._in_flight
         loaded, inputs = self._registers(sources, window), self._input_registers(window)
         for c in cutlass.range_constexpr(window):
             self._load(lane, c, 0, loaded[(None, None, c)])
-            self._load_inputs(lane, c, _of_chunk(inputs, c), extras)
+            if cutlass.const_expr(ahead):  # else there are no registers
+                self._load_inputs(lane, c, _of_chunk(inputs, c), extras)
         for i in cutlass.range(0, chunks, window, unroll=1):
             for c in cutlass.range_constexpr(window):
                 total = cute.make_rmem_tensor(self.chunks.elements, cutlass.Float32)
@@ -192,22 +193,25 @@ class Sums:
                     self._add(total, lane, i + c, 0, loaded[(None, None, c)])
                 if i + window < chunks:
                     self._load(lane, i + window + c, 0, loaded[(None, None, c)])
+                if cutlass.const_expr(not ahead):
+                    self._load_inputs(lane, i + c, _of_chunk(inputs, c), extras)
                 self._store(lane, i + c, total, _of_chunk(inputs, c), extras)
-                if i + window < chunks:
-                    self._load_inputs(lane, i + window + c, _of_chunk(inputs, c), extras)
+                if cutlass.const_expr(ahead):  # noqa: SIM102 - one is evaluated while the kernel is traced
+                    if i + window < chunks:
+                        self._load_inputs(lane, i + window + c, _of_chunk(inputs, c), extras)
 
     @cute.jit
     def _sum_many(self, lane: Lane, extras: Extras) -> None:
         """Sums any number of ranks, at a time as many as loads are in flight."""
         inputs = _of_chunk(self._input_registers(1), 0)
         for i in cutlass.range(self.config.lane_chunks, unroll=1):
-            self._load_inputs(lane, i, inputs, extras)
             total = cute.make_rmem_tensor(self.chunks.elements, cutlass.Float32)
             total.fill(0.0)
             for first in cutlass.range(0, lane.world, self._in_flight, unroll=1):
                 loaded = self._registers(self._in_flight, 1)[(None, None, 0)]
                 self._load(lane, i, first, loaded)
                 self._add(total, lane, i, first, loaded)
+            self._load_inputs(lane, i, inputs, extras)
             self._store(lane, i, total, inputs, extras)
 
     @cute.jit
@@ -215,8 +219,8 @@ class Sums:
         """Sums up to `MOST_LEAVES` ranks, a power of two: first as many as loads are in flight."""
         inputs = _of_chunk(self._input_registers(1), 0)
         for i in cutlass.range(self.config.lane_chunks, unroll=1):
-            self._load_inputs(lane, i, inputs, extras)
             total = self._subtree(lane, i, 0, MOST_LEAVES)
+            self._load_inputs(lane, i, inputs, extras)
             self._store(lane, i, total, inputs, extras)
 
     def _subtree(self, lane: Lane, chunk: Scalar, first: int, ranks: int) -> Any:
