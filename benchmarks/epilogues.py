@@ -15,6 +15,7 @@ residual alone, in the kernel; `op, residual` after it. Times are of CUDA graphs
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,6 +28,7 @@ from torch import Tensor
 import overlap_gemm
 from overlap_gemm.cli.this_machine import describe
 from overlap_gemm.epilogues import add_residual, add_residual_squared, scale_gathered_rows, swiglu
+from overlap_gemm.testing.workload import in_turn
 from overlap_gemm.tuning.timing import captured, measure
 
 SETS = 2
@@ -156,10 +158,14 @@ def cases() -> dict[str, Callable[[], Variants]]:
     return table
 
 
-def in_turn(call: Callable[[int], object]) -> Callable[[], object]:
-    """Returns a call with the next set of operands."""
-    turn = iter(range(1 << 30))
-    return lambda: call(next(turn) % SETS)
+def timed(variants: Variants, rounds: int) -> dict[str, Any]:
+    """Returns times of the variants. No graph outlives it: NCCL would wait for its own graphs at the end."""
+    calls = {
+        name: captured(in_turn([partial(call, which) for which in range(SETS)]), 4)
+        for name, call in variants.items()
+    }
+    times = measure(calls, group=dist.group.WORLD, device="cuda", rounds=rounds, burst_seconds=0.02)
+    return times.summary("op")
 
 
 def main(
@@ -174,15 +180,12 @@ def main(
     for name, make in cases().items():
         if only not in name:
             continue
-        calls = {variant: captured(in_turn(call), 4) for variant, call in make().items()}
-        times = measure(calls, group=dist.group.WORLD, device="cuda", rounds=rounds, burst_seconds=0.02)
-        row = {"case": name} | times.summary("op")
+        row = {"case": name} | timed(make(), rounds)
         report["results"].append(row)
         if world.rank == 0:
             print(json.dumps(row), flush=True)
             if json_file is not None:
                 json_file.write_text(json.dumps(report, indent=1) + "\n")
-    del calls  # NCCL waits for graphs with its collectives before it ends
     overlap_gemm.finalize()
 
 

@@ -12,6 +12,7 @@ CUDA graphs, interleaved; ratios are to the default. `differing` counts elements
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,6 +24,7 @@ from torch import Tensor
 import overlap_gemm
 from overlap_gemm.cli.this_machine import describe
 from overlap_gemm.spec.promises import LEAVES
+from overlap_gemm.testing.workload import in_turn
 from overlap_gemm.tuning.timing import captured, measure
 
 FEW = 16
@@ -108,10 +110,9 @@ def count(one: Tensor, other: Tensor) -> Tensor:
     return (one.view(torch.int16) != other.view(torch.int16)).sum()
 
 
-def in_turn(call: Callable[..., Tensor], **options: Any) -> Callable[[], Tensor]:
-    """Returns a call with the next set of operands."""
-    turn = iter(range(1 << 30))
-    return lambda: call(next(turn) % SETS, **options)
+def of_sets(call: Callable[..., Tensor], **options: Any) -> Callable[[], object]:
+    """Returns a call that takes the sets of operands in turn."""
+    return in_turn([partial(call, which, **options) for which in range(SETS)])
 
 
 def timed(case: Case, rounds: int) -> dict[str, Any]:
@@ -120,9 +121,9 @@ def timed(case: Case, rounds: int) -> dict[str, Any]:
     calls: dict[str, Callable[[], object]] = {}
     for name, options in promises(case.ranks).items():
         row["differing"][name] = case.differing(**options)
-        calls[name] = captured(in_turn(case.call, **options), 4)
+        calls[name] = captured(of_sets(case.call, **options), 4)
     for name, call in (("fp32 NCCL", case.by_nccl), ("whole product", case.unsharded)):
-        calls[name] = captured(in_turn(call), 4)
+        calls[name] = captured(of_sets(call), 4)
     times = measure(calls, group=dist.group.WORLD, device="cuda", rounds=rounds, burst_seconds=0.02)
     return row | times.summary("default")
 

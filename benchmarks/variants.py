@@ -11,10 +11,9 @@ ones also the product alone (``product``, ``product fast``: `use_fast_accum`), a
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from itertools import cycle
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,7 +24,7 @@ from torch import Tensor
 import overlap_gemm
 from overlap_gemm.cli.this_machine import describe
 from overlap_gemm.runtime.group import Group, group_name, resolve
-from overlap_gemm.testing.workload import OpTensors, Workload
+from overlap_gemm.testing.workload import OpTensors, Workload, in_turn
 from overlap_gemm.tuning.settings import configured
 from overlap_gemm.tuning.timing import captured, measure
 from overlap_gemm_tools.baselines import product, symmetric
@@ -75,12 +74,6 @@ def torchs(workload: Workload, group: Group, sets: list[OpTensors]) -> dict[str,
         others = [symmetric(workload, each, group, fast=True) for each in sets]
         calls |= {name: [found[name] for found in others] for name in others[0] if name == "torch-symm"}
     return {name: in_turn(each) for name, each in calls.items()}
-
-
-def in_turn(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
-    """One after the other, for ever."""
-    turn = cycle(calls)
-    return lambda: next(turn)()
 
 
 def timed(case: dict[str, Any], group: Group, rounds: int) -> dict[str, Any]:
