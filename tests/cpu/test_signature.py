@@ -21,7 +21,7 @@ from overlap_gemm.device.memory import CHUNK_BYTES
 from overlap_gemm.exchange import geometry
 from overlap_gemm.exchange.copies import Results
 from overlap_gemm.exchange.geometry import ExchangeShape
-from overlap_gemm.kernel.epilogue import StageChunks
+from overlap_gemm.kernel.stages import StageChunks
 from overlap_gemm.spec import PATTERNS
 from overlap_gemm.spec.sharding import Shards
 from overlap_gemm.tuning.space import every_config

@@ -27,7 +27,7 @@ from overlap_gemm.exchange.receive import (
     copy_unit,
     unit_exists,
 )
-from overlap_gemm.kernel.epilogue import StageChunks
+from overlap_gemm.kernel.stages import StageChunks
 from overlap_gemm.kernel.work import CtaTile, Work, shard_tiles
 from overlap_gemm.spec.sharding import ceil_div
 from overlap_gemm.transports.interface import Transport

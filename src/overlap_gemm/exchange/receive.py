@@ -33,8 +33,8 @@ from overlap_gemm.config.gemm_config import GemmConfig
 from overlap_gemm.device.memory import DTYPES, LANES, store_run
 from overlap_gemm.device.traced import Address, Extras, Scalar
 from overlap_gemm.exchange.call import Call
-from overlap_gemm.kernel.epilogue import StageChunks, has_empty_subtiles
 from overlap_gemm.kernel.shared_words import Tally, count
+from overlap_gemm.kernel.stages import StageChunks, has_empty_subtiles
 from overlap_gemm.kernel.work import CtaTile, Work, cta_number, num_ctas
 
 

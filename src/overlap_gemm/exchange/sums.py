@@ -23,7 +23,8 @@ from overlap_gemm.device.memory import CHUNK_BYTES, DTYPES, LANES
 from overlap_gemm.device.traced import Address, Extras, Fragment, Predicate, Scalar
 from overlap_gemm.exchange.receive import ReceiveContext, Window, unit_exists
 from overlap_gemm.exchange.send import place_of
-from overlap_gemm.kernel.epilogue import StageChunks, Visits
+from overlap_gemm.kernel.epilogue import Visits
+from overlap_gemm.kernel.stages import StageChunks
 from overlap_gemm.kernel.work import CtaTile, shard_tiles
 from overlap_gemm.transports.interface import Transport
 

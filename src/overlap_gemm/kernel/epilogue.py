@@ -1,4 +1,4 @@
-"""The ring's stages, and the application of the epilogue's visitors (`config.visitors`) to sums."""
+"""The application of the epilogue's visitors (`config.visitors`) to sums."""
 
 from __future__ import annotations
 
@@ -9,103 +9,15 @@ from math import inf
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Float32, Int32, Int64, cute, utils
-from cutlass.tensor_utils import LayoutEnum
+from cutlass import Float32, Int32, Int64, cute
 
 from overlap_gemm.config.gemm_config import GemmConfig
 from overlap_gemm.config.scale_blocks import NUM_MATRICES
 from overlap_gemm.config.visitors import Operand, Visitor
-from overlap_gemm.device.memory import CHUNK_BYTES, DTYPES, LANES, store_run
+from overlap_gemm.device.memory import DTYPES, LANES, store_run
 from overlap_gemm.device.traced import Extras, Fragment, Predicate, Scalar
 from overlap_gemm.device.values import Register, raw
 from overlap_gemm.epilogues import Sum, maximum
-
-
-class RingStages(NamedTuple):
-    """The ring's shared memory in two views; the last mode is the stage.
-
-    A stage holds one subtile, rows contiguous and swizzled, as a TMA store expects it. The same bytes, as one
-    block, are the wire format: see `StageChunks` for the place of an element.
-
-    Attributes:
-        tiled: ``(epi_m, epi_n, stages)``.
-        flat: ``(elements, stages)``.
-    """
-
-    tiled: Any
-    flat: Any
-
-
-def stage_layout(config: GemmConfig, dtype: str) -> Any:
-    """Returns the swizzled layout of one subtile in a stage, for a TMA descriptor."""
-    make = getattr(utils, config.on.ring_swizzle).make_smem_layout_epi
-    return cute.select(make(DTYPES[dtype], LayoutEnum.ROW_MAJOR, config.epi_tile, 1), mode=[0, 1])
-
-
-def allocate_stages(config: GemmConfig, dtype: str, smem: Any) -> RingStages:
-    """Allocates the ring's stages, for subtiles of ``dtype``."""
-    storage = smem.allocate_tensor(
-        cutlass.Uint8, cute.make_layout(config.stage_bytes * config.ring_stages), byte_alignment=1024
-    )
-    element, layout = DTYPES[dtype], stage_layout(config, dtype)
-    stages = cute.make_layout(config.ring_stages, stride=config.stage_bytes * 8 // element.width)
-    block = cute.make_layout((config.epi_tile[0] * config.epi_tile[1],))
-    return RingStages(
-        cute.make_tensor(
-            cute.recast_ptr(storage.iterator, layout.inner, dtype=element), cute.append(layout.outer, stages)
-        ),
-        cute.make_tensor(cute.recast_ptr(storage.iterator, dtype=element), cute.append(block, stages)),
-    )
-
-
-def has_empty_subtiles(config: GemmConfig) -> bool:
-    """Returns whether a tile that has columns may have subtiles without: else no check is needed."""
-    return config.cluster_tile[1] > config.epi_tile[1]
-
-
-@dataclass(frozen=True)
-class StageChunks:
-    """The wire format: places of the 16-byte chunks of a subtile in the tile.
-
-    Chunk ``p`` of a block is in row ``p // per_row``. The stage's swizzle permutes the chunks of a row by the
-    row's number. Rows of 128 bytes are permuted by its 3 low bits. Rows of 64 bytes, two of which share 128
-    bytes, are permuted by the 2 bits above the lowest.
-
-    Attributes:
-        config: The kernel's configuration, whose subtile and slot type determine the format.
-    """
-
-    config: GemmConfig
-
-    @property
-    def elements(self) -> int:
-        """Returns the number of elements of a chunk."""
-        return CHUNK_BYTES * 8 // DTYPES[self.config.slot_dtype].width
-
-    @property
-    def per_row(self) -> int:
-        """Returns the number of chunks in a row of the subtile: 4 or 8."""
-        return self.config.epi_tile[1] // self.elements
-
-    @property
-    def per_subtile(self) -> int:
-        """Returns the number of chunks of a subtile."""
-        return self.config.epi_tile[0] * self.per_row
-
-    def first_column(self, chunk: Scalar) -> Any:
-        """Returns the first column in the CTA tile of the subtile that contains a chunk."""
-        return chunk // self.per_subtile % self.config.epi_columns * self.config.epi_tile[1]
-
-    def locate(self, chunk: Scalar) -> tuple[Any, Any]:
-        """Returns (row, first column) in the CTA tile of its ``chunk``-th chunk, counted over subtiles."""
-        epi_m, epi_n = self.config.epi_tile
-        subtile, inside = chunk // self.per_subtile, chunk % self.per_subtile
-        row, place = inside // self.per_row, inside % self.per_row
-        column = place ^ (row // (8 // self.per_row) % self.per_row)
-        return (
-            subtile // self.config.epi_columns * epi_m + row,
-            subtile % self.config.epi_columns * epi_n + column * self.elements,
-        )
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,11 @@ from overlap_gemm.kernel.dependent_launch import (
     load_weights_early,
     wait_for_kernel_before,
 )
-from overlap_gemm.kernel.epilogue import allocate_stages
 from overlap_gemm.kernel.operand_views import OperandViews, interleaved
 from overlap_gemm.kernel.roles import epilogue_role, load_role
 from overlap_gemm.kernel.shared_words import Tally, near_table
 from overlap_gemm.kernel.split import end_together, sent_of
+from overlap_gemm.kernel.stages import allocate_stages
 from overlap_gemm.kernel.surface import KernelOp, Mainloop
 from overlap_gemm.kernel.work import plan_work
 from overlap_gemm.pipelines import EpilogueRing

@@ -10,7 +10,8 @@ from cutlass.cute.nvgpu import cpasync
 
 from overlap_gemm.config.gemm_config import GemmConfig
 from overlap_gemm.config.orders import LinearOrder
-from overlap_gemm.kernel.epilogue import Visits, stage_layout
+from overlap_gemm.kernel.epilogue import Visits
+from overlap_gemm.kernel.stages import stage_layout
 from overlap_gemm.kernel.surface import Output
 
 
