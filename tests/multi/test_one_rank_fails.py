@@ -73,7 +73,7 @@ def made_up():
             (torch.cuda, "synchronize", lambda device: None),
             (plans, "compiled_kernel", lambda *_: "kernel"),
             (gather, "compiled_gather", lambda *_: "kernel"),
-            (by_shards, "compiled_gate", lambda *_: "gate"),
+            (gather, "compiled_gate", lambda *_: "gate"),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
         yield resolve(group_name(None))
@@ -139,7 +139,7 @@ PLANTS = {
     "clearing": (scatter, broken(SizeClass, "prepare"), "Planted"),
     "compiling": (scatter, broken(plans, "compiled_kernel"), "Planted"),
     "compiling a gather": (gathering, broken(gather, "compiled_gather"), "Planted"),
-    "compiling a gate": (copying, broken(by_shards, "compiled_gate"), "Planted"),
+    "compiling a gate": (copying, broken(gather, "compiled_gate"), "Planted"),
     "looking at a GPU": (reaching, broken(machine, "load"), "Planted"),
     "a damaged machine file, for auto": (
         reaching,

@@ -32,7 +32,6 @@ from ..tuning.space import constants
 from .base import Problem
 from .collectives import gemm
 from .fused import gather_plans as gather
-from .fused.compiled import compiled_gate
 from .fused.launch_plan import OwnShard, Plan
 from .fused.plan_cache import exchange_arguments, keep_plan, peers_for
 from .fused.ways import STORES
@@ -236,7 +235,7 @@ def _make_plan(peers: Peers, dtype: torch.dtype, depth: int, shards: Shards) -> 
     others = [(rank + i) % group.size for i in range(1, group.size)]
     blocks = tuple((s, buffer[slice(*shards.range(s))]) for s in others if shards.size(s))
     own_place = buffer.data_ptr() + rank * full
-    gate = peers.prepare("gate", "compiling the gate of all_gather_gemm", lambda: compiled_gate(executor))
+    gate = gather.prepared_gate(peers)
     (pattern,) = patterns_of(ALL_GATHER_GEMM.name)
     plan = Plan(
         executor,

@@ -16,7 +16,7 @@ from torch import Tensor
 from ...config.gemm_config import TILE_K_BYTES
 from ...config.visitors import Visitor
 from ...exchange.geometry import COMING_OFFSET, CONTROL_BYTES, FLAG_BYTES, ExchangeShape, chunk_rows
-from ...runtime.executor import CudaExecutor, Executor
+from ...runtime.executor import Executor
 from ...runtime.group import Group
 from ...runtime.identity import call_signature
 from ...runtime.memory.workspace import Workspace
@@ -28,8 +28,9 @@ from ...tuning.space import choose_config, constants
 from ...tuning.time_model import Facts
 from ..scales.tma_operands import ROW_ELEMENTS, aligned, has_tma_strides, major, padded
 from . import plan_cache as plans
-from .compiled import compiled_gate, compiled_gather
-from .gather_calls import first_columns, has_place_off, whole_vector
+from .compiled import compiled_gather
+from .gather_calls import first_columns, planned, whole_vector
+from .gather_plans import is_pushed, prepared_gate
 from .launch_plan import Plan, Product, Travel
 from .plan_cache import (
     bias_visitor,
@@ -156,10 +157,7 @@ def _make_plan(
             f"{ALL_TO_ALL_GEMM.name}: backend='fused' needs peer access between all ranks of group "
             f"{group.name!r}; NVSHMEM puts entire shards only"
         )
-    least = constants(arch).copy_bytes
-    # Virtual ranks share a GPU, which copies within itself by kernels.
-    push = full < least if requested is None else not requested.by_host
-    push |= group.is_virtual and isinstance(executor, CudaExecutor)
+    push = is_pushed(peers, full, requested)
     (pattern,) = patterns_of(ALL_TO_ALL_GEMM.name)
     rows = shards.size(group.rank)
 
@@ -186,13 +184,9 @@ def _make_plan(
     gathered = buffer.as_strided((shards.chunk, depth, group.size), strides, buffer.storage_offset())
     exchange = exchange_arguments(workspace, way, shards.chunk, peers.agreed.timeout_ns, executor)
     exchange = exchange._replace(buffer_bytes=0)  # one buffer, whatever the epoch
-    chunk = chunk_rows(shards.chunk, row_bytes, least)
+    chunk = chunk_rows(shards.chunk, row_bytes, constants(arch).copy_bytes)
     gathering = Gathering(exchange, shards.total, row_bytes, 0, None, gathered, 1, 1, chunk_rows=chunk)
-    gate = None
-    if len(products) > 1:
-        gate = peers.prepare(
-            ("gate", False), "compiling the gate of all_gather_gemm", lambda: compiled_gate(executor)
-        )
+    gate = prepared_gate(peers) if len(products) > 1 else None
     travel: Travel | None = None if push else copies_of(workspace, shards, row_bytes, chunk)
     return Plan(
         executor, pattern, products, workspace, exchange,
@@ -222,20 +216,8 @@ def bind(
     if group.size == 1 or not (shards.total and is_direct):
         return run
     visitors = bias_visitor(bool(biases), x.dtype)
-    plan, rows = plan_for(group, x, weights, visitors, shards, keep), shards.size(group.rank)
-    without: list[tuple[Tensor, ...] | None] = [None] * len(columns)
-
-    def run_as_planned(
-        x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]
-    ) -> tuple[Tensor, list[Tensor]]:
-        if has_place_off(x, *weights, *biases) or not plan.is_open:
-            return run(x, weights, biases)
-        outs = [x.new_empty(rows, n) for n in columns]
-        kept = x.new_empty(rows, depth * group.size) if keep else None
-        plan.launch(x, weights, outs, [(bias,) for bias in biases] or without, kept)
-        return x if kept is None else kept, outs
-
-    return run_as_planned
+    plan = plan_for(group, x, weights, visitors, shards, keep)
+    return planned(plan, run, shards.size(group.rank), columns, depth * group.size if keep else None)
 
 
 def all_to_all_gemm(

@@ -26,12 +26,14 @@ from ..scales.tma_operands import (
     aligned,
     aligned_vector,
     has_tma_strides,
+    is_weight_pair,
     major,
     padded,
     weight_pair,
 )
 from . import plan_cache as plans
 from .gather_plans import plan_for
+from .launch_plan import Plan
 from .plan_cache import bias_visitor
 
 
@@ -62,14 +64,15 @@ def bind(
 
         run_with_epilogue = within(settings(), run_with_epilogue)  # of this call, for every later call, too
         fits = rows and len(x) and x.is_contiguous() and padded(depth, x.itemsize) == depth
-        if not visitor.of_two_weights or biases or group.size == 1 or not fits or not _is_pair(weights):
+        fits = fits and not biases and all(has_tma_strides(weight) for weight in weights)
+        if not visitor.of_two_weights or group.size == 1 or not fits or not is_weight_pair(*weights):
             return run_with_epilogue
         of_pair = plan_for(group, x, depth, (tuple(weights),), (visitor,), shards, keep)
 
         def run_pair_as_planned(
             x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], inputs: Sequence[Tensor]
         ) -> tuple[Tensor, list[Tensor]]:
-            if not _is_pair(weights) or has_place_off(x) or not of_pair.is_open:
+            if has_place_off(x, *weights) or not is_weight_pair(*weights) or not of_pair.is_open:
                 return run_with_epilogue(x, weights, biases, inputs)
             out = x.new_empty(rows, columns[0])
             kept = x.new_empty(rows, depth) if keep else None
@@ -94,6 +97,25 @@ def bind(
     if out_dtype is not None:
         return _bind_scaled(run, x, weights, biases, shards, group, keep, out_dtype, blocks)
     plan = plan_for(group, x, depth, weights, bias_visitor(bool(biases), x.dtype), shards, keep)
+    return planned(plan, run, rows, columns, depth if keep else None)
+
+
+def planned(
+    plan: Plan,
+    run: Callable[..., tuple[Tensor, list[Tensor]]],
+    rows: int,
+    columns: Sequence[int],
+    depth: int | None,
+) -> Callable[..., tuple[Tensor, list[Tensor]]]:
+    """Returns the bound function of operands that kernels read as they are, without scales.
+
+    Args:
+        plan: Plan of the call.
+        run: Function for operands at other addresses, and for a closed plan.
+        rows: Rows of the results.
+        columns: Columns of each result.
+        depth: K of the operand that is returned, `[rows, K]`; None: x itself is returned.
+    """
     without: list[tuple[Tensor, ...] | None] = [None] * len(columns)
 
     def run_as_planned(
@@ -102,7 +124,7 @@ def bind(
         if has_place_off(x, *weights, *biases) or not plan.is_open:
             return run(x, weights, biases)
         outs = [x.new_empty(rows, n) for n in columns]
-        kept = x.new_empty(rows, depth) if keep else None
+        kept = None if depth is None else x.new_empty(rows, depth)
         plan.launch(x, weights, outs, [(bias,) for bias in biases] or without, kept)
         return x if kept is None else kept, outs
 
@@ -295,13 +317,6 @@ def all_gather_pairs(
             plan = plan_for(group, x, shard.shape[1], (pair,), visitors, shards, keep)
             plan.launch(shard, (pair,), (out,), (read or None,), kept)
     return x if kept is None else first_columns(kept, depth, group), [out]
-
-
-def _is_pair(weights: Sequence[Tensor]) -> bool:
-    """Returns whether a kernel reads two weights as they are."""
-    first, second = weights
-    pair = weight_pair(first, second)
-    return pair[0] is first and pair[1] is second
 
 
 def _shard(x: Tensor, alone: bool) -> Tensor:

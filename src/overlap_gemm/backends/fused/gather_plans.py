@@ -31,7 +31,7 @@ from ...runtime.group import Group
 from ...runtime.identity import call_signature
 from ...runtime.memory.workspace import Workspace
 from ...runtime.peers import Peers
-from ...spec import ALL_GATHER_GEMM, patterns_of
+from ...spec import ALL_GATHER_GEMM, TransportSpec, patterns_of
 from ...spec.sharding import Shards, ceil_div, num_owners
 from ...tuning.settings import settings
 from ...tuning.space import choose_config, constants
@@ -130,10 +130,7 @@ def _make_plan(
         scales_sent = ShardScales(0, own_bytes, after)
     workspace, way = obtain_way(peers, wanted(asked), lambda way: way.shards_class(group.size * full))
     arch, puts = peers.agreed.arch, way.puts
-    push = nbytes < constants(arch).copy_bytes if asked is None else not asked.by_host
-    # Virtual ranks share a GPU, which copies within itself by kernels.
-    push |= group.is_virtual and isinstance(executor, CudaExecutor)
-    push &= not puts
+    push = is_pushed(peers, nbytes, asked) and not puts
     owners = num_owners(shards.total, chunk)
 
     def product(columns: int, b_major: str, weight_dtype: torch.dtype) -> Product:
@@ -176,11 +173,7 @@ def _make_plan(
     exchange = exchange._replace(buffer_bytes=0)  # one buffer, whatever the epoch
     scales = gathered_scales(buffer, owners, chunk, depth, full, blocks) if blocks else None
     gathering = Gathering(exchange, shards.total, row_bytes, 0, None, gathered, 1, 1, scales, scales_sent)
-    gate = None
-    if len(products) > 1:
-        gate = peers.prepare(
-            ("gate", puts), "compiling the gate of all_gather_gemm", lambda: compiled_gate(executor, puts)
-        )
+    gate = prepared_gate(peers, puts) if len(products) > 1 else None
     travel: Travel | None = None
     if puts:
         put = full if after and nbytes else nbytes
@@ -195,6 +188,30 @@ def _make_plan(
         executor, pattern, products, workspace, exchange,
         gathering=gathering, travel=travel, gate=gate, signature=signature,
     )  # fmt: skip
+
+
+def is_pushed(peers: Peers, nbytes: int, requested: TransportSpec | None) -> bool:
+    """Returns whether warps of the kernel send the operand; else copy engines do.
+
+    Args:
+        peers: Peers of the call.
+        nbytes: Bytes that are sent to a peer.
+        requested: Transport of the caller's settings, or None.
+    """
+    if peers.group.is_virtual and isinstance(peers.executor, CudaExecutor):
+        return True  # virtual ranks share a GPU, which copies within itself by kernels
+    if requested is not None:
+        return not requested.by_host
+    return nbytes < constants(peers.agreed.arch).copy_bytes
+
+
+def prepared_gate(peers: Peers, puts: bool = False) -> Any:
+    """Returns the compiled gate, see `compiled_gate`. Collective."""
+    return peers.prepare(
+        ("gate", puts),
+        "compiling the gate of all_gather_gemm",
+        lambda: compiled_gate(peers.executor, puts),
+    )
 
 
 def signature_of(

@@ -47,14 +47,18 @@ def weight_pair(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
         second: Weight of the same shape, at another address, less than `MAX_STRIDE` bytes away.
     """
     pair = aligned(first), aligned(second)
-    begin, end = (one.data_ptr() for one in pair)
-    is_one_pitch = pair[0].stride() == pair[1].stride() and pair[0].stride(1) == 1
-    if is_one_pitch and 0 < abs(begin - end) < MAX_STRIDE:
+    if is_weight_pair(*pair):
         return pair
     rows, depth = first.shape
     both = first.new_zeros(2, rows, padded(depth, first.itemsize))
     both[0, :, :depth], both[1, :, :depth] = first, second
     return both[0], both[1]
+
+
+def is_weight_pair(first: Tensor, second: Tensor) -> bool:
+    """Returns whether a kernel reads two aligned weights of one shape by one descriptor."""
+    is_one_pitch = first.stride() == second.stride() and first.stride(1) == 1
+    return is_one_pitch and 0 < abs(first.data_ptr() - second.data_ptr()) < MAX_STRIDE
 
 
 def widened(matrix: Tensor) -> Tensor:
