@@ -285,19 +285,8 @@ class Emulator:
         kernel, pairs = entry_of(ptx, entry), with_names(args)
         params = parameters(kernel, pairs)
         x, y, z = cluster or (*kernel.directives.get("reqnctapercluster", ()), 1, 1, 1)[:3]
-        call = KernelCall(
-            ptx,
-            entry,
-            grid,
-            block,
-            (x, y, z),
-            shared,
-            stream,
-            params,
-            cooperative,
-            programmatic,
-            frozenset(ignore),
-        )
+        flags = (cooperative, programmatic, frozenset(ignore))
+        call = KernelCall(ptx, entry, grid, block, (x, y, z), shared, stream, params, *flags)
         memory = [value for _, value in pairs if isinstance(value, Named)]
         memory += [named(array, f"memory {n}") for n, array in enumerate(reaches)]
         owners = (*(args.values() if isinstance(args, Mapping) else args), *reaches)

@@ -51,10 +51,7 @@ _ORDERING = frozenset(("acquire", "release"))
 
 
 def strength_of(ins: Instruction) -> int:
-    """Returns the scope of a strong access as an index in `order.SCOPES`, -1 for a weak one.
-
-    Atomics are strong.
-    """
+    """Returns the scope of a strong access, as in `order.SCOPES`, -1 of a weak one; atomics are strong."""
     if ins.parts[0] in ("atom", "red"):
         return order.scope_of(ins, "gpu")
     if ins.opcode.startswith("multimem.red"):
@@ -153,10 +150,7 @@ class Access:
         return rows if self.count == 1 else tuple(np.ascontiguousarray(rows.T))
 
     def _load_lanes(self, group: Group, mask: int, address: Any) -> Any:
-        """Loads lane by lane from the shared memory of several CTAs of the cluster.
-
-        Raises the fault, if any.
-        """
+        """Loads lane by lane from the shared memory of several CTAs of the cluster, or raises the fault."""
         out = np.zeros((self.count, 32), DTYPE[self.bits])
         for lane in lane_list(mask):
             cta, offset = self._other_cta(group, 1 << lane, int(address[lane]))
