@@ -3,8 +3,9 @@
 EXAMPLES is the folder examples/python/CuTeDSL of a checkout of NVIDIA/cutlass, with no change in it. Each
 script runs with the arguments of `cutlass-examples.json`, small shapes, in a process forked from one that has
 imported torch and the DSL (which saves seconds each); verdict, seconds and date are written there, and from
-there the table of `docs/public.md`. What came of a finding when somebody read the script is `judged`, by
-hand. Outcomes with another CuTe DSL (`--dsl FOLDER`) are kept apart, as `others`.
+there the counts in `docs/public.md`. Without EXAMPLES nothing runs, and the scripts that did not pass are
+printed. The field `judged` is written by hand: the cause of a finding, from the script and the PTX ISA.
+Outcomes with another CuTe DSL (`--dsl FOLDER`) are kept apart, as `others`.
 """
 
 import argparse
@@ -108,35 +109,42 @@ def run(row: dict, examples: Path, mode: str, seconds: float, keep: Path | None 
     }
 
 
-def table(kept: dict) -> str:
-    """Markdown: counts by family, and the scripts that did not pass with what was judged of them."""
-    counts = {family: dict.fromkeys(("pass", "reported", "stops"), 0) for family in FAMILIES}
-    lines, others = [], []
+def counts(kept: dict) -> str:
+    """Returns a Markdown table of verdicts by family."""
+    number = {family: dict.fromkeys(("pass", "reported", "stops"), 0) for family in FAMILIES}
     for row in kept["scripts"]:
         family = next(name for name, begin in FAMILIES.items() if row["script"].startswith(begin))
-        counts[family][row["verdict"]] += 1
-        if row["verdict"] != "pass":
-            kinds = ", ".join(sorted({part.partition(" at ")[0] for part in row["what"].split("; ")}))
-            what = kinds if row["verdict"] == "reported" else "stops"
-            others.append(f"| {row['script']} | {what} | {row.get('judged', '')} |")
-    total = {verdict: sum(c[verdict] for c in counts.values()) for verdict in ("pass", "reported", "stops")}
-    lines += [f"With nvidia-cutlass-dsl {kept['dsl']}, torch {kept['torch']}:", ""]
+        number[family][row["verdict"]] += 1
+    total = {verdict: sum(n[verdict] for n in number.values()) for verdict in ("pass", "reported", "stops")}
+    lines = [f"With nvidia-cutlass-dsl {kept['dsl']}, torch {kept['torch']}:", ""]
     lines += ["| family | scripts | pass | reported | stops |", "|---|---|---|---|---|"]
-    for family, of in [*counts.items(), ("all", total)]:
+    for family, of in [*number.items(), ("all", total)]:
         lines.append(f"| {family} | {sum(of.values())} | {' | '.join(str(n or '') for n in of.values())} |")
     verdicts = {(row["script"], row["arch"]): row["verdict"] for row in kept["scripts"]}
     for dsl in sorted({one["dsl"] for one in kept["others"]}):
         ran = [one for one in kept["others"] if one["dsl"] == dsl]
         same = sum(verdicts[one["script"], one["arch"]] == one["verdict"] for one in ran)
-        lines += ["", f"Of {len(ran)} that ran with {dsl}, too, {same} had the same outcome."]
-    lines += ["", "| script | findings | judged |", "|---|---|---|", *others]
+        lines += ["", f"With {dsl}, {same} of {len(ran)} scripts that ran had the same outcome."]
+    return "\n".join(lines) + "\n"
+
+
+def table(kept: dict) -> str:
+    """Returns a Markdown table of the scripts that did not pass, with the cause of each."""
+    lines = ["| script | findings | judged |", "|---|---|---|"]
+    for row in kept["scripts"]:
+        if row["verdict"] != "pass":
+            kinds = ", ".join(sorted({part.partition(" at ")[0] for part in row["what"].split("; ")}))
+            what = kinds if row["verdict"] == "reported" else "stops"
+            lines.append(f"| {row['script']} | {what} | {row.get('judged', '')} |")
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
-    """Runs what is asked for, and writes the table."""
+    """Runs the requested scripts and writes the counts, or prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("examples", type=Path, nargs="?", help="without it only the table is written")
+    parser.add_argument(
+        "examples", type=Path, nargs="?", help="without it, the table of scripts that did not pass is printed"
+    )
     parser.add_argument("--only", nargs="+", default=[""], help="scripts whose path has one of these")
     parser.add_argument("--seed", type=int, default=26, help="of the order: what was run first is a sample")
     parser.add_argument("--again", action="store_true", help="those that have a verdict of today, too")
@@ -150,7 +158,9 @@ def main() -> None:
     text, kept = PAGE.read_text(), json.loads(RESULTS.read_text())
     if all("verdict" in row for row in kept["scripts"]):
         head, tail = text.partition(BEGIN)[0], text.partition(END)[2]
-        PAGE.write_text(f"{head}{BEGIN}\n{table(kept)}\n{END}{tail}")
+        PAGE.write_text(f"{head}{BEGIN}\n{counts(kept)}\n{END}{tail}")
+    if asked.examples is None:
+        print(table(kept), end="")
 
 
 def _run_all(asked: argparse.Namespace) -> None:

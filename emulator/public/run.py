@@ -2,8 +2,8 @@
 
 Each case of `CASES` whose package can be imported (`pip install --target FOLDER`, FOLDER in PYTHONPATH, will
 do) runs once per architecture and mode, in a process of its own; `--dsl FOLDER` with the CuTe DSL that was
-installed there. The rows go to `results.json` in place of earlier ones of the same case and DSL, and from
-there to the table of `docs/public.md`. `--table` writes the table alone.
+installed there. The rows replace those of the same case and DSL in `results.json`, from which the counts in
+`docs/public.md` are written. `--table` prints all rows, and writes the counts.
 """
 
 import argparse
@@ -93,7 +93,7 @@ def installed(dsl: Path | None) -> str:
 
 
 def table(rows: list[dict]) -> str:
-    """Markdown, one line for each case, with its architectures and modes."""
+    """Returns a Markdown table with a line for each run."""
     lines = [
         "| package | DSL | case | arch, mode | verdict | seconds | on |",
         "|---|---|---|---|---|---|---|",
@@ -107,17 +107,35 @@ def table(rows: list[dict]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write_table() -> None:
-    """Puts the table of `results.json` between its marks in the page."""
+def counts(rows: list[dict]) -> str:
+    """Returns a Markdown table with a line for each package: its runs by verdict."""
+    lines = [
+        "| package | CuTe DSL | cases | runs | pass | reported | stops |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for package in dict.fromkeys(f"{r['package']} {r['version']}" for r in rows):
+        runs = [r for r in rows if f"{r['package']} {r['version']}" == package]
+        versions = dict.fromkeys(r["dsl"].split()[0] for r in runs)
+        cases = dict.fromkeys(r["case"] for r in runs)
+        number = [sum(r["verdict"] == one for r in runs) for one in ("pass", "reported", "stops")]
+        lines.append(
+            f"| {package} | {', '.join(versions)} | {', '.join(cases)} | {len(runs)} | "
+            f"{' | '.join(str(n or '') for n in number)} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def write_counts() -> None:
+    """Writes the counts of `results.json` between their marks in the page."""
     text = PAGE.read_text()
     head, tail = text.partition(BEGIN)[0], text.partition(END)[2]
-    PAGE.write_text(f"{head}{BEGIN}\n{table(json.loads(RESULTS.read_text()))}\n{END}{tail}")
+    PAGE.write_text(f"{head}{BEGIN}\n{counts(json.loads(RESULTS.read_text()))}\n{END}{tail}")
 
 
 def main() -> None:
     """Runs what is asked for."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--table", action="store_true", help="only write the table")
+    parser.add_argument("--table", action="store_true", help="run nothing; print the table of all runs")
     parser.add_argument("--only", default="", help="cases whose name has this")
     parser.add_argument("--arch", nargs="+", default=BOTH)
     parser.add_argument("--dsl", nargs="+", type=Path, default=[None], help="folders with other CuTe DSLs")
@@ -152,7 +170,9 @@ def main() -> None:
             rows = [r for r in rows if any(r[key] != row[key] for key in same)] + [row]
             rows.sort(key=lambda r: [r[key] for key in same])
             RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
-    write_table()
+    write_counts()
+    if asked.table:
+        print(table(json.loads(RESULTS.read_text())), end="")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The command that runs kernels of public packages, and the table that it writes."""
+"""The commands that run public kernels; the counts that they write into docs/public.md."""
 
 import importlib.util
 import json
@@ -66,7 +66,10 @@ def test_the_page_shows_what_was_kept():
     rows = json.loads(public.RESULTS.read_text())
     assert rows and {(r["package"], r["case"]) for r in rows} <= {(c[0], c[3]) for c in public.CASES}
     assert {r["verdict"] for r in rows} <= {"pass", "reported", "stops"}
-    assert public.table(rows) in public.PAGE.read_text()
+    assert public.counts(rows) in public.PAGE.read_text()
+    lines = public.table(rows).splitlines()[2:]
+    assert len(lines) == len(rows)
+    assert all(f"| {row['verdict']}" in line for row, line in zip(rows, lines, strict=True))
 
 
 def test_the_page_counts_the_tests_of_quack_that_were_kept():
@@ -77,13 +80,18 @@ def test_the_page_counts_the_tests_of_quack_that_were_kept():
     assert "reported" not in ran and text in public.PAGE.read_text()
 
 
-def test_every_script_of_cutlass_that_did_not_pass_was_judged_and_stands_in_the_page():
+def test_every_script_of_cutlass_that_did_not_pass_was_judged_and_is_printed():
     kept = json.loads(cutlass_examples.RESULTS.read_text())
     assert len({row["script"] for row in kept["scripts"]}) == len(kept["scripts"]) == 188
     for row in kept["scripts"]:
         assert (row["verdict"] == "pass") != ("judged" in row), row
         assert row["verdict"] != "reported" or row["judged"].startswith("right: "), row
-    assert cutlass_examples.table(kept) in public.PAGE.read_text()
+    assert cutlass_examples.counts(kept) in public.PAGE.read_text()
+    printed = cutlass_examples.table(kept).splitlines()[2:]
+    left = [row for row in kept["scripts"] if row["verdict"] != "pass"]
+    assert len(printed) == len(left)
+    for row, line in zip(left, printed, strict=True):
+        assert row["script"] in line and row["judged"] in line
 
 
 @pytest.mark.parametrize(
