@@ -125,8 +125,8 @@ class DealtShards(_Order):
     In each turn every rank computes one tile for every owner, itself last. So the load of the links is even
     from the first wave to the last. No two ranks send to one owner at the same time. (With full shards
     one after the other the link idled during the local one, and limited the others. Turning the deal from
-    turn to turn, and local tiles a wave late, were tried and are slower: docs/design/exchange.md.) Ranks
-    after the last owner (``rank >= owners``) own nothing and send all their tiles.
+    turn to turn, and local tiles a wave late, were tried and are slower: docs/design/not-adopted.md.)
+    Ranks after the last owner (``rank >= owners``) own nothing and send all their tiles.
 
     Attributes:
         group: Tile rows per band of the raster, in all shards together: a wave shares them in the L2 cache.
