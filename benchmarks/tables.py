@@ -1,11 +1,13 @@
-"""The tables of benchmarks/README.md, made from the data in `results/`: each below a comment that names it.
+"""Tables of the data in `results/`; those of benchmarks/README.md are below comments that name them.
 
-python benchmarks/tables.py     # writes them anew
-<!-- table: ways h200x4 gemm_reduce_scatter -->     a function of this file, and its arguments
+python benchmarks/tables.py                                          # writes the page's tables anew
+python benchmarks/tables.py backends h200x2-shapes gemm_all_reduce   # prints a table
+<!-- table: backends h200x2-shapes gemm_all_reduce -->     a function of this file, and arguments
 """
 
 import json
 import re
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,24 +19,24 @@ Row = dict[str, Any]
 
 
 def report(name: str) -> Any:
-    """A file of results."""
+    """Returns the content of a file of results."""
     return json.loads((FOLDER / "results" / f"{name}.json").read_text())
 
 
+def table(function: str, *arguments: str) -> str:
+    """Returns the Markdown of a table: function of this file, and its arguments."""
+    rows = TABLES[function](*arguments)
+    head, *body = (f"| {' | '.join(line)} |\n" for line in (rows[0], *(row.values() for row in rows)))
+    return head + "|---" * len(rows[0]) + "|\n" + "".join(body)
+
+
 def rendered(text: str) -> str:
-    """A page with its tables made anew."""
-
-    def table(found: re.Match[str]) -> str:
-        function, *arguments = found[2].split()
-        rows = TABLES[function](*arguments)
-        head, *body = (f"| {' | '.join(line)} |\n" for line in (rows[0], *(row.values() for row in rows)))
-        return found[1] + head + "|---" * len(rows[0]) + "|\n" + "".join(body)
-
-    return COMMENT.sub(table, text)
+    """Returns a page with its tables made anew."""
+    return COMMENT.sub(lambda comment: comment[1] + table(*comment[2].split()), text)
 
 
 def microseconds(seconds: float | None) -> str:
-    """Three digits."""
+    """Returns a time with three digits."""
     if seconds is None:
         return "-"
     us = seconds * 1e6
@@ -42,51 +44,64 @@ def microseconds(seconds: float | None) -> str:
 
 
 def shape(result: Row) -> str:
-    """M, N, K over all ranks."""
+    """Returns M, N, K over all ranks."""
     return f"{result['m']},{result['n']},{result['k']}"
 
 
-def ways(name: str, op: str, only: str = "") -> list[dict[str, str]]:
-    """Times of all ways of an op, captured; `auto` relative to the fastest of torch's ways, also eagerly.
+def backends(name: str, op: str) -> list[dict[str, str]]:
+    """Returns times of all backends of an op, captured; `auto` relative to torch's fastest, also eagerly.
 
     Args:
         name: File of results.
         op: Op.
-        only: Text that the names of the table's shapes contain.
     """
-    results = [
-        result for result in report(name)["results"] if result["op"] == op and only in (result["name"] or "")
-    ]
+    results = [result for result in report(name)["results"] if result["op"] == op]
     others = [
-        way
-        for way in ("torch", "torch-symm", "one-shot", "two-shot", "quack")
-        if any(way in result["graph"]["seconds"] for result in results)
+        other
+        for other in ("torch", "torch-symm", "one-shot", "two-shot", "quack")
+        if any(other in result["graph"]["seconds"] for result in results)
     ]
-    return [_ways(result, others) for result in results]
+    return [_backends(result, others) for result in results]
 
 
-def _ways(result: Row, others: Sequence[str]) -> dict[str, str]:
+def _backends(result: Row, others: Sequence[str]) -> dict[str, str]:
+    graph = result["graph"]
+    times = {name: microseconds(graph["seconds"].get(name)) for name in ("product", *others, "fused")}
+    bound = f"{graph['ours']['fused']['of_bound']:.2f}"
+    return {"M,N,K": shape(result), **times, "of bound": bound, **_auto(result)}
+
+
+def _auto(result: Row) -> dict[str, str]:
     graph, auto = result["graph"], result["graph"]["ours"]["auto"]
-    times = {way: microseconds(graph["seconds"].get(way)) for way in ("product", *others, "fused")}
     return {
-        "M,N,K": shape(result),
-        **times,
-        "of bound": f"{graph['ours']['fused']['of_bound']:.2f}",
         "auto": f"{microseconds(graph['seconds']['auto'])} ({auto['taken']})",
         "auto / best": f"{auto['against']:.2f}",
         "eagerly": f"{result['eager']['ours']['auto']['against']:.2f}",
     }
 
 
+def auto(name: str, *models: str) -> list[dict[str, str]]:
+    """Returns times of `auto` of all ops, without those of torch's backends.
+
+    Args:
+        name: File of results.
+        *models: Texts, one of which the name of each shape contains; all shapes by default.
+    """
+    return [
+        {"op, M,N,K": f"{result['op']} {shape(result)}", **_auto(result)}
+        for result in report(name)["results"]
+        if not models or any(model in result["name"] for model in models)
+    ]
+
+
 def promises(name: str) -> list[dict[str, str]]:
-    """Returns the time of the default, ratios to it, and how many elements have other bits."""
+    """Returns the time of the default, and ratios to it."""
     return [
         {
             "op": result["op"],
             "M": str(result["m"]),
             "default": microseconds(result["us"]["default"] / 1e6),
-            **{way: f"{ratio:.2f}" for way, ratio in result["ratio"].items() if way != "default"},
-            "differ": str(sum(result["differing"][way][way] for way in ("batch", "ranks"))),
+            **{name: f"{ratio:.2f}" for name, ratio in result["ratio"].items() if name != "default"},
         }
         for result in report(name)["results"]
     ]
@@ -115,27 +130,31 @@ def epilogues(name: str, k: str) -> list[dict[str, str]]:
 
 
 def layers(name: str) -> list[dict[str, str]]:
-    """The projections of a layer, in milliseconds."""
+    """Returns times of the projections of a layer, in milliseconds."""
     rows = []
     for result in report(name)["results"]:
-        seconds = {way: found["seconds"] for way, found in result["ways"].items()}
+        seconds = {name: timed["seconds"] for name, timed in result["ways"].items()}
         rows.append(
             {
                 "layer, tokens, pass": f"{result['model']}, {result['rows']}, {result['passes']}",
-                **{f"{way} (ms)": f"{1e3 * time:.3g}" for way, time in seconds.items()},
-                **{f"ours / {way}": f"{found['ratio']:.2f}" for way, found in result["ours_against"].items()},
+                **{f"{name} (ms)": f"{1e3 * time:.3g}" for name, time in seconds.items()},
+                **{
+                    f"ours / {name}": f"{to['ratio']:.2f}"
+                    for name, to in result["ours_against"].items()
+                    if name != "ours, compiled"
+                },
             }
         )
     return rows
 
 
 def scattered(name: str) -> list[dict[str, str]]:
-    """The fused reduce-scatter and what there was before it; the older form of results."""
-    found: dict[str, dict[str, Row]] = {}
+    """Returns times of the fused reduce-scatter and of `torch`, from results in an older format."""
+    shapes: dict[str, dict[str, Row]] = {}
     for result in report(name)["results"]:
-        found.setdefault(shape(result), {})[result["backend"]] = result
+        shapes.setdefault(shape(result), {})[result["backend"]] = result
     rows = []
-    for where, by in found.items():
+    for where, by in shapes.items():
         torch, fused = (by[way]["seconds"]["overlapped"] for way in ("torch", "fused"))
         rows.append(
             {
@@ -150,7 +169,7 @@ def scattered(name: str) -> list[dict[str, str]]:
 
 
 def decomposed(*names: str) -> list[dict[str, str]]:
-    """Speed of `decomposed` relative to `sequential`."""
+    """Returns the speed of `decomposed` relative to `sequential`."""
     return [
         {
             "M,N,K": shape(result),
@@ -165,7 +184,7 @@ def decomposed(*names: str) -> list[dict[str, str]]:
 
 
 def emulator() -> list[dict[str, str]]:
-    """Time of the emulator, with and without checks."""
+    """Returns times of the emulator, with and without checks."""
     return [
         {
             "workload": result["name"],
@@ -178,8 +197,12 @@ def emulator() -> list[dict[str, str]]:
 
 
 TABLES: dict[str, Callable[..., list[dict[str, str]]]] = {
-    one.__name__: one for one in (ways, promises, epilogues, layers, scattered, decomposed, emulator)
+    one.__name__: one
+    for one in (backends, auto, promises, epilogues, layers, scattered, decomposed, emulator)
 }
 
 if __name__ == "__main__":
-    README.write_text(rendered(README.read_text()))
+    if sys.argv[1:]:
+        print(table(*sys.argv[1:]), end="")
+    else:
+        README.write_text(rendered(README.read_text()))
