@@ -1,9 +1,10 @@
-"""Tensor-parallel GEMMs whose communication happens inside the GEMM kernel.
+"""Tensor-parallel GEMMs that communicate inside the GEMM kernel, and the public functions for them.
 
-The public names load on first use (PEP 562), so that a part that needs no torch, such as
-:mod:`overlap_gemm.pipelines`, imports none. Whoever runs a saved program that calls
-``torch.ops.overlap_gemm``, and uses no public name, imports :mod:`overlap_gemm.dispatch.ops`, which
-registers them.
+Public names are imported at their first use (PEP 562). A module that does not need torch, such as
+:mod:`overlap_gemm.pipelines`, therefore does not import it.
+
+A saved program may call ``torch.ops.overlap_gemm`` without a public name. Its process must import
+:mod:`overlap_gemm.dispatch.ops`, which registers the ops.
 """
 
 import sys
@@ -55,7 +56,7 @@ HOMES = (
     "spec.promises",
     "tuning.settings",
 )
-"""The modules that the public names come from."""
+"""Modules that define the public names."""
 
 __all__ = [
     "CaptureError",
@@ -97,18 +98,18 @@ if not TYPE_CHECKING:  # a type checker that saw __getattr__ would accept every 
     def __getattr__(name: str) -> object:
         if name not in __all__:
             registry = sys.modules.get(f"{__name__}.api.registration")
-            if registry is not None and name in registry.FUNCTIONS:  # an op from outside of the package
+            if registry is not None and name in registry.FUNCTIONS:  # an op that a user registered
                 return registry.FUNCTIONS[name]
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        # All names at the first of them: an op must not be registered in the middle of a trace.
+        # The first access imports all names: torch must not register an op in the middle of a trace.
         for home in HOMES:
-            found = vars(import_module(f".{home}", __name__))
-            globals().update({public: found[public] for public in __all__ if public in found})
+            module = vars(import_module(f".{home}", __name__))
+            globals().update({public: module[public] for public in __all__ if public in module})
         return globals()[name]
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *__all__})
 
 
-if find_spec("cute_emulator") is not None:  # where it is installed, fused calls run in one that is opened
+if find_spec("cute_emulator") is not None:  # if an emulator is open, fused calls on the CPU run in it
     import_module("cute_emulator.clients").register("overlap_gemm.integrations.cute_emulator")

@@ -1,4 +1,4 @@
-"""From a configuration to a compiled kernel: the host-facing surface of the fused GEMM.
+"""Compilation of kernels for a `GemmConfig`, for hosts that launch the fused GEMM themselves.
 
 ::
 
@@ -6,30 +6,32 @@
     compiled = compile_kernel(kernel)                      # needs no GPU; once per configuration
     compiled(a, b, out, extras, exchange, num_clusters, stream)
 
-Arguments of the compiled function, all run-time values. Tensors as ``cute`` tensors with dynamic layouts (or
-by DLPack with ``--enable-tvm-ffi``). Integers inside ``exchange`` are ``Int32`` or ``Int64`` objects: the
-DSL's own calling path packs a plain ``int`` there wrongly, without a check.
+All arguments of the compiled function are run-time values. Tensors are ``cute`` tensors with dynamic layouts;
+after a compilation with ``--enable-tvm-ffi``, any DLPack tensors. Without TVM-FFI, integers in ``exchange``
+must be ``Int32`` or ``Int64`` objects: the DSL packs a plain ``int`` there wrongly, without an error.
 
 ``a``
-    (M, K) of ``config.in_dtype``; M is the global number of rows, K this rank's share. ``a_major="k"``: K
-    contiguous; ``"m"``: M contiguous. 16-byte aligned, the other dimension's stride a multiple of 8 elements.
+    (M, K) of ``config.in_dtype``. M is the number of rows over all ranks, K this rank's share. With
+    ``a_major="k"`` K is contiguous, with ``"m"`` M is. The address is 16-byte aligned; the stride of the
+    other dimension is a multiple of 16 bytes.
 ``b``
-    (N, K), likewise; ``nn.Linear``'s weight layout when ``b_major="k"``.
+    (N, K), with the rules of ``a`` and ``b_major``. ``b_major="k"`` is the layout of ``nn.Linear``'s weight.
 ``out``
     (rows, N) of ``config.out_dtype``, N contiguous, 16-byte aligned, row stride a multiple of 16 bytes.
-    ``rows``: M for a plain GEMM, else the rows this rank owns; a rank that owns none passes any valid tensor
-    of one row, which stays untouched.
+    ``rows`` is M for a plain GEMM, else the number of rows that this rank owns. A rank without rows passes
+    any valid tensor of one row; the kernel does not write to it.
 ``extras``
-    A tuple: where operands have scales of blocks, these two matrices (`mainloop.blocks`, `mx`); then what the
-    epilogue's visitors read and write, in the order of ``config.epilogue_operands``: vectors, contiguous,
-    16-byte aligned; matrices like ``out``: their extents are `visitors.Operand.shape`, columns a multiple of
-    8. None where there is nothing.
+    Tuple of tensors, or None if there are none. First the two matrices of scales, if operands have scales of
+    blocks (`mainloop.blocks`, `mx`). Then the operands of the epilogue's visitors, in the order of
+    ``config.epilogue_operands``. A vector is contiguous and 16-byte aligned. A matrix has the layout of
+    ``out``, the extents of `visitors.Operand.shape`, and a multiple of 8 columns.
 ``exchange``
-    An :class:`Exchange`; None for a plain GEMM. The epoch is not an argument: the kernel keeps it in the
-    workspace.
+    An :class:`Exchange`; None for a plain GEMM. The epoch is not an argument: the workspace stores it in
+    device memory.
 ``num_clusters``
-    Grid in clusters: ``min(clusters that fit on the device at once, the shape's num_clusters)``. All of them
-    must be co-resident, and the launch must not overlap the one before it on the same workspace.
+    Grid size in clusters: the smaller of the clusters that the device holds at once and the shape's
+    ``num_clusters``. All clusters must be co-resident. The launch must not overlap the previous launch on the
+    same workspace.
 ``stream``
     ``CUstream``.
 """
@@ -68,16 +70,22 @@ def make_kernel(
     cooperative: bool = False,
     pattern: str = "reduce_scatter",
 ) -> FusedGemm:
-    """Composes the kernel of a configuration.
+    """Returns the kernel of a plain GEMM, or of an op that sends result tiles; not compiled.
 
     Args:
-        config: compile-time choices.
-        transport: how tiles reach peers, or None for a plain GEMM.
-        cooperative: whether the launch is refused unless all its CTAs are resident at once.
-        pattern: who sends what to whom: a name of `overlap_gemm.spec.PATTERNS` whose tiles travel.
+        config: Compile-time choices.
+        transport: Transport that sends tiles to peers; None: a plain GEMM.
+        cooperative: Whether to launch cooperatively: CUDA then refuses a grid that is not co-resident.
+        pattern: Communication pattern, a name of `overlap_gemm.spec.PATTERNS`; not read for a plain GEMM.
+
+    Raises:
+        ValueError: `config` has pairs of columns, and there is a transport.
     """
     if config.has_pairs and transport is not None:
-        raise ValueError("pairs of columns are of products that are the output, not of sums over ranks")
+        raise ValueError(
+            "a configuration with pairs of columns (config.has_pairs) is for a plain GEMM or "
+            f"all_gather_gemm, not for pattern {pattern!r}, which sends result tiles; pass transport=None"
+        )
     op = PlainGemm(config) if transport is None else _named(PATTERNS[pattern].kernel)(config, transport)
     return FusedGemm(_mainloop(config), op, cooperative)
 
@@ -90,15 +98,15 @@ def make_gather_kernel(
     cooperative: bool = False,
     op: OpSpec = ALL_GATHER_GEMM,
 ) -> FusedGemm:
-    """Composes the kernel of an op whose operand is sent; its ``exchange`` is a :class:`Gathering`.
+    """Returns the kernel of an op that gathers x; not compiled. Its ``exchange`` is a :class:`Gathering`.
 
     Args:
-        config: compile-time choices.
-        transport: raises flags at peers.
-        push: whether the kernel's warps send the own shard; else copy engines do.
-        keep: whether the gathered operand is copied to a tensor of the caller's.
-        cooperative: as for `make_kernel`.
-        op: The op.
+        config: Compile-time choices.
+        transport: Transport by which the kernel signals peers.
+        push: Whether warps of the kernel send the local shard; False: copy engines send it.
+        keep: Whether the kernel also copies the gathered x to a tensor of the caller.
+        cooperative: Whether to launch cooperatively: CUDA then refuses a grid that is not co-resident.
+        op: Definition of the op.
     """
     (pattern,) = patterns_of(op.name)
     kernel = _named(PATTERNS[pattern].kernel)(config, transport, push, keep)
@@ -111,13 +119,13 @@ def _mainloop(config: GemmConfig) -> Mainloop:
 
 
 def _named(path: str) -> Any:
-    """What ``module:name`` says, imported only now."""
+    """Returns the object at ``module:name``; imports the module at the call, not with this one."""
     module, _, name = path.partition(":")
     return getattr(import_module(module), name)
 
 
 def warp_names(config: GemmConfig) -> dict[int, str]:
-    """What each warp of a CTA does, for traces: warp number -> name of its role."""
+    """Returns the role's name of each warp of a CTA, by warp number; for traces."""
     mainloop = make_kernel(config).mainloop
     first = mainloop.first_epilogue_warp
     names = {first + i: f"epilogue {i}" for i in range(mainloop.num_epilogue_warps)}
@@ -127,7 +135,7 @@ def warp_names(config: GemmConfig) -> dict[int, str]:
 
 
 def fake_arguments(kernel: FusedGemm) -> tuple[Any, ...]:
-    """Arguments to compile with: every extent, stride and scalar dynamic."""
+    """Returns the arguments with which a kernel is compiled; extents, strides and scalars are dynamic."""
     cfg = kernel.config
 
     def matrix(dtype: str, row_major: bool) -> Any:
@@ -169,10 +177,15 @@ def fake_arguments(kernel: FusedGemm) -> tuple[Any, ...]:
 
 
 def compile_relay(arch: str, transport: Any, options: str = "") -> Any:
-    """Compiles the relay kernel that puts what a GEMM with transport ``staged`` leaves to it.
+    """Compiles the relay kernel, which sends the tiles that a GEMM with transport ``staged`` stages locally.
 
-    Its arguments: the op (`OpSpec.code`), two lists of puts (`geometry.Puts`, of ``Int64``), the GEMM's
-    ``exchange``, a stream other than the GEMM's.
+    Arguments of the compiled function: the op (`OpSpec.code`), two lists of puts (`geometry.Puts`, of
+    ``Int64``), the GEMM's ``exchange``, and a stream other than the GEMM's.
+
+    Args:
+        arch: Architecture, for example "sm_90a".
+        transport: Transport that executes the puts.
+        options: Further options of ``cute.compile``.
     """
     relay, none = Relay(transport), Puts(*map(Int64, Puts()))
     fakes = (Int32(1), (none, none), _fake_exchange(), make_fake_stream())
@@ -180,7 +193,13 @@ def compile_relay(arch: str, transport: Any, options: str = "") -> Any:
 
 
 def compile_gate(arch: str, transport: Any, options: str = "") -> Any:
-    """Compiles the gate kernel; its arguments: those of `GateKernel`, the stream last."""
+    """Compiles the gate kernel. The compiled function takes the arguments of `GateKernel`, then the stream.
+
+    Args:
+        arch: Architecture, for example "sm_90a".
+        transport: Transport by which the kernel signals peers.
+        options: Further options of ``cute.compile``.
+    """
     fakes = (Int32(0), Int32(0), _fake_exchange(), make_fake_stream())
     return cute.compile(
         GateKernel(transport), *fakes, options=f"--gpu-arch {arch_of(arch).target} {options}".strip()
@@ -188,17 +207,17 @@ def compile_gate(arch: str, transport: Any, options: str = "") -> Any:
 
 
 def compile_kernel(kernel: FusedGemm, options: str = "") -> Any:
-    """Compiles for ``kernel.config.arch``, on any machine.
+    """Compiles a kernel for ``kernel.config.arch``; needs no GPU.
 
     Args:
-        kernel: what :func:`make_kernel` returned.
-        options: further options of ``cute.compile``, for example ``"--enable-tvm-ffi"``.
+        kernel: Kernel from :func:`make_kernel` or :func:`make_gather_kernel`.
+        options: Further options of ``cute.compile``, for example ``"--enable-tvm-ffi"``.
 
     Returns:
-        The DSL's compiled function.
+        The DSL's compiled function, with the arguments that the module's docstring lists.
     """
-    # What a profile shows. "cutlass" stays in it: ptxas makes other code of an entry without that word, and
-    # the plain GEMM of 128x128 is 1 to 2 % slower then (docs/design/facts.md).
+    # The name that a profiler shows. It must contain "cutlass": ptxas generates other code for an entry
+    # without that word, and the plain GEMM of 128x128 is then 1 to 2 % slower (docs/design/facts.md).
     FusedGemm.kernel.set_name_prefix(kernel.name, keep_mangled_name=False)
     return cute.compile(
         kernel, *fake_arguments(kernel), options=f"--gpu-arch {kernel.config.on.target} {options}".strip()
@@ -206,13 +225,13 @@ def compile_kernel(kernel: FusedGemm, options: str = "") -> Any:
 
 
 class DirectCall:
-    """A compiled function called the DSL's own way, with the arguments that a TVM-FFI function takes.
+    """A compiled function called through the DSL, with the arguments that a TVM-FFI function takes.
 
-    A TVM-FFI function keeps the library that its kernel is loaded from to itself; this one can be asked for
-    it, and NVSHMEM has to initialise it. A call costs the host about 250 us more.
+    It exposes the loaded CUDA library, which NVSHMEM must initialise; a TVM-FFI function does not. A call
+    takes about 250 us more host time than one by TVM-FFI.
 
     Args:
-        compiled: what the functions here return, compiled without ``--enable-tvm-ffi``.
+        compiled: Result of a compile function of this module, without ``--enable-tvm-ffi``.
     """
 
     def __init__(self, compiled: Any) -> None:
@@ -220,11 +239,16 @@ class DirectCall:
 
     @property
     def library(self) -> Any:
-        """The loaded ``cudaLibrary_t``."""
+        """Returns the loaded ``cudaLibrary_t``."""
         return self._compiled.library
 
     def __call__(self, *arguments: Any) -> None:
-        """Starts the kernel; tensors by DLPack, the stream last, as an integer."""
+        """Launches the kernel.
+
+        Args:
+            *arguments: Arguments of the compiled function: tensors as DLPack objects, integers as ``int``,
+                and last the stream as an integer handle.
+        """
         *values, stream = arguments
         self._compiled(*map(_converted, values), CUstream(stream))
 
@@ -247,7 +271,7 @@ def _converted(value: Any) -> Any:
 
 
 def scales_of(kind: Blocks) -> Any:
-    """The module of kernels with scales of such blocks."""
+    """Returns the module of the mainloop for scales of these blocks: `mainloop.mx` or `mainloop.blocks`."""
     return mx if kind == MX else blocks
 
 
@@ -258,11 +282,11 @@ def _fake_exchange() -> Exchange:
 
 def _fake_gathering(config: GemmConfig, keep: bool) -> Gathering:
     dtype, kept = DTYPES[config.in_dtype], None
-    whole = 128 // dtype.width
+    alignment = 128 // dtype.width
     if keep:
-        kept = make_fake_compact_tensor(dtype, (cute.sym_int64(divisibility=whole),), assumed_align=16)
+        kept = make_fake_compact_tensor(dtype, (cute.sym_int64(divisibility=alignment),), assumed_align=16)
     extents = (cute.sym_int32(), cute.sym_int32(), cute.sym_int32())
-    pitch, shard = cute.sym_int64(divisibility=whole), cute.sym_int64(divisibility=whole)
+    pitch, shard = cute.sym_int64(divisibility=alignment), cute.sym_int64(divisibility=alignment)
     gathered = make_fake_tensor(dtype, extents, stride=(pitch, 1, shard), assumed_align=16)
     scales = None if config.blocks is None else scales_of(config.blocks).fake_gathered()
     after = ShardScales(*(Int64(0),) * 3) if config.blocks is not None or config.visits_rows else None

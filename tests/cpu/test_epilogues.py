@@ -127,7 +127,7 @@ def with_bias(x, bias):
         (branching, {}, "cannot branch on one"),
         (comparing, {}, "'>' not supported"),
         (of_torch, {}, "functions of overlap_gemm.epilogues"),
-        (of_a_tensor, {}, "what else it reads is an input"),
+        (of_a_tensor, {}, "declare everything else that it reads as an input"),
         (doubled, {}, r"must return \(result\)"),
         (doubled, {"outputs": {"a": "element", "b": "element"}}, r"must return \(result, a, b\)"),
         (with_bias, {}, r"must take the inputs \(\), in this order; it takes \(x, bias\)"),

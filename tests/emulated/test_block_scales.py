@@ -6,7 +6,7 @@ import torch
 import overlap_gemm
 from overlap_gemm.backends.scales.block_scales import Lines
 from overlap_gemm.backends.scales.tma_operands import widened
-from overlap_gemm.testing.emulated import poisoned_allocations, whole
+from overlap_gemm.testing.emulated import joined_results, poisoned_allocations
 from tests.support.emulated.op_runs import world_of
 from tests.support.emulated.scaled_cases import AR, RS, Scaled, check, dequantised, queue, share_of_bound
 
@@ -50,5 +50,5 @@ def test_k_of_a_rank_may_be_several_blocks_or_one_or_none(op):
     for x, weight, _, scale_x, scale_w in parts:
         partial = dequantised(x, scale_x, 128) @ dequantised(weight, scale_w, 128).t()
         exact, rounded = exact + partial, rounded + partial.abs()
-    found = whole(outs, 0 if op == RS else None).double()
+    found = joined_results(outs, 0 if op == RS else None).double()
     assert bool(((found - exact).abs() <= 2.0**-8 * (rounded + exact.abs()) + 1e-3).all())

@@ -9,7 +9,7 @@ from overlap_gemm.backends.collectives import sum_in_tree
 from overlap_gemm.build import compile_kernel, make_kernel
 from overlap_gemm.config.gemm_config import GemmConfig
 from overlap_gemm.testing.cases import LAYOUTS, Case
-from overlap_gemm.testing.emulated import whole
+from overlap_gemm.testing.emulated import joined_results
 from tests.support.emulated.kernel_cases import KernelCase
 from tests.support.emulated.op_runs import SMALL, world_of
 from tests.support.invariance import adversarial, rows_and_what_is_below, same_bits
@@ -142,7 +142,7 @@ def test_input_gradients_of_gathering_ops_sum_columns_by_the_tree(arch, op):
                     outs.append(out.detach())
                     grads += torch.autograd.grad(out, x, grad)
                 world.synchronize()
-            results[invariant, ranks] = whole(outs, layout.out), whole(grads, layout.x)
+            results[invariant, ranks] = joined_results(outs, layout.out), joined_results(grads, layout.x)
     for ranks in (2, 4):
         assert all(map(same_bits, results["ranks", 1], results["ranks", ranks]))
         assert not same_bits(results[None, 1][1], results[None, ranks][1])

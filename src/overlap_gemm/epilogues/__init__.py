@@ -1,6 +1,7 @@
-"""Functions that a GEMM applies to its sums before it stores them: how to define one, and ready ones.
+"""Public names for epilogues: the decorator `epilogue`, functions of values, and a library of epilogues.
 
-Standard library only.
+An epilogue is a function that a GEMM applies to its fp32 sums before it rounds and stores them. This package
+imports the standard library only.
 """
 
 from .arithmetic import (

@@ -1,7 +1,8 @@
-"""What an epilogue may do to its values: operators, and the functions here.
+"""Operations on values in an epilogue: `Value` with its operators, and functions such as `exp` and `silu`.
 
-The same code runs on tensors (torch's methods have the names used here) and on values of a kernel
-(`Value`, which `overlap_gemm.device.values` implements). Standard library only.
+A function of this module accepts a torch tensor or a `Value`. It calls methods of its argument by torch's
+names, so one source runs on tensors and in a kernel (`overlap_gemm.device.values` implements `Value`). The
+functions are elementwise; a result has the shape of the argument. Standard library only.
 """
 
 from __future__ import annotations
@@ -17,18 +18,25 @@ SQRT_HALF = 0.7071067811865476
 
 
 class Value(ABC):
-    """An fp32 value that is neither a tensor nor a number: what an epilogue's function may do to it.
+    """Abstract fp32 value in an epilogue's function: a register of a kernel, or a placeholder in a check.
 
-    The names of the functions are those of torch's methods.
+    It supports `+ - * /`, `abs` and the methods below, which have the names of torch's tensor methods. It
+    has no truth value: a branch on a value raises TypeError.
     """
 
     @abstractmethod
     def unary(self, name: str) -> Value:
-        """Returns a function of the value: ``neg``, ``abs``, ``exp``, ... by torch's name."""
+        """Returns the result of an operation with one operand, by torch's name: ``neg``, ``abs``, ``exp``."""
 
     @abstractmethod
     def binary(self, name: str, left: Any, right: Any) -> Value:
-        """Returns ``left name right``, one of them the value: ``add``, ``maximum``, ... by torch's name."""
+        """Returns the result of an operation with two operands, by torch's name: ``add``, ``maximum``.
+
+        Args:
+            name: Name of the operation.
+            left: First operand, a value or a number.
+            right: Second operand, a value or a number. At least one of the two operands is this value.
+        """
 
     def __add__(self, other: Any) -> Value:
         return self.binary("add", self, other)
@@ -62,40 +70,45 @@ class Value(ABC):
 
     def __bool__(self) -> bool:
         raise TypeError(
-            "an epilogue does the same to every value: it cannot branch on one (if, and, or, a comparison); "
-            "use overlap_gemm.epilogues.maximum or minimum"
+            "an epilogue computes the same expression for every value: it cannot branch on one (if, and, or, "
+            "a comparison); use overlap_gemm.epilogues.maximum or minimum"
         )
 
     def exp(self) -> Value:
-        """Returns e to the value."""
+        """Returns e raised to the value."""
         return self.unary("exp")
 
     def sqrt(self) -> Value:
-        """Returns the square root."""
+        """Returns the square root of the value."""
         return self.unary("sqrt")
 
     def rsqrt(self) -> Value:
-        """Returns 1 divided by the square root."""
+        """Returns 1 / sqrt(x), where x is the value."""
         return self.unary("rsqrt")
 
     def reciprocal(self) -> Value:
-        """Returns 1 divided by the value."""
+        """Returns 1 / x, where x is the value."""
         return self.unary("reciprocal")
 
     def sigmoid(self) -> Value:
-        """Returns 1 / (1 + exp(-x))."""
+        """Returns 1 / (1 + exp(-x)), where x is the value."""
         return self.unary("sigmoid")
 
     def tanh(self) -> Value:
-        """Returns the hyperbolic tangent."""
+        """Returns the hyperbolic tangent of the value."""
         return self.unary("tanh")
 
     def erf(self) -> Value:
-        """Returns the error function."""
+        """Returns the error function of the value."""
         return self.unary("erf")
 
     def clamp(self, min: Any = None, max: Any = None) -> Value:
-        """Returns the value, at least ``min`` and at most ``max``; NaN remains NaN."""
+        """Returns the value limited to ``[min, max]``; a limit None is not applied, and NaN remains NaN.
+
+        Args:
+            min: Lower limit, a value or a number.
+            max: Upper limit, a value or a number.
+        """
         value = self
         if min is not None:
             value = value.binary("maximum", value, min)
@@ -103,7 +116,7 @@ class Value(ABC):
 
 
 def exp(x: Any) -> Any:
-    """Returns e to the x."""
+    """Returns e raised to x."""
     return x.exp()
 
 
@@ -113,7 +126,7 @@ def sqrt(x: Any) -> Any:
 
 
 def rsqrt(x: Any) -> Any:
-    """Returns 1 divided by the square root of x."""
+    """Returns 1 / sqrt(x)."""
     return x.rsqrt()
 
 
@@ -138,17 +151,17 @@ def sigmoid(x: Any) -> Any:
 
 
 def maximum(x: Any, y: Any) -> Any:
-    """Returns the larger of a value and a value or number; NaN where one is."""
+    """Returns the larger of x (a value or tensor) and y (also a number); NaN if x or y is NaN."""
     return x.clamp(min=y)
 
 
 def minimum(x: Any, y: Any) -> Any:
-    """Returns the smaller of a value and a value or number; NaN where one is."""
+    """Returns the smaller of x (a value or tensor) and y (also a number); NaN if x or y is NaN."""
     return x.clamp(max=y)
 
 
 def relu(x: Any) -> Any:
-    """Returns x where it is positive, else 0."""
+    """Returns max(x, 0)."""
     return maximum(x, 0.0)
 
 
@@ -158,10 +171,14 @@ def silu(x: Any) -> Any:
 
 
 def gelu(x: Any) -> Any:
-    """Returns x times the normal distribution's probability of less than x."""
+    """Returns 0.5 * x * (1 + erf(x / sqrt(2))), as ``torch.nn.functional.gelu``."""
     return 0.5 * x * (1.0 + (x * SQRT_HALF).erf())
 
 
 def gelu_tanh(x: Any) -> Any:
-    """Returns GELU approximated by tanh, 0.5 * x * (1 + tanh(u)), which is x * sigmoid(2 * u)."""
+    """Returns GELU approximated by tanh, as ``torch.nn.functional.gelu(x, approximate="tanh")``.
+
+    With u = sqrt(2 / pi) * (x + 0.044715 * x**3), the result is 0.5 * x * (1 + tanh(u)). It is computed as
+    x * sigmoid(2 * u), which is equal.
+    """
     return x * ((2 * SQRT_2_OVER_PI) * (x + GELU_CUBE * (x * x * x))).sigmoid()

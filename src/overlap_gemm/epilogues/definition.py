@@ -1,7 +1,7 @@
-"""`Epilogue`: a function of sums, which a GEMM applies before it rounds and stores them.
+"""Definition of epilogues: functions that a GEMM applies to its fp32 sums before it rounds and stores them.
 
-The function is written once. On tensors it is the reference, and what backends without kernels run; kernels
-trace it on values in registers. Standard library only.
+An author writes one Python function. Backends without kernels run it on tensors, and tests use that result
+as the reference. A kernel traces the same function on values in registers. Standard library only.
 """
 
 from __future__ import annotations
@@ -17,36 +17,43 @@ from typing import Any, Literal, NamedTuple, get_args
 from .arithmetic import Value
 
 Sum = Literal["partial", "complete"]
-"""Of a reduce-scatter and an all-reduce, a rank's product is partial: other ranks have more to add."""
+"""Kind of sum that an epilogue's function takes.
+
+``"partial"``: the product of one rank, in an op that then adds the products of all ranks. ``"complete"``: the
+sum over K and over all ranks.
+"""
 
 InputKind = Literal["element", "rows", "gathered_rows", "columns", "scalar"]
-"""What an input has a value for: each element, each row, each column of the rank's result; or all of it.
+"""Unit of a rank's result for which an input has one value.
 
-``"gathered_rows"``: each row of a rank's shard in `all_gather_gemm`, whose values are gathered, too.
+``"element"``, ``"rows"``, ``"columns"``: one value for each element, row or column. ``"scalar"``: one value
+for the full result. ``"gathered_rows"``: in `all_gather_gemm`, one value for each row of this rank's x; the
+values of all ranks are gathered before the kernel.
 """
 
 OutputKind = Literal["element", "row_sum", "row_max"]
-"""What an output has a value for: each element; or each row, of which it is the sum or the maximum."""
+"""Shape of an output: one value for each element, or for each row the sum or maximum of its values."""
 
 PAIR = 32
-"""Columns of a pair's first values, after which as many of the second follow: gate and up of SwiGLU."""
+"""Width of a pair's column block: PAIR columns of first values (gate), then PAIR of second values (up)."""
 
 
 @dataclass(frozen=True)
 class Epilogue:
-    """A function of a GEMM's sums, with declared inputs and outputs. Made by `epilogue`.
+    """Function of a GEMM's sums with declared inputs and outputs, made by the decorator `epilogue`.
 
-    Two of the same source, inputs and outputs are equal.
+    Epilogues with the same source and the same declaration are equal.
 
     Attributes:
         name: Name of the function; part of the kernel's name.
         inputs: (name, kind) of each input, in the order of the function's parameters.
-        outputs: (name, kind) of each output after the result itself.
-        of: Whether the function takes partial or complete sums.
-        pairs: Whether it takes pairs of sums, and gives half as many columns.
-        digest: Digest of the function's source, and of all that it refers to.
-        function: The function.
-        gradient: Its gradient, or None: see `epilogue`.
+        outputs: (name, kind) of each output after the result.
+        of: Kind of sum that the function takes: "partial" or "complete".
+        pairs: Whether the function takes pairs of sums; the result then has half as many columns.
+        digest: 16 hexadecimal digits of a SHA-256 of the declaration, the function's source, and the
+            sources of functions and values of constants that it uses.
+        function: Function of values.
+        gradient: Gradient function as in `epilogue`, or None.
     """
 
     name: str
@@ -60,12 +67,12 @@ class Epilogue:
 
     @property
     def key(self) -> str:
-        """Name and digest: names the epilogue in graphs, in records and between ranks (`epilogue_of`)."""
+        """Returns "name:digest", by which graphs, records and other ranks name it (see `epilogue_of`)."""
         return f"{self.name}:{self.digest}"
 
     @property
     def with_rows(self) -> Epilogue:
-        """Returns the epilogue whose gathered rows are rows of the result."""
+        """Returns the epilogue with inputs of kind "rows" in place of "gathered_rows"; itself if none has."""
         if all(kind != "gathered_rows" for _, kind in self.inputs):
             return self
         inputs = tuple((name, "rows" if kind == "gathered_rows" else kind) for name, kind in self.inputs)
@@ -73,13 +80,14 @@ class Epilogue:
         return _known.setdefault(made.key, made)
 
     def __call__(self, **inputs: Any) -> Applied:
-        """Returns the epilogue with its inputs: the `epilogue` argument of an op.
+        """Returns the epilogue with its inputs, which ops take as the argument `epilogue=`.
 
         Args:
-            **inputs: A tensor for each declared input (for a scalar, also a number).
+            **inputs: Tensor for each declared input, by name; for a scalar also a number. The op checks
+                shapes and dtypes.
 
         Raises:
-            TypeError: Names are missing, or not declared.
+            TypeError: A declared name is missing, or a name is not declared.
         """
         names = [name for name, _ in self.inputs]
         if sorted(inputs) != sorted(names):
@@ -90,32 +98,40 @@ class Epilogue:
         return Applied(self, tuple([inputs[name] for name in names]))
 
     def apply(self, sums: Sequence[Any], inputs: Sequence[Any]) -> tuple[Any, ...]:
-        """Returns the result, then the outputs, of one value (of a pair, two) and the inputs' values.
+        """Returns the function's values: the result, then the outputs.
+
+        Args:
+            sums: One sum, or the two sums of a pair: tensors or values of a kernel.
+            inputs: Tensor or value for each declared input.
 
         Raises:
-            TypeError: The function does not return as many values as are declared.
+            TypeError: The number of returned values differs from the declaration.
         """
         values = self.function(*sums, *inputs)
         values = values if isinstance(values, tuple) else (values,)
         if len(values) != 1 + len(self.outputs):
             names = ["result", *(name for name, _ in self.outputs)]
             raise TypeError(
-                f"epilogue {self.name} must return ({', '.join(names)}), as its outputs are declared; "
-                f"got {len(values)} values"
+                f"epilogue {self.name} must return ({', '.join(names)}), that is {len(names)} values as "
+                f"declared; got {len(values)} values"
             )
         return values
 
     def on_tensors(self, sums: Any, inputs: Sequence[Any]) -> tuple[Any, ...]:
-        """Applies the function to tensors, in float32 (of float64 in that); autograd follows.
+        """Applies the function to tensors, in float32 or, for float64 tensors, in float64.
+
+        Autograd can differentiate the results.
 
         Args:
-            sums: `[..., columns]`; all but the columns are rows. Of pairs also a tuple of the two tensors.
-            inputs: A tensor for each input: `[..., columns]` as the result, `[...]`, `[columns]` or one
-                element.
+            sums: `[..., columns]`; all leading dimensions are rows. With `pairs` also a tuple of two tensors,
+                the first and the second sums, `[..., columns / 2]` each.
+            inputs: Tensor for each input. Shape by kind: element `[..., result columns]`, rows `[...]`,
+                columns `[result columns]`, scalar any shape with one element.
 
         Returns:
-            The result `[..., columns]` (of pairs, half the columns), and the outputs, `[...]` or as the
-            result. None is rounded.
+            The result `[..., result columns]`, then each output: `[..., result columns]` for an element
+            output, else `[...]`. With `pairs`, result columns are half the columns. Values are not rounded
+            to the op's dtype.
         """
         wide = [_along(_wide(tensor), kind) for (_, kind), tensor in zip(self.inputs, inputs, strict=True)]
         result, *others = self.apply([_wide(part) for part in self.operands(sums)], wide)
@@ -123,7 +139,11 @@ class Epilogue:
         return result, *reduced
 
     def operands(self, sums: Any) -> tuple[Any, ...]:
-        """Returns the sums as the function takes them: themselves, or the two tensors of the pairs."""
+        """Returns the function's arguments: `(sums,)`, or with `pairs` the first and the second sums.
+
+        Args:
+            sums: As in `on_tensors`. With `pairs`, each 64 columns hold 32 first and then 32 second sums.
+        """
         if isinstance(sums, tuple):
             return sums
         if not self.pairs:
@@ -132,13 +152,13 @@ class Epilogue:
 
 
 class Applied(NamedTuple):
-    """An epilogue with its inputs.
+    """An epilogue with its inputs: the argument `epilogue=` of an op.
 
     Attributes:
-        epilogue: The epilogue.
-        inputs: A tensor (or number) for each declared input, in that order.
-        otherwise: A function of the op's results that replaces the epilogue's where no kernel applies it, and
-            in compiled graphs; None: the epilogue's.
+        epilogue: Epilogue to apply.
+        inputs: Tensor or number for each declared input, in the order of the declaration.
+        otherwise: Function of the op's results, applied instead of the epilogue where no kernel can apply it,
+            and in compiled graphs. None: the epilogue's function is applied there, too.
     """
 
     epilogue: Epilogue
@@ -155,45 +175,51 @@ def epilogue(
     pairs: bool = False,
     gradient: Callable[..., Any] | None = None,
 ) -> Any:
-    """Makes an epilogue of a function, as a decorator: what ops take as `epilogue=`, with its inputs.
+    """Makes an epilogue of a function; a decorator.
 
-    The function takes an fp32 sum (with `pairs`, two), then a value of each input, and returns the result's
-    value, or a tuple of that and each output's. It uses `+ - * /`, `abs`, numbers, and functions of
-    `overlap_gemm.epilogues`, or made of these.
+    The function takes one fp32 sum, or two with `pairs`. After them it takes one value of each input. It
+    returns the value of the result, or a tuple of that and the value of each output.
+
+    It may use `+ - * /`, `abs`, numbers, functions of `overlap_gemm.epilogues`, and functions made of these.
 
     Args:
-        function: The function.
-        inputs: Kind of each input, by the name of the function's parameter.
-        outputs: Kind of each output after the result, in the order in which the function returns them.
-        of: "complete": the sum over all ranks; "partial": a rank's part of it, which is added up afterwards.
-        pairs: Whether the function takes pairs of columns: of every 64 columns of the product the first 32
-            and the last 32. The result has half the columns. In `all_gather_gemm` also those of two weights.
-        gradient: `(gradients, outputs, inputs) -> (gradient of the sum, *gradients of the inputs)`, all of
-            them tensors, `outputs` with the result in front, a gradient None where it is not wanted or zero.
-            None: autograd differentiates the function at the sum, which is kept for it.
+        function: Function to decorate.
+        inputs: Kind of each input (`InputKind`), by the name of the function's parameter.
+        outputs: Kind of each output (`OutputKind`) after the result, in the order of the returned tuple.
+        of: "complete": the function takes the sum over all ranks. "partial": it takes the sum of one rank,
+            and the op then adds its results over the ranks.
+        pairs: Whether the function takes pairs of columns: the first 32 and the last 32 of every 64 columns
+            of the product. The result has half the columns. In `all_gather_gemm` a pair may also be the
+            products of two weights.
+        gradient: Function `(gradients, outputs, inputs)` that returns a tuple: the gradient of the sum, then
+            the gradient of each input. All arguments are tuples of tensors; `outputs` begins with the result,
+            and `gradients` has one gradient for each of them. A returned gradient is None where it is zero or
+            not needed. None: autograd differentiates the function, and the sum is saved for it.
 
     Returns:
         The `Epilogue`.
 
     Raises:
-        TypeError, ValueError: The declaration does not fit the function; the message has the rule.
+        TypeError: The parameters of the function are not the sums and the declared inputs. Or the function
+            uses anything else than the operations above, or returns another number of values than declared.
+        ValueError: A kind does not exist; or `of="partial"` is combined with outputs, pairs or a gradient.
     """
     if function is None:
         return lambda function: epilogue(
             function, inputs=inputs, outputs=outputs, of=of, pairs=pairs, gradient=gradient
         )
     name, kinds, others = getattr(function, "__name__", "epilogue"), dict(inputs or {}), dict(outputs or {})
-    for what, given, allowed in (
+    for what, value, allowed in (
         *((f"input {one}", kind, get_args(InputKind)) for one, kind in kinds.items()),
         *((f"output {one}", kind, get_args(OutputKind)) for one, kind in others.items()),
         ("of", of, get_args(Sum)),
     ):
-        if given not in allowed:
-            raise ValueError(f"epilogue {name}: {what} must be one of {', '.join(allowed)}; got {given!r}")
+        if value not in allowed:
+            raise ValueError(f"epilogue {name}: {what} must be one of {', '.join(allowed)}; got {value!r}")
     if of == "partial" and (others or pairs or gradient):
         raise ValueError(
-            f"epilogue {name}: one of partial sums has one result, of the same columns, and no gradient: "
-            "what it returns is added up over the ranks"
+            f"epilogue {name}: of='partial' allows no outputs, pairs or gradient: the values that the "
+            "function returns are added up over the ranks; use of='complete'"
         )
     taken = list(inspect.signature(function).parameters)
     if taken[1 + pairs :] != list(kinds):
@@ -209,22 +235,22 @@ def epilogue(
         made.apply([_Probe()] * (1 + pairs), [_Probe()] * len(kinds))
     except Exception as error:
         raise TypeError(
-            f"epilogue {name}: a function of values uses + - * /, abs, numbers and functions of "
-            f"overlap_gemm.epilogues, and returns values; run on a value it failed: {error}"
+            f"epilogue {name}: the function must use + - * /, abs, numbers and functions of "
+            f"overlap_gemm.epilogues, and return values; a call with placeholder values failed: {error}"
         ) from error
     return _known.setdefault(made.key, made)
 
 
 def epilogue_of(key: str) -> Epilogue:
-    """Returns the epilogue of a key.
+    """Returns the epilogue of a key (`Epilogue.key`).
 
     Raises:
-        ValueError: None has been made in this process.
+        ValueError: No epilogue of this key has been made in this process.
     """
     if key not in _known:
         raise ValueError(
-            f"no epilogue {key} has been made in this process: import the module that defines it, as it was "
-            f"when the program was traced; there are {', '.join(_known) or 'none'}"
+            f"no epilogue {key} has been made in this process: import the module that defines it, with the "
+            f"source it had when the program was traced; known are {', '.join(_known) or 'none'}"
         )
     return _known[key]
 
@@ -233,7 +259,7 @@ _known: dict[str, Epilogue] = {}
 
 
 class _Probe(Value):
-    """A placeholder for any value: a function that runs on it uses nothing that values do not have."""
+    """Placeholder value: a function that runs on it uses only operations that values have."""
 
     def unary(self, name: str) -> Value:
         return self
@@ -278,8 +304,8 @@ def _texts(name: str, function: Any, seen: set[int]) -> list[str]:
         texts = [textwrap.dedent(inspect.getsource(function))]
     except (OSError, TypeError) as error:
         raise TypeError(
-            f"epilogue {name}: the source of {function!r} must be in a file or a notebook, since kernels are "
-            f"kept by it: {error}"
+            f"epilogue {name}: the source of {function!r} must be in a file or a notebook, because the key "
+            f"of a compiled kernel contains it: {error}"
         ) from error
     code, closure = function.__code__, inspect.getclosurevars(function)
     referred = {**closure.globals, **closure.nonlocals}
@@ -290,8 +316,8 @@ def _texts(name: str, function: Any, seen: set[int]) -> list[str]:
             texts.append(f"{one}={value!r}")
         elif not isinstance(value, ModuleType):
             raise TypeError(
-                f"epilogue {name}: {one} in {code.co_name} is a {type(value).__name__}; an epilogue refers "
-                "to numbers and functions only, what else it reads is an input"
+                f"epilogue {name}: {one} in {code.co_name} is a {type(value).__name__}; an epilogue may "
+                "refer to numbers and functions only; declare everything else that it reads as an input"
             )
         else:
             texts += [

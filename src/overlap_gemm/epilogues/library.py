@@ -1,4 +1,4 @@
-"""Ready epilogues, each a function and its declaration."""
+"""Epilogues ready for use: bias, scales, residual, activations, and gated activations of pairs."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ def add_bias(x: Any, bias: Any) -> Any:
 
 @epilogue(inputs={"row": "rows", "column": "columns"}, of="partial")
 def scale_rows_and_columns(x: Any, row: Any, column: Any) -> Any:
-    """Returns x times the scales of its row and of its column: those of a rank's own operands."""
+    """Returns x * row * column, of one rank's partial sum and the scales of its operands."""
     return x * (row * column)
 
 
 @epilogue(inputs={"scale": "rows"})
 def scale_rows(x: Any, scale: Any) -> Any:
-    """Returns x times the scale of its row."""
+    """Returns x * scale, with one scale for each row of the result."""
     return x * scale
 
 
 @epilogue(inputs={"scale": "gathered_rows"})
 def scale_gathered_rows(x: Any, scale: Any) -> Any:
-    """Returns x times the scale of its row, which a rank has for the rows of its shard."""
+    """Returns x * scale, with one scale for each row of this rank's x, in `all_gather_gemm`."""
     return x * scale
 
 
@@ -57,7 +57,7 @@ def _of_stream(gradients: Any, outputs: Any, inputs: Any) -> Any:
 
 @epilogue(inputs={"residual": "element"}, outputs={"squares": "row_sum"}, gradient=_of_stream)
 def add_residual_squared(x: Any, residual: Any) -> Any:
-    """Returns x + residual, and of each row the sum of its squares: what an RMS norm after it divides by."""
+    """Returns y = x + residual, and y * y, whose sum over each row an RMS norm after the op needs."""
     stream = x + residual
     return stream, stream * stream
 

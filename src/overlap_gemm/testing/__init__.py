@@ -1,1 +1,1 @@
-"""What commands, benchmarks and tests share: cases to try the ops on, and the verdict on their results."""
+"""Code that commands, benchmarks and tests share: cases, workloads, and the check of results."""

@@ -1,4 +1,4 @@
-"""Problems to try the ops on, the same ones everywhere: sizes, dtypes, and the operands for them."""
+"""Test cases of the ops: sizes, dtypes, reproducible operands, and the sharding of each operand."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -13,16 +13,16 @@ from ..spec.sharding import Shards
 
 @dataclass(frozen=True)
 class Case:
-    """One op on one set of global sizes.
+    """An op with its sizes over all ranks.
 
     Attributes:
-        op: The op's public name.
-        m: Rows over all ranks.
-        n: Output features over all ranks.
-        k: Input features over all ranks.
-        dtype: Of operands and result.
-        bias: Whether there is one.
-        seed: Of the operands.
+        op: Public name of the op.
+        m: Number of rows of x.
+        n: Number of output features.
+        k: Number of input features.
+        dtype: Dtype of operands and result.
+        bias: Whether the op gets a bias.
+        seed: Seed of the operands' random values.
     """
 
     op: str
@@ -34,21 +34,24 @@ class Case:
     seed: int = 0
 
     def __str__(self) -> str:
-        """Short enough for a pytest id."""
+        """Returns a short text that identifies the case but not its seed, for example as a pytest id."""
         dtype = str(self.dtype).removeprefix("torch.")
         return f"{self.op}-{self.m}x{self.n}x{self.k}-{dtype}{'' if self.bias else '-nobias'}"
 
     def with_seed(self, seed: int) -> "Case":
-        """The same sizes with other data."""
+        """Returns the case with the seed replaced: same sizes, other values."""
         return replace(self, seed=seed)
 
 
 @dataclass(frozen=True)
 class Operands:
-    """The whole, unsharded operands of a case.
+    """Unsharded operands of a case.
 
-    x is `[M, K]`, weight `[N, K]`, bias `[N]` or None, grad `[M, N]`; `grad` is the gradient of the whole
-    output, for backward.
+    Attributes:
+        x: `[M, K]`.
+        weight: `[N, K]`.
+        bias: `[N]`, or None.
+        grad: `[M, N]`, the gradient of the unsharded result.
     """
 
     x: Tensor
@@ -57,13 +60,17 @@ class Operands:
     grad: Tensor
 
     def to(self, device: torch.device) -> "Operands":
-        """The same operands on a device."""
+        """Returns the operands copied to a device."""
         bias = None if self.bias is None else self.bias.to(device)
         return Operands(self.x.to(device), self.weight.to(device), bias, self.grad.to(device))
 
 
 def operands(case: Case) -> Operands:
-    """The operands of a case: normal, scaled so that results are of order one; the same on every rank."""
+    """Returns the unsharded operands of a case on the CPU, with the same values on every rank.
+
+    Values are drawn from the standard normal distribution and rounded to the case's dtype. The weight is
+    divided by sqrt(K), so the results' standard deviation is near 1.
+    """
     generator = torch.Generator().manual_seed(case.seed * 1000003 + case.m * 31 + case.n * 17 + case.k)
 
     def normal(*shape: int) -> Tensor:
@@ -79,23 +86,37 @@ def operands(case: Case) -> Operands:
 
 @dataclass(frozen=True)
 class Layout:
-    """Along which dimension each operand and the result are sharded; None: every rank has all of it."""
+    """Dimension along which each tensor of an op is sharded; None: every rank has the unsharded tensor.
+
+    Attributes:
+        x: Sharded dimension of x.
+        weight: Sharded dimension of the weight.
+        bias: Sharded dimension of the bias.
+        out: Sharded dimension of the result.
+    """
 
     x: int | None
     weight: int | None
     bias: int | None
     out: int | None
 
-    def part(self, whole: Tensor | None, dim: int | None, rank: int, size: int) -> Tensor | None:
-        """The rank's own copy of its part."""
-        if whole is None or dim is None:
-            return None if whole is None else whole.clone()
-        start, stop = Shards.even(whole.shape[dim], size).range(rank)
-        return whole.narrow(dim, start, stop - start).clone(memory_format=torch.contiguous_format)
+    def part(self, tensor: Tensor | None, dim: int | None, rank: int, size: int) -> Tensor | None:
+        """Returns a contiguous copy of a rank's shard, or None for None.
+
+        Args:
+            tensor: Unsharded tensor, or None.
+            dim: Sharded dimension; None copies the unsharded tensor.
+            rank: Rank of the shard.
+            size: Number of ranks. Shards are cut as by `torch.chunk`.
+        """
+        if tensor is None or dim is None:
+            return None if tensor is None else tensor.clone()
+        start, stop = Shards.even(tensor.shape[dim], size).range(rank)
+        return tensor.narrow(dim, start, stop - start).clone(memory_format=torch.contiguous_format)
 
 
 class _Layouts(Mapping[str, Layout]):
-    """Layouts of all ops, also of those registered later."""
+    """Read-only mapping from an op's name to its layout; ops registered later are included."""
 
     def __getitem__(self, op: str) -> Layout:
         return Layout(*OPS[op].dims)
@@ -108,4 +129,4 @@ class _Layouts(Mapping[str, Layout]):
 
 
 LAYOUTS = _Layouts()
-"""What of an op is sharded along which dimension."""
+"""Layout of each registered op, by public name."""

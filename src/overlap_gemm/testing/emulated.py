@@ -1,16 +1,19 @@
-"""Fused ops on virtual ranks: launches with changing data, judged against float64.
+"""Launches of fused ops on virtual ranks, and a check of their results against float64.
 
-What a fused kernel promises is narrower than a tolerance, and so is the judgement. Where an op sums over the
-ranks, every rank's partial is rounded to the slot type once (in a group of one, none is), the sum is taken in
-float32 in rank order, and the result is rounded once. Where it does not, the product is rounded once. What
-every rank gets is the same bit for bit on all of them. With u the unit roundoff of the two types, and the
-first term for sums alone, every element is within
+The check is stricter than a tolerance, because a fused kernel rounds in a defined order:
 
-    u_slot * sum over ranks of |partial|  +  u_out * |result|  +  float32's own error
+1. An op that sums over P > 1 ranks rounds each rank's partial product to the slot dtype.
+2. It adds the partials in float32, in rank order, then the bias.
+3. It rounds the result once to the output dtype. An op without a sum over ranks does this step alone.
 
-of the exact result (Higham, Accuracy and Stability of Numerical Algorithms, sections 2 and 4), and nearly
-every element is bit for bit what that recipe gives when it is carried out by torch (`recipe`): the two differ
-only where float32 products summed in another order land on the other side of a rounding boundary.
+Let u be the unit roundoff of a dtype. The error of every element must be at most
+
+    u_slot * sum over ranks of |partial|  +  u_out * |result|  +  rounding error of the float32 sums
+
+(Higham, Accuracy and Stability of Numerical Algorithms, sections 2 and 4). The first term is zero without a
+sum over ranks. In addition, `BIT_EQUAL_SHARE` of the elements must equal `recipe`, which takes the same steps
+in torch. The others may differ: the kernel sums products in another order, which can cross a rounding
+boundary. A result that is replicated must be the same bit for bit on all ranks.
 """
 
 from __future__ import annotations
@@ -29,19 +32,19 @@ from ..spec import OPS
 from .cases import LAYOUTS, Case, Operands, operands
 
 BIT_EQUAL_SHARE = 0.99
-"""Least share of elements that equal the recipe bit for bit; a wrong order or rounding loses more."""
+"""Minimum share of elements that equal `recipe` bit for bit; a wrong order or rounding gives fewer."""
 
 FLOAT32_ROUNDOFF = 2.0**-24
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """One launch's results on all ranks against float64.
+    """Errors of one launch's results on all ranks, relative to float64.
 
     Attributes:
-        largest_error: largest absolute error of any element.
-        share_of_bound: largest error as a share of that element's bound; above 1 is wrong.
-        bit_equal: share of the elements equal to the recipe.
+        largest_error: Largest absolute error of an element.
+        share_of_bound: Largest ratio of an element's error to its bound; more than 1 is wrong.
+        bit_equal: Share of elements (0 to 1) that equal `recipe` bit for bit.
     """
 
     largest_error: float
@@ -50,39 +53,42 @@ class Judgement:
 
     @property
     def holds(self) -> bool:
-        """Whether the results are what the kernel promises."""
+        """Returns whether all errors are within their bounds and enough elements equal `recipe`."""
         return self.share_of_bound <= 1 and self.bit_equal >= BIT_EQUAL_SHARE
 
 
 def judge(
     case: Case,
-    given: Operands,
+    unsharded: Operands,
     outs: Sequence[Tensor],
     slot: torch.dtype,
 ) -> Judgement:
-    """Compares the ranks' results with what the whole must be.
+    """Compares the results of all ranks with the product in float64.
 
     Args:
-        case: what was computed.
-        given: on these operands.
-        outs: the ranks' results, in rank order.
-        slot: dtype in which partials travelled.
+        case: Op, sizes and dtype.
+        unsharded: Unsharded operands of the call.
+        outs: Result of each rank, in rank order.
+        slot: Dtype in which partials were sent; read only for ops that sum over ranks.
+
+    Raises:
+        AssertionError: The unsharded result is not `[M, N]`, or ranks differ in a replicated result.
     """
     layout, ranks = LAYOUTS[case.op], len(outs)
     sums = ranks > 1 and OPS[case.op].sums
     partials = []
-    magnitude = given.x.new_zeros(case.m, case.n, dtype=torch.float64)
+    magnitude = unsharded.x.new_zeros(case.m, case.n, dtype=torch.float64)
     for rank in range(ranks if sums else 1):
-        x = layout.part(given.x, layout.x, rank, ranks) if sums else given.x
-        weight = layout.part(given.weight, layout.weight, rank, ranks) if sums else given.weight
+        x = layout.part(unsharded.x, layout.x, rank, ranks) if sums else unsharded.x
+        weight = layout.part(unsharded.weight, layout.weight, rank, ranks) if sums else unsharded.weight
         assert x is not None and weight is not None
         partials.append(x.double() @ weight.double().t())
         magnitude += x.double().abs() @ weight.double().abs().t()
     exact = sum(partials, torch.zeros_like(magnitude))
-    if given.bias is not None:
-        exact = exact + given.bias.double()
-    out = whole(outs, layout.out)
-    assert out.shape == exact.shape, f"{list(out.shape)} rows and columns came back, not {list(exact.shape)}"
+    if unsharded.bias is not None:
+        exact = exact + unsharded.bias.double()
+    out = joined_results(outs, layout.out)
+    assert out.shape == exact.shape, f"result must be {list(exact.shape)}, got {list(out.shape)}"
     rounded = sum((p.abs() for p in partials), torch.zeros_like(magnitude)) * sums
     bound = (
         _roundoff(slot) * rounded
@@ -94,21 +100,25 @@ def judge(
     share = torch.where(error <= bound, error / bound.clamp_min(1e-300), torch.inf)
     if not out.numel():
         return Judgement(0.0, 0.0, 1.0)
-    equal = out == recipe(case, partials, given.bias, slot)
+    equal = out == recipe(case, partials, unsharded.bias, slot)
     return Judgement(error.max().item(), share.max().item(), equal.double().mean().item())
 
 
-def whole(outs: Sequence[Tensor], dim: int | None) -> Tensor:
-    """The ranks' results as one, sharded along ``dim``; None: all have all of it, the same bit for bit.
+def joined_results(outs: Sequence[Tensor], dim: int | None) -> Tensor:
+    """Returns the unsharded result of the ranks' results.
+
+    Args:
+        outs: Result of each rank, in rank order.
+        dim: Dimension along which results are sharded; None: every rank has the unsharded result.
 
     Raises:
-        AssertionError: ranks that should have the same have not.
+        AssertionError: `dim` is None and a rank's bytes differ from those of rank 0.
     """
     if dim is not None:
         return torch.cat(list(outs), dim)
     for rank, out in enumerate(outs):
         same = out.view(torch.uint8) == outs[0].view(torch.uint8)
-        assert same.all(), f"rank {rank}: {int((~same).sum())} bytes are not those of rank 0"
+        assert same.all(), f"rank {rank}: {int((~same).sum())} bytes differ from those of rank 0"
     return outs[0]
 
 
@@ -118,7 +128,14 @@ def recipe(
     bias: Tensor | None,
     slot: torch.dtype,
 ) -> Tensor:
-    """The result as the kernel forms it: partials rounded once, added in float32 in rank order."""
+    """Returns the unsharded result in the kernel's order of roundings, computed by torch.
+
+    Args:
+        case: Case whose dtype the result gets.
+        partials: Float64 product `[M, N]` of each rank, in rank order.
+        bias: `[N]`, or None.
+        slot: Dtype to which each partial is rounded if there are several.
+    """
     total = torch.zeros_like(partials[0], dtype=torch.float32)
     for partial in partials:
         total += partial.float() if len(partials) == 1 else partial.to(slot).float()
@@ -128,18 +145,18 @@ def recipe(
 
 
 def run_launches(case: Case, world: VirtualWorld, launches: int) -> Iterator[tuple[Operands, list[Tensor]]]:
-    """Runs the op through the public API on every virtual rank, each time on other data.
+    """Runs the public function of the op on every virtual rank, several times with different operands.
 
-    All launches are queued before any of them runs, so ranks are free to run ahead of each other as far as
-    the protocol lets them.
+    All launches are queued before the first one runs. A rank can therefore run ahead of others as far as the
+    protocol permits.
 
     Args:
-        case: op, sizes, dtype, bias; `case.seed` counts up from launch to launch.
-        world: the ranks.
-        launches: how many.
+        case: Op, sizes, dtype and bias; launch i uses seed `case.seed + i`.
+        world: Virtual ranks.
+        launches: Number of launches.
 
     Yields:
-        The operands and the ranks' results of each launch, after all have ended.
+        Unsharded operands and the results in rank order, for each launch, after all launches have ended.
     """
     queued = [queue_launch(case.with_seed(case.seed + launch), world) for launch in range(launches)]
     world.synchronize()
@@ -147,35 +164,35 @@ def run_launches(case: Case, world: VirtualWorld, launches: int) -> Iterator[tup
 
 
 def queue_launch(case: Case, world: VirtualWorld) -> tuple[Operands, list[Tensor]]:
-    """Calls the op on every virtual rank, which queues its kernel.
+    """Queues one launch of the op on every virtual rank.
 
     Args:
-        case: op, sizes, dtype, bias, seed.
-        world: the ranks.
+        case: Op, sizes, dtype, bias and seed.
+        world: Virtual ranks.
 
     Returns:
-        The operands, and the ranks' results, which are there after `VirtualWorld.synchronize`.
+        Unsharded operands, and the results in rank order; results are valid after `world.synchronize()`.
     """
     layout, size = LAYOUTS[case.op], len(world.ranks)
-    given = operands(case).to(world.executor(0).device)
-    # Virtual ranks cannot ask each other for lengths.
+    unsharded = operands(case).to(world.executor(0).device)
+    # Virtual ranks cannot exchange extents, so each call gets them as arguments.
     extents = OPS[case.op].arguments(case.m, case.n, case.k, least=True)
     outs = []
     with poisoned_allocations():
         for rank, name in enumerate(world.names):
-            x = layout.part(given.x, layout.x, rank, size)
-            weight = layout.part(given.weight, layout.weight, rank, size)
-            bias = layout.part(given.bias, layout.bias, rank, size)
+            x = layout.part(unsharded.x, layout.x, rank, size)
+            weight = layout.part(unsharded.weight, layout.weight, rank, size)
+            bias = layout.part(unsharded.bias, layout.bias, rank, size)
             call = getattr(overlap_gemm, case.op)
-            # torch's switch is on for the poison alone.
+            # `poisoned_allocations` sets torch's deterministic mode; the op must not follow it.
             how = {"backend": "fused", "deterministic": False, **extents}
             outs.append(call(x, weight, group=name, bias=bias, **how))
-    return given, outs
+    return unsharded, outs
 
 
 @contextmanager
 def poisoned_allocations() -> Iterator[None]:
-    """Fills new uninitialised tensors with NaN, so that what a kernel did not write cannot pass."""
+    """Fills new uninitialised tensors with NaN, so that elements which no kernel writes are noticed."""
     before = torch.are_deterministic_algorithms_enabled()
     fills = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)

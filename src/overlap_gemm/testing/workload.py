@@ -1,4 +1,4 @@
-"""One op on one shape: its operands on this rank, and the calls that carry it out."""
+"""Workloads of benchmarks and tests: an op on one shape, its operands on this rank, and its calls."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -25,16 +25,18 @@ from ..tuning.prediction import Facts
 Call = Callable[[], object]
 
 Scales = Literal["rows", "tensor", "blocks", "mx"]
-"""What shares a scale, of operands of 8 bits: a row, all of an operand, a block, 1 x 128 of x, 128 x 128
-of the weight, or 32 of K of a row, as MX types have it."""
+"""Group of elements of an 8-bit operand that share a scale.
 
+``"rows"``: a row. ``"tensor"``: the full operand. ``"blocks"``: 1 x 128 elements of x, 128 x 128 of the
+weight. ``"mx"``: 32 elements along K of a row, as in MX types.
+"""
 
 MOST = 8
-"""Standard deviations that no operand exceeds."""
+"""Assumed upper limit of an operand's magnitude, in standard deviations; sets the scale of "tensor"."""
 
 
 def in_turn(calls: Sequence[Call]) -> Call:
-    """Returns what makes one of several calls after the other."""
+    """Returns a call that makes the next of several calls each time, starting again after the last one."""
     if len(calls) == 1:
         return calls[0]
     turns = cycle(calls)
@@ -42,7 +44,14 @@ def in_turn(calls: Sequence[Call]) -> Call:
 
 
 class OpTensors(NamedTuple):
-    """An op's tensors. The scales are as `overlap_gemm.gemm_reduce_scatter` takes them, None of 16 bits."""
+    """Tensors of one call of an op on this rank.
+
+    Attributes:
+        x: Operand x.
+        weight: Weight.
+        scale_x: Scales of x, in the form that `overlap_gemm.gemm_reduce_scatter` takes; None without scales.
+        scale_w: Scales of the weight, in the same form.
+    """
 
     x: Tensor
     weight: Tensor
@@ -51,22 +60,22 @@ class OpTensors(NamedTuple):
 
     @property
     def scales(self) -> dict[str, Tensor | None]:
-        """Keyword arguments of the op."""
+        """Returns the op's keyword arguments `scale_x` and `scale_w`."""
         return {"scale_x": self.scale_x, "scale_w": self.scale_w}
 
 
 @dataclass(frozen=True)
 class Workload:
-    """An op on the unsharded product `[M, K] x [N, K]^T`.
+    """An op with the shape of its unsharded product `[M, K] x [N, K]^T`.
 
     Attributes:
-        name: What it is in a model, for tables.
-        op: The op's public name.
+        name: Name of the layer in a model, for tables.
+        op: Public name of the op.
         m: Rows M over all ranks.
         n: Output features N over all ranks.
         k: Input features K over all ranks.
-        dtype: Of operands and result; the result of 8-bit operands is bfloat16.
-        scales: Of 8-bit operands; else None.
+        dtype: Dtype of operands and result; the result of 8-bit operands is bfloat16.
+        scales: Elements that share a scale, for 8-bit operands; None: operands without scales.
     """
 
     name: str
@@ -79,48 +88,49 @@ class Workload:
 
     @property
     def out_dtype(self) -> torch.dtype:
-        """Of the result."""
+        """Returns the dtype of the result."""
         return self.dtype if self.scales is None else OUT_DTYPES[0]
 
     @property
     def spec(self) -> OpSpec:
-        """The op."""
+        """Returns the definition of the op."""
         return OPS[self.op]
 
     def flops(self, ranks: int) -> float:
-        """Floating-point operations of one rank."""
+        """Returns the number of floating-point operations of one rank, of `ranks`."""
         return 2.0 * self.m * self.n * self.k / ranks
 
     def facts(self, ranks: int) -> Facts:
-        """The same for the model."""
+        """Returns the workload as an input of the time model, for a number of ranks."""
         kind = (DTYPES | FLOAT8).get(self.dtype, "f32")
         return Facts(self.op, self.m, self.n, self.k, kind, ranks, blocks=self.blocks)
 
     @property
     def blocks(self) -> Blocks | None:
-        """Which blocks the scales are of; None: of rows, or of all of an operand."""
+        """Returns the extents of the blocks that share a scale; None for scales of rows or of a tensor."""
         return None if self.block is None else NAMED_BLOCKS[self.block]
 
     @property
     def block(self) -> Block:
-        """What callers call these."""
+        """Returns the op's argument `block`."""
         names: dict[str, Block] = {"blocks": BLOCK, "mx": "mx"}
         return names.get(self.scales or "")
 
     def shapes(self, group: Group) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Those of this rank's x and weight."""
+        """Returns the shapes of this rank's x and weight."""
         return self.spec.shapes(self.m, self.n, self.k, Shards.owned_by(group.size, group.rank))
 
     def operands(self, group: Group, device: torch.device) -> OpTensors:
-        """This rank's x and weight, random normal, the weight scaled so that results stay near 1.
+        """Returns this rank's operands on a device: normal random values.
 
-        8-bit ones are those rounded, with the scales that make the largest magnitude the type's largest; a
-        scale for all of an operand is the same on every rank, as torch's all-gather wants it.
+        The weight is divided by sqrt(K), so the results' standard deviation is near 1. 8-bit operands are
+        rounded with scales that map the largest magnitude of a group to the type's largest value. A scale of
+        a full operand is a constant, because torch's all-gather needs the same scale on every rank.
         """
         x_shape, weight_shape = self.shapes(group)
         generator = torch.Generator(device).manual_seed(group.rank)
         x = torch.randn(x_shape, generator=generator, device=device, dtype=self.out_dtype)
-        if self.spec.weight is None:  # every rank has the same
+        if self.spec.weight is None:  # the weight is replicated: same seed on every rank
             generator.manual_seed(group.size)
         weight = torch.randn(weight_shape, generator=generator, device=device, dtype=self.out_dtype)
         weight, deviation = weight / self.k**0.5, self.k**-0.5
@@ -128,23 +138,32 @@ class Workload:
         return OpTensors(x, weight, scale_x, scale_w)
 
     def num_sets(self, group: Group, device: torch.device) -> int:
-        """Sets of operands that calls take in turn, so that no GPU's caches hold them; one on CPUs."""
+        """Returns the number of operand sets to use in turn, so that GPU caches hold none; 1 on CPUs."""
         nbytes = sum(math.prod(shape) for shape in self.shapes(group)) * self.dtype.itemsize
         return num_sets(nbytes, device)
 
     def warm_up(self, group: Group, device: torch.device) -> None:
-        """Makes what calls need, and measures what `auto` takes (`overlap_gemm.warmup`)."""
-        given = {"group": group.process_group, "dtype": self.dtype, "block": self.block, "device": device}
-        overlap_gemm.warmup(self.op, (self.m, self.n, self.k), **given)  # type: ignore[arg-type]
+        """Calls `overlap_gemm.warmup`: compiles, allocates, and measures candidates of backend "auto"."""
+        options = {"group": group.process_group, "dtype": self.dtype, "block": self.block, "device": device}
+        overlap_gemm.warmup(self.op, (self.m, self.n, self.k), **options)  # type: ignore[arg-type]
 
     def gathered(self, operands: OpTensors) -> OpTensors:
-        """The same with an x like that which an all-gather makes of the ranks', without asking them."""
+        """Returns the operands with x replaced by random values `[M, K]`, without communication.
+
+        It has the shape and dtype of the x that an all-gather over the ranks would return.
+        """
         x = torch.randn(self.m, self.k, device=operands.x.device, dtype=self.out_dtype)
         x, scale_x = self._rounded(x, 1)
         return operands._replace(x=x, scale_x=scale_x)
 
     def _rounded(self, matrix: Tensor, rows: int, deviation: float = 1.0) -> tuple[Tensor, Tensor | None]:
-        """An operand of `dtype` and its scales, if any; `rows` is how many rows a block has."""
+        """Returns a matrix in `dtype`, and its scales or None.
+
+        Args:
+            matrix: `[rows, K]` in a 16-bit or wider dtype.
+            rows: Rows of a block, if `scales` is "blocks".
+            deviation: Standard deviation of the values, if `scales` is "tensor".
+        """
         if self.scales is None:
             return matrix, None
         height, width = matrix.shape
@@ -160,25 +179,25 @@ class Workload:
             return overlap_gemm.quantize_rows(
                 matrix, self.dtype, block=BLOCK if self.scales == "blocks" else None
             )
-        whole = F.pad(matrix, (0, -width % BLOCK, 0, -height % rows))
-        blocks = whole.unflatten(0, (-1, rows)).unflatten(2, (-1, BLOCK)).transpose(1, 2)
+        padded = F.pad(matrix, (0, -width % BLOCK, 0, -height % rows))
+        blocks = padded.unflatten(0, (-1, rows)).unflatten(2, (-1, BLOCK)).transpose(1, 2)
         values, scale = overlap_gemm.quantize_rows(blocks.flatten(2), self.dtype)
-        values = values.view(blocks.shape).transpose(1, 2).reshape(whole.shape)
+        values = values.view(blocks.shape).transpose(1, 2).reshape(padded.shape)
         return values[:height, :width].contiguous(), scale.squeeze(-1)
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What an op takes besides tensors: extents over all ranks, known here as in a model, and `block`."""
+        """Returns the op's keyword arguments besides tensors: extents over all ranks, and `block`."""
         return {**self.spec.arguments(self.m, self.n, self.k), "block": self.block}
 
     def by(self, backend: str, operands: OpTensors, group: Group) -> Call:
-        """The op by a backend of this library."""
+        """Returns a call of the op with a backend's name, which may be "auto"."""
         op, how = getattr(overlap_gemm, self.op), {**self.arguments, **operands.scales}
         x, weight = operands.x, operands.weight
         return lambda: op(x, weight, group=group.process_group, backend=backend, **how)
 
     def taken_by(self, backend: str, operands: OpTensors, group: Group) -> str:
-        """The backend that carries it out when asked for `backend`, which may be "auto"."""
+        """Returns the name of the backend that runs the op if `backend` (also "auto") is requested."""
         how: dict[str, Any] = {"backend": backend, **self.arguments, **operands.scales}
         choice = overlap_gemm.explain(self.op, operands.x, operands.weight, group=group.process_group, **how)
         return choice.backend.name

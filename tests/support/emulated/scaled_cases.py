@@ -8,7 +8,7 @@ import overlap_gemm
 from cute_emulator import EmulatorError
 from overlap_gemm.spec import OPS
 from overlap_gemm.spec.sharding import Shards
-from overlap_gemm.testing.emulated import poisoned_allocations, whole
+from overlap_gemm.testing.emulated import joined_results, poisoned_allocations
 from tests.support.emulated.op_runs import lagging, world_of
 
 ACCUMULATION = 2.0**-10
@@ -118,7 +118,7 @@ def share_of_bound(case, outs):
     exact = exact if bias is None else exact + bias.double()
     unit = torch.finfo(case.out).eps / 2
     bound = unit * (rounded + exact.abs()) * (1 + 2**-6) + ACCUMULATION * magnitude
-    out = whole(outs, {"m": 0, "n": 1}.get(spec.out))
+    out = joined_results(outs, {"m": 0, "n": 1}.get(spec.out))
     assert out.dtype == case.out
     error = (out.double() - exact).abs()
     return float(torch.where(error <= bound, error / bound, torch.inf).max())
