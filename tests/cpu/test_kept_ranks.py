@@ -1,5 +1,6 @@
 """Up to how many ranks published checkpoints keep their blocks of 128 x 128: the table of docs/models.md."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -29,11 +30,17 @@ def kept(heads, width, kv_heads, features):
     return [p for p in RANKS if keeps_blocks((heads, width, kv_heads, features), 128, p)]
 
 
+def test_the_page_groups_checkpoints_by_the_largest_p():
+    stated = dict(re.findall(r"^\| (\d+) \| (.*) \|$", PAGE, re.MULTILINE))
+    largest = {name: kept(*sizes)[-1] for name, sizes in PUBLISHED.items()}
+    for p in {*largest.values()} | {*map(int, stated)}:
+        assert stated[str(p)].split(", ") == [name for name in PUBLISHED if largest[name] == p]
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_the_page_says_up_to_which_p(name):
-    heads, width, kv_heads, features = PUBLISHED[name]
-    ranks = ", ".join(map(str, kept(*PUBLISHED[name])))
-    assert f"| {name} | {heads} x {width} | {kv_heads} | {features} | {ranks} |" in PAGE
+def test_each_power_of_two_up_to_the_largest_p_keeps_the_bits(name):
+    ranks = kept(*PUBLISHED[name])
+    assert ranks == list(RANKS[: len(ranks)])
 
 
 def test_the_rule():

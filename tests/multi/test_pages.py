@@ -16,7 +16,6 @@ import torch._inductor.config
 
 import overlap_gemm
 from overlap_gemm.integrations import hugging_face, torch_symm_mem
-from tests.support.checkpoints import make
 from tests.support.models import tiny
 
 ROOT = Path(__file__).parents[2]
@@ -61,17 +60,15 @@ def here(text, folder):
     text = re.sub(r"\b(8192|28672)\b", "64", text)
     for name in ("out", "my-adapter"):  # folders that it writes
         text = text.replace(f'"{name}"', repr(f"{folder}/{name}"))
-    for name, path in (("Qwen/Qwen3-8B", folder), ("Qwen/Qwen3-8B-FP8", f"{folder}/kept")):
-        text = text.replace(f'"{name}"', repr(path))
+    text = text.replace('"Qwen/Qwen3-8B"', repr(folder))
     return text.replace('backend="fused"', 'backend="decomposed"')
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A small model, saved as published ones are; in it one of 8 bits."""
+    """A small model, saved as published ones are."""
     path = tmp_path_factory.mktemp("model")
     tiny("qwen3", 2, dtype=torch.float32).save_pretrained(path)
-    make(path / "kept", "fp8 by tensor")
     return str(path)
 
 
