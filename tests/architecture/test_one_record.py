@@ -37,7 +37,8 @@ for name, spec in OPS.items():
     assert "planted=7" in str(choice) and "planted" not in str(overlap_gemm.explain(name, x, weight))
     assert dict(choice.problem.agreed())["planted"] == 7  # what ranks compare
     lowered = lower(spec, LOCAL, *operands, OpCall(planted=7))
-    assert spec.asked is None or dict(lowered.facts)["planted"] == 7  # when they ask each other for lengths
+    # The facts that ranks exchange together with lengths.
+    assert spec.unresolved_axis is None or dict(lowered.facts)["planted"] == 7
     assert lowered.call.planted == 7 == lowered.call.backward().planted
 """
 

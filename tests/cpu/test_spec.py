@@ -78,8 +78,8 @@ def test_a_dual_takes_what_its_op_gives_and_a_whole_gives_all_of_it():
             dual = OPS[spec.dual]
             places = {None: None, "m": "m", "n": "k", "k": "n"}  # the gradient's K is this op's N
             assert (dual.x, dual.out) == (places[spec.out], places[spec.x]) and dual.dual == spec.name
-        if spec.whole:
-            whole = OPS[spec.whole]
+        if spec.unsharded:
+            whole = OPS[spec.unsharded]
             assert (whole.x, whole.weight, whole.out) == (spec.x, spec.weight, None)
 
 

@@ -50,7 +50,7 @@ def group(request):
 def call(op, group, weight, x=None):
     """An op with bfloat16 rows, unless `x` is passed, and a weight."""
     x = torch.ones(M, weight.shape[1], dtype=torch.bfloat16) if x is None else x
-    extent = {ARGUMENTS[OPS[op].asked]: "equal"} if OPS[op].asked else {}
+    extent = {ARGUMENTS[OPS[op].unresolved_axis]: "equal"} if OPS[op].unresolved_axis else {}
     return getattr(overlap_gemm, op)(x, weight, group=group, backend="fused", **extent)
 
 

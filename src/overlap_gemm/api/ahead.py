@@ -110,7 +110,7 @@ def warmup(
         every, least = (spec.arguments(m, n, k, least) for least in (False, True))
         variants = [every] if every == least else [every, least]
         problems = [
-            Problem.of(op, options._replace(**extents_of(spec.known(m, n, k, extents))), x, ranks, weight)
+            Problem.of(op, options._replace(**extents_of(spec.resolved(m, n, k, extents))), x, ranks, weight)
             for extents in variants
         ]
 

@@ -131,15 +131,18 @@ class OpCall(NamedTuple):
 
     def unasked(self, op: OpSpec) -> "OpCall":
         """Returns the call without an exchange of extents: unknown shards are taken as equal."""
-        if op.asked is None or getattr(self, ARGUMENTS[op.asked]) not in (None, "exchange"):
+        if op.unresolved_axis is None or getattr(self, ARGUMENTS[op.unresolved_axis]) not in (
+            None,
+            "exchange",
+        ):
             return self
-        return self._replace(**{ARGUMENTS[op.asked]: "equal"})  # type: ignore[arg-type]
+        return self._replace(**{ARGUMENTS[op.unresolved_axis]: "equal"})  # type: ignore[arg-type]
 
     def check_lengths(self, op: OpSpec) -> None:
         """Raises a ValueError for extents of a wrong type or name."""
         for axis, argument in ARGUMENTS.items():
             given = getattr(self, argument)
-            words = ("equal", "exchange") if axis == op.asked else ("equal",)
+            words = ("equal", "exchange") if axis == op.unresolved_axis else ("equal",)
             is_number = isinstance(given, (int, torch.SymInt, Integral))
             if given is not None and not is_number and given not in words:
                 known = " or ".join(map(repr, words))

@@ -154,7 +154,7 @@ class GemmConfig:
         return max(self.accumulators // PROMOTED_VALUES, 1) if self.promotes else 1
 
     @cached_property
-    def receives_with_few(self) -> bool:
+    def receive_role_is_register_limited(self) -> bool:
         """Returns whether receive and shard roles have few registers: consumers that promote take them."""
         under_way = self.accumulators // self.sum_parts * self.sums
         return self.promotes and self.accumulators + under_way == 3 * PROMOTED_VALUES
@@ -351,7 +351,7 @@ class GemmConfig:
     @cached_property
     def copied_bytes(self) -> int:
         """Returns the most bytes that a warp loads at a time, all of them in flight at once."""
-        return UNIT_BYTES // 2 if self.receives_with_few else UNIT_BYTES
+        return UNIT_BYTES // 2 if self.receive_role_is_register_limited else UNIT_BYTES
 
     @cached_property
     def units(self) -> int:

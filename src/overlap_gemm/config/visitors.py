@@ -108,13 +108,13 @@ class Visitor:
     @cached_property
     def writes(self) -> tuple[Operand, ...]:
         """Returns the outputs' tensors: for a value per row the values and their parts; then the counts."""
-        dtypes, found = iter(self.dtypes[len(self.epilogue.inputs) :]), []
+        dtypes, operands = iter(self.dtypes[len(self.epilogue.inputs) :]), []
         for _, kind in self.epilogue.outputs:
             if kind == "element":
-                found.append(Operand("element", next(dtypes)))
+                operands.append(Operand("element", next(dtypes)))
             else:
-                found += [Operand("row_values", "f32"), Operand("row_parts", "f32")]
-        return (*found, Operand("row_counts", "i32")) if self.reductions else tuple(found)
+                operands += [Operand("row_values", "f32"), Operand("row_parts", "f32")]
+        return (*operands, Operand("row_counts", "i32")) if self.reductions else tuple(operands)
 
     @cached_property
     def reductions(self) -> tuple[OutputKind, ...]:

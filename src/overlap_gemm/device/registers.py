@@ -7,7 +7,7 @@ from typing import Any
 from cutlass import cute
 
 
-def computed_here(value: Any) -> Any:
+def rematerialize(value: Any) -> Any:
     """Returns ``value``, an ``Int32`` or ``Int64``, as a new value to the compiler.
 
     The compiler computes expressions of a loop-invariant value before the loop, and keeps them in registers,

@@ -56,9 +56,9 @@ class _Asking(NamedTuple):
 
     def __call__(self, x: Tensor, weight: Any, bias: Any, *scales: Any) -> Any:
         op, ranks, call, facts = self
-        assert op.spec.asked is not None
-        length = x.shape[call.dim] if op.spec.asked == "m" else weight.shape[0]
-        extent = ARGUMENTS[op.spec.asked]
+        assert op.spec.unresolved_axis is not None
+        length = x.shape[call.dim] if op.spec.unresolved_axis == "m" else weight.shape[0]
+        extent = ARGUMENTS[op.spec.unresolved_axis]
         total = agree.total_length(op.name, extent, length, x.device, ranks, facts)
         return _run(op, ranks, x, weight, bias, call._replace(**{extent: total}), scales)  # type: ignore[arg-type]
 
@@ -132,7 +132,10 @@ def _lower_unasked(
 def _prepare(
     op: GemmOp, ranks: Group, x: Tensor, weight: Any, bias: Any, call: OpCall, scales: Scales
 ) -> _Prepared | _Asking:
-    asks = op.spec.asked is not None and getattr(call, ARGUMENTS[op.spec.asked]) == "exchange"
+    asks = (
+        op.spec.unresolved_axis is not None
+        and getattr(call, ARGUMENTS[op.spec.unresolved_axis]) == "exchange"
+    )
     if asks and ranks.size > 1 and not is_capturing(x.device):
         facts = _lower_unasked(op, ranks, x, weight, bias, call, scales).facts
         return _Asking(op, ranks, call, facts)

@@ -98,9 +98,9 @@ def lower(
         length = math.prod(x.shape[:-1])
     unit = math.prod(inner)
     facts: agree.Facts = ()
-    if spec.asked is not None:
+    if spec.unresolved_axis is not None:
         facts = _facts(spec, x, weights, biases, tuple(inner), dim, call)
-        if spec.asked == "n":
+        if spec.unresolved_axis == "n":
             facts += (("rows", length),)
     total, all_columns, depth = length, columns, weights[0].shape[1]
     if spec.x == "m":

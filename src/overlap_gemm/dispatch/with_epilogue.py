@@ -314,7 +314,7 @@ def _run(
         prepared = why_after(op.spec, lowered.call, *operands) if in_kernel else None
         if prepared is None:
             prepared = _PreparedApplied(of_op.bound(operands, lowered.call), shapes)
-        if op.spec.asked is None or getattr(call, ARGUMENTS[op.spec.asked]) != "exchange":
+        if op.spec.unresolved_axis is None or getattr(call, ARGUMENTS[op.spec.unresolved_axis]) != "exchange":
             keep(ranks, key, prepared)
     return None if isinstance(prepared, str) else prepared(x, weight, bias, inputs)
 

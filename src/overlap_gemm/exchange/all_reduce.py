@@ -84,7 +84,7 @@ class OneShot(PartialExchange):
 
     def share(self, exchange: Exchange, rows: Scalar, cols: Scalar, out: Any) -> Share:
         """Returns all rows, as one shard."""
-        return Share.whole(rows, cols, cols)
+        return Share.unsharded(rows, cols, cols)
 
     def sender(self, stages: Stages, work: Work, call: Call, output: Output) -> BroadcastSender:
         """Returns the sender of every tile to every rank."""

@@ -98,13 +98,13 @@ class RowsOfSources:
 
     def tiles(self, context: ReceiveContext) -> Any:
         """Returns the number of tiles of all sources: of each as many as of a full shard."""
-        return context.call.exchange.world * Int32(shard_tiles(self.op.config, context.work.whole))
+        return context.call.exchange.world * Int32(shard_tiles(self.op.config, context.work.all_tiles))
 
     def locate(self, context: ReceiveContext, index: Scalar, unit: Scalar) -> CopiedUnit:
         """Returns the slot and the place of a unit: a tile is numbered as its source computes it."""
         config, call, out, work = self.op.config, context.call, context.out, context.work
         source, tile = index % call.exchange.world, index // call.exchange.world
-        at = CtaTile.numbered(config, self.op.order, work.whole, tile)
+        at = CtaTile.numbered(config, self.op.order, work.all_tiles, tile)
         first = source * work.shards.rows
         rows = cutlass.min(work.shards.rows, cute.size(out, mode=[0]) - first)
         window = Window.of(out, first, 0, rows, cute.size(out, mode=[1]))

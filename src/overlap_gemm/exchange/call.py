@@ -90,16 +90,16 @@ class Call(NamedTuple):
     bound: WaitBound
 
     @staticmethod
-    def begin(exchange: Exchange, epoch_offset: int = EPOCH_OFFSET, near: Any = None) -> Call:
+    def begin(exchange: Exchange, epoch_offset: int = EPOCH_OFFSET, peer_table: Any = None) -> Call:
         """Reads the epoch; every thread, before a barrier of its CTA, so before any ticket.
 
-        With ``near``, a `near_table`, the call reads peers' addresses from a copy there, complete after that
-        barrier.
+        With ``peer_table`` (`smem_peer_table`), roles read peers' addresses from a copy in shared memory. The
+        copy is complete after that barrier.
         """
         base = exchange.peers[exchange.rank]
-        if near is not None:
-            copy_table(exchange.peers, near)
-            exchange = exchange._replace(peers=near)
+        if peer_table is not None:
+            copy_table(exchange.peers, peer_table)
+            exchange = exchange._replace(peers=peer_table)
         epoch = _next_epoch(base + epoch_offset)
         return Call(
             exchange,
@@ -141,7 +141,7 @@ class Call(NamedTuple):
 
 
 @cute.jit
-def copy_table(peers: cute.Tensor, near: cute.Tensor) -> None:
+def copy_table(peers: cute.Tensor, peer_table: cute.Tensor) -> None:
     """Copies the table of addresses into shared memory; all threads of a CTA.
 
     Every acquire at system scope empties the L1 cache. A lookup in global memory would need a trip to L2
@@ -150,7 +150,7 @@ def copy_table(peers: cute.Tensor, near: cute.Tensor) -> None:
     thread, _, _ = cute.arch.thread_idx()
     threads, _, _ = cute.arch.block_dim()
     for i in cutlass.range(thread, cute.size(peers), threads, unroll=1):
-        near[i] = peers[i]
+        peer_table[i] = peers[i]
 
 
 def _next_epoch(last: Any) -> Any:

@@ -83,75 +83,75 @@ class TileCopies:
     op: int
     transport: Transport
 
-    def tiles(self, given: ReceiveContext) -> Any:
+    def tiles(self, context: ReceiveContext) -> Any:
         """Returns the number of tiles: of each source that has columns as many as of the first one."""
-        return self._others(given) * Int32(self._slots(given))
+        return self._others(context) * Int32(self._slots(context))
 
     @cute.jit
-    def await_tile(self, given: ReceiveContext, index: Int32) -> None:
+    def await_tile(self, context: ReceiveContext, index: Int32) -> None:
         """Waits for the source's tile, if the source has that many."""
-        source, tile = self._locate(given, index)
-        if tile < shard_tiles(self.config, self._list(given, source)):
-            self.transport.await_result(given.call, self.op, tile, tile, source)
+        source, tile = self._locate(context, index)
+        if tile < shard_tiles(self.config, self._list(context, source)):
+            self.transport.await_result(context.call, self.op, tile, tile, source)
 
-    def locate(self, given: ReceiveContext, index: Scalar, unit: Scalar) -> CopiedUnit:
+    def locate(self, context: ReceiveContext, index: Scalar, unit: Scalar) -> CopiedUnit:
         """Returns slot and destination of a unit."""
-        cfg, call, out = self.config, given.call, given.out
-        source, tile = self._locate(given, index)
-        whole = self._list(given, source)
-        at = CtaTile.numbered(cfg, self.order, whole, tile)
-        first, columns = self._columns(given, source)
+        cfg, call, out = self.config, context.call, context.out
+        source, tile = self._locate(context, index)
+        work_list = self._list(context, source)
+        at = CtaTile.numbered(cfg, self.order, work_list, tile)
+        first, columns = self._columns(context, source)
         window = Window.of(out, 0, first, cute.size(out, mode=[0]), columns)
-        slot = (Int64(source) * self._slots(given) + tile) * cfg.tile_bytes
-        exists = (tile < shard_tiles(cfg, whole)) & unit_exists(cfg, unit, at, window)
+        slot = (Int64(source) * self._slots(context) + tile) * cfg.tile_bytes
+        exists = (tile < shard_tiles(cfg, work_list)) & unit_exists(cfg, unit, at, window)
         return CopiedUnit(exists, call.base + call.buffer + slot, unit, at, window, source, tile)
 
     @cute.jit
-    def finish(self, given: ReceiveContext, place: CopiedUnit) -> None:
+    def finish(self, context: ReceiveContext, place: CopiedUnit) -> None:
         """Copies one unit."""
         if place.exists:
-            arrival = self.transport.arrival(given.call, self.op, Role.RECEIVE_RESULT, place.tile)
+            arrival = self.transport.arrival(context.call, self.op, Role.RECEIVE_RESULT, place.tile)
             copy_unit(self.config, self.transport, arrival, *place.copied)
 
-    def _grid(self, given: ReceiveContext, columns: Scalar) -> TileGrid:
+    def _grid(self, context: ReceiveContext, columns: Scalar) -> TileGrid:
         """Returns the cluster tiles of so many columns.
 
         Computed from the output's rows, not from the cluster's work: epilogue warps would keep the work in
         registers, which they lack, through the mainloop.
         """
         tile_m, tile_n = self.config.cluster_tile
-        return TileGrid(ceil_div(cute.size(given.out, mode=[0]), tile_m), ceil_div(columns, tile_n))
+        return TileGrid(ceil_div(cute.size(context.out, mode=[0]), tile_m), ceil_div(columns, tile_n))
 
-    def _slots(self, given: ReceiveContext) -> Any:
+    def _slots(self, context: ReceiveContext) -> Any:
         """Returns the number of slots of each source: `Work.slots`."""
-        grid = self._grid(given, given.call.exchange.shard_rows)
+        grid = self._grid(context, context.call.exchange.shard_rows)
         return grid.rows * grid.cols * self.config.cluster_size
 
-    def _sources(self, given: ReceiveContext) -> Any:
+    def _sources(self, context: ReceiveContext) -> Any:
         """Returns the number of ranks that have columns."""
-        return ceil_div(cute.size(given.out, mode=[1]), given.call.exchange.shard_rows)
+        return ceil_div(cute.size(context.out, mode=[1]), context.call.exchange.shard_rows)
 
-    def _others(self, given: ReceiveContext) -> Any:
+    def _others(self, context: ReceiveContext) -> Any:
         """Returns the number of these without this rank; ``rank + 1, ...`` then differ modulo the sources."""
-        sources = self._sources(given)
-        return sources - (given.call.exchange.rank < sources) * 1
+        sources = self._sources(context)
+        return sources - (context.call.exchange.rank < sources) * 1
 
-    def _locate(self, given: ReceiveContext, index: Scalar) -> tuple[Any, Any]:
+    def _locate(self, context: ReceiveContext, index: Scalar) -> tuple[Any, Any]:
         """Returns (source, its tile) of the part's tile ``index``."""
-        others = self._others(given)
-        source = (given.call.exchange.rank + 1 + index % others) % self._sources(given)
+        others = self._others(context)
+        source = (context.call.exchange.rank + 1 + index % others) % self._sources(context)
         return source, index // others
 
-    def _columns(self, given: ReceiveContext, source: Scalar) -> tuple[Any, Any]:
+    def _columns(self, context: ReceiveContext, source: Scalar) -> tuple[Any, Any]:
         """Returns (first, number) of the source's columns of the output."""
-        chunk = given.call.exchange.shard_rows
+        chunk = context.call.exchange.shard_rows
         first = source * chunk
-        return first, cutlass.min(chunk, cute.size(given.out, mode=[1]) - first)
+        return first, cutlass.min(chunk, cute.size(context.out, mode=[1]) - first)
 
-    def _list(self, given: ReceiveContext, source: Scalar) -> WorkList:
+    def _list(self, context: ReceiveContext, source: Scalar) -> WorkList:
         """Returns the source's work list."""
-        _, columns = self._columns(given, source)
-        return WorkList(self._grid(given, columns), 0, 1)
+        _, columns = self._columns(context, source)
+        return WorkList(self._grid(context, columns), 0, 1)
 
 
 @dataclass(frozen=True)
@@ -170,43 +170,43 @@ class ResultCopies:
     order: Any
     op: int
 
-    def tiles(self, given: ReceiveContext) -> Any:
+    def tiles(self, context: ReceiveContext) -> Any:
         """Returns the number of tiles of all other owners."""
-        return self._others(given) * Int32(given.work.slots)
+        return self._others(context) * Int32(context.work.slots)
 
-    def await_tile(self, given: ReceiveContext, index: Scalar) -> None:
+    def await_tile(self, context: ReceiveContext, index: Scalar) -> None:
         """Does nothing: each unit has its own flag."""
 
-    def locate(self, given: ReceiveContext, index: Scalar, unit: Scalar) -> CopiedUnit:
+    def locate(self, context: ReceiveContext, index: Scalar, unit: Scalar) -> CopiedUnit:
         """Returns slot and destination of a unit."""
-        call, work, cfg = given.call, given.work, self.results.config
-        others = self._others(given)
-        tile, rank = index // others, work.whole.rank
-        owner = (rank + 1 + index % others) % work.whole.owners
-        at = CtaTile.numbered(cfg, self.order, work.whole, tile)
-        window = Window.shard(given.out, work, owner)
+        call, work, cfg = context.call, context.work, self.results.config
+        others = self._others(context)
+        tile, rank = index // others, work.all_tiles.rank
+        owner = (rank + 1 + index % others) % work.all_tiles.owners
+        at = CtaTile.numbered(cfg, self.order, work.all_tiles, tile)
+        window = Window.shard(context.out, work, owner)
         slot = call.base + self.results.slot(call, work, owner, tile)
         return CopiedUnit(unit_exists(cfg, unit, at, window), slot, unit, at, window, owner, tile)
 
     @cute.jit
-    def finish(self, given: ReceiveContext, place: CopiedUnit) -> None:
+    def finish(self, context: ReceiveContext, place: CopiedUnit) -> None:
         """Waits for one unit and copies it."""
-        transport, wait = self.results.transport, partial(self._await_unit, given, place)
+        transport, wait = self.results.transport, partial(self._await_unit, context, place)
         if place.exists:
             wait()
-            arrival = transport.arrival(given.call, self.op, Role.RECEIVE_RESULT, place.tile, SHOTS)
+            arrival = transport.arrival(context.call, self.op, Role.RECEIVE_RESULT, place.tile, SHOTS)
             copy_unit(self.results.config, transport, arrival, *place.copied)
         transport.if_absent(place.exists, wait)
 
-    def _await_unit(self, given: ReceiveContext, place: CopiedUnit) -> None:
-        flag = self.results.flag(given.work, place.tile, place.unit)
+    def _await_unit(self, context: ReceiveContext, place: CopiedUnit) -> None:
+        flag = self.results.flag(context.work, place.tile, place.unit)
         transport = self.results.transport
-        transport.await_result(given.call, self.op, flag, place.tile, place.source, waits=SHOTS)
+        transport.await_result(context.call, self.op, flag, place.tile, place.source, waits=SHOTS)
 
-    def _others(self, given: ReceiveContext) -> Any:
+    def _others(self, context: ReceiveContext) -> Any:
         """Returns the number of owners without this rank; ``rank + 1, ...`` then differ modulo the owners."""
-        whole = given.work.whole
-        return whole.owners - (whole.rank < whole.owners) * 1
+        work_list = context.work.all_tiles
+        return work_list.owners - (work_list.rank < work_list.owners) * 1
 
 
 class ResultLane(NamedTuple):
@@ -258,8 +258,8 @@ class Results:
 
     def lane(self, call: Call, work: Work, tile: Scalar, first: Scalar) -> ResultLane:
         """Returns the calling lane's destination of its sums, from chunk ``first`` of a local tile on."""
-        own = self.slot(call, work, call.exchange.rank, tile)
-        return ResultLane(call, own + first * self.chunk_bytes)
+        slot = self.slot(call, work, call.exchange.rank, tile)
+        return ResultLane(call, slot + first * self.chunk_bytes)
 
     def send(self, lane: ResultLane, chunk: Scalar, values: cute.Tensor) -> None:
         """Stores a chunk, ``chunk`` after the lane's first, at every peer; one lane."""

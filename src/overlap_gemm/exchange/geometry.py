@@ -253,15 +253,16 @@ def tile_puts(config: GemmConfig, shape: ExchangeShape, rank: int, slots: int, b
         buffer: Bytes of one slot buffer.
     """
     tiles, tile, world = shape.cta_tiles(config), config.tile_bytes, shape.world
-    own = rank * tiles * tile
-    if shape.spec.to_all:  # from the own slots
+    local_slots = rank * tiles * tile
+    if shape.spec.to_all:  # from the local slots
         if shape.is_by_columns:
             columns = min(max(shape.cols - rank * shape.shard, 0), shape.shard)
             tiles = tiles // shape.grid(config).cols * ceil_div(columns, config.cluster_tile[1])
-        return [Puts(tiles * tile, tile, world, own, 0, own, CONTROL_BYTES + FLAG_BYTES * rank)]
+        staged = CONTROL_BYTES + FLAG_BYTES * rank
+        return [Puts(tiles * tile, tile, world, local_slots, 0, local_slots, staged)]
     owners, staging = shape.owners, SLOT_BUFFERS * buffer
     staged = staged_flags_offset(slots)
-    partials = Puts(tiles * tile, tile, owners, staging, tiles * tile, own, staged, FLAG_BYTES)
+    partials = Puts(tiles * tile, tile, owners, staging, tiles * tile, local_slots, staged, FLAG_BYTES)
     if not shape.spec.returns:
         return [partials]
     result = config.result_bytes
@@ -308,7 +309,7 @@ def shard_piece(nbytes: Scalar) -> Any:
     return ceil_div(nbytes, SHARD_PIECES * PIECE_ALIGN) * PIECE_ALIGN
 
 
-def shard_puts(rank: int, world: int, full: int, own: int) -> list[Puts]:
-    """Returns the puts of ``rank``'s shard of ``own`` bytes, where a full shard has ``full`` bytes."""
+def shard_puts(rank: int, world: int, full: int, num_bytes: int) -> list[Puts]:
+    """Returns the puts of ``rank``'s shard of ``num_bytes`` bytes; a full shard has ``full`` bytes."""
     place = rank * full
-    return [Puts(own, shard_piece(full), world, source=place, target=place)]
+    return [Puts(num_bytes, shard_piece(full), world, source=place, target=place)]

@@ -47,7 +47,7 @@ from overlap_gemm.exchange.receive import Receiver
 from overlap_gemm.exchange.send import BroadcastSender, GatherSender
 from overlap_gemm.exchange.tile_exchange import TileExchange
 from overlap_gemm.kernel.epilogue import Visits
-from overlap_gemm.kernel.plain_gemm import own_columns
+from overlap_gemm.kernel.plain_gemm import local_columns
 from overlap_gemm.kernel.surface import Output
 from overlap_gemm.kernel.work import Share, Work
 from overlap_gemm.spec import GEMM_ALL_GATHER
@@ -90,11 +90,11 @@ class OutputGather(TileExchange):
 
     def share(self, exchange: Exchange, rows: Scalar, cols: Scalar, out: Any) -> Share:
         """Returns all rows by the local columns. A rank without columns computes nothing."""
-        return Share.of_own_columns(rows, exchange.rank, exchange.shard_rows, out)
+        return Share.of_local_columns(rows, exchange.rank, exchange.shard_rows, out)
 
     def output(self, out: cute.Tensor, exchange: Exchange) -> Output:
         """Returns the TMA store of the local columns; the others are stored by ordinary stores."""
-        return own_columns(self.config, self.stage_dtype, out, exchange)
+        return local_columns(self.config, self.stage_dtype, out, exchange)
 
     def sender(self, stages: Stages, work: Work, call: Call, output: Output) -> GatherSender:
         """Returns the sender, which stores every tile, and sends it to every peer."""

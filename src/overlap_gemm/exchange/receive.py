@@ -57,16 +57,16 @@ class ReceiveContext(NamedTuple):
 class Part(Protocol):
     """One kind of units; each method is called by all lanes of a warp."""
 
-    def tiles(self, given: ReceiveContext) -> Any:
+    def tiles(self, context: ReceiveContext) -> Any:
         """Returns the number of CTA tiles of the part, of all CTAs together."""
 
-    def locate(self, given: ReceiveContext, index: Scalar, unit: Scalar) -> Any:
+    def locate(self, context: ReceiveContext, index: Scalar, unit: Scalar) -> Any:
         """Returns the argument of `finish` for a unit of the part's tile ``index``, before it arrives."""
 
-    def await_tile(self, given: ReceiveContext, index: Scalar) -> None:
+    def await_tile(self, context: ReceiveContext, index: Scalar) -> None:
         """Waits for what all units of the part's tile ``index`` need."""
 
-    def finish(self, given: ReceiveContext, place: Any) -> None:
+    def finish(self, context: ReceiveContext, place: Any) -> None:
         """Finishes the unit that was located, as soon after the wait as possible."""
 
 
@@ -89,16 +89,16 @@ class Receiver:
         """Runs one warp's loop over the units that it takes."""
         if cutlass.const_expr(len(self.parts) > 1):
             call = Call.begin(call.exchange)  # epilogue warps lack the registers to keep it meanwhile
-        given = ReceiveContext(call, work, out, extras)
+        context = ReceiveContext(call, work, out, extras)
         unit, first = count(tally.taken), Int32(0)
         for part in self.parts:
-            unit, first = self._finish(part, given, tally, unit, first)
+            unit, first = self._finish(part, context, tally, unit, first)
 
     @cute.jit
     def _finish(
         self,
         part: cutlass.Constexpr,
-        given: ReceiveContext,
+        context: ReceiveContext,
         tally: Tally,
         unit: Int32,
         first: Int32,
@@ -106,15 +106,15 @@ class Receiver:
         """Finishes units of a part, numbered from ``first``; returns the last one taken and the end."""
         cfg = self.config
         cta, ctas = cta_number(), num_ctas()
-        end = first + (part.tiles(given) - cta + ctas - 1) // ctas * cfg.units
+        end = first + (part.tiles(context) - cta + ctas - 1) // ctas * cfg.units
         arrived = Int32(-1)
         while unit < end:
             index = cta + (unit - first) // cfg.units * ctas
-            place = part.locate(given, index, (unit - first) % cfg.units)
+            place = part.locate(context, index, (unit - first) % cfg.units)
             if index != arrived:
-                part.await_tile(given, index)
+                part.await_tile(context, index)
                 arrived = index
-            part.finish(given, place)
+            part.finish(context, place)
             unit = count(tally.taken)
         return unit, end
 
@@ -145,7 +145,7 @@ class Window(NamedTuple):
         return Window(out.iterator.toint() + offset, rows, columns, out.stride[0], row, column)
 
     @staticmethod
-    def whole(out: cute.Tensor) -> Window:
+    def unsharded(out: cute.Tensor) -> Window:
         """Returns all of ``out``."""
         return Window.of(out, 0, 0, cute.size(out, mode=[0]), cute.size(out, mode=[1]))
 

@@ -92,11 +92,11 @@ class Relay:
 
     @cute.jit
     def _has_far_peers(self, call: Call) -> Int32:
-        found = Int32(0)
+        has_far_peer = Int32(0)
         for peer in cutlass.range(call.exchange.world, unroll=1):
             if call.exchange.peers[peer] < 0:
-                found = Int32(1)
-        return found
+                has_far_peer = Int32(1)
+        return has_far_peer
 
     @cute.jit
     def _tell(self, call: Call, offset: Int64, word: Uint64) -> None:

@@ -162,8 +162,8 @@ class BroadcastSender(SlotSender):
         at = self.at(tile)
         rank = self.call.exchange.rank
         route = route_of(self.config, self.call, self.work.slots, at.index, rank, rank)
-        own = route._replace(staging=self.call.base + route.slot, staged=self.call.base + route.flag)
-        return Destination(own, *self.work.left(at))
+        local_route = route._replace(staging=self.call.base + route.slot, staged=self.call.base + route.flag)
+        return Destination(local_route, *self.work.left(at))
 
     @cute.jit
     def send(self, place: Destination, subtile: Int32, stage: Int32) -> None:

@@ -103,24 +103,24 @@ class Sums:
     results: Any = None
 
     @cute.jit
-    def tiles(self, given: ReceiveContext) -> Int32:
+    def tiles(self, context: ReceiveContext) -> Int32:
         """Returns the number of tiles that this rank owns."""
-        work = given.work
-        own = Int32(shard_tiles(self.config, work.whole))
-        if work.whole.rank >= work.whole.owners:
-            own = Int32(0)
-        return own
+        work = context.work
+        num_tiles = Int32(shard_tiles(self.config, work.all_tiles))
+        if work.all_tiles.rank >= work.all_tiles.owners:
+            num_tiles = Int32(0)
+        return num_tiles
 
     @cute.jit
-    def await_tile(self, given: ReceiveContext, index: Int32) -> None:
+    def await_tile(self, context: ReceiveContext, index: Int32) -> None:
         """Waits until the warp may read every slot of the tile."""
-        self.transport.await_partials(given.call, self.op, index)
+        self.transport.await_partials(context.call, self.op, index)
 
-    def locate(self, given: ReceiveContext, index: Scalar, unit: Scalar) -> SummedUnit:
+    def locate(self, context: ReceiveContext, index: Scalar, unit: Scalar) -> SummedUnit:
         """Returns the addresses of a unit's partials, and the destination of its sums."""
-        call, work, out, _ = given
-        tile = CtaTile.numbered(self.config, self.order, work.whole, index)
-        window = Window.whole(out)
+        call, work, out, _ = context
+        tile = CtaTile.numbered(self.config, self.order, work.all_tiles, index)
+        window = Window.unsharded(out)
         if self.results is not None:
             window = Window.shard(out, work, call.exchange.rank)
         exists = unit_exists(self.config, unit, tile, window)
@@ -135,25 +135,25 @@ class Sums:
         return SummedUnit(index, unit, exists, lane)
 
     @cute.jit
-    def finish(self, given: ReceiveContext, place: SummedUnit) -> None:
+    def finish(self, context: ReceiveContext, place: SummedUnit) -> None:
         """Sums one unit; one that does not exist has no partials, but peers may wait for its flag."""
         if place.exists:
-            self._sum(place.lane, given.extras)
+            self._sum(place.lane, context.extras)
             visits = self._visits
             if cutlass.const_expr(visits.reduces):
-                lane, extras = place.lane, given.extras
+                lane, extras = place.lane, context.extras
                 row, _ = self.chunks.locate(place.unit * (self.config.lane_chunks * LANES))
                 window = lane.window
                 visits.finish_rows(
                     window.row + lane.row + row, window.row + window.rows, window.columns, extras
                 )
             if cutlass.const_expr(self.results is not None):
-                self.transport.publish_unit(partial(self._publish, given, place))
+                self.transport.publish_unit(partial(self._publish, context, place))
         if cutlass.const_expr(self.results is not None):
-            self.transport.if_absent(place.exists, partial(self._publish, given, place, exists=False))
+            self.transport.if_absent(place.exists, partial(self._publish, context, place, exists=False))
 
-    def _publish(self, given: ReceiveContext, place: SummedUnit, exists: bool = True) -> None:
-        self.results.publish(given.call, given.work, place.index, place.unit, exists)
+    def _publish(self, context: ReceiveContext, place: SummedUnit, exists: bool = True) -> None:
+        self.results.publish(context.call, context.work, place.index, place.unit, exists)
 
     @cute.jit
     def _sum(self, lane: Lane, extras: Extras) -> None:
@@ -163,7 +163,7 @@ class Sums:
                 self._sum_few(lane, extras, 2)
             else:
                 self._sum_in_tree(lane, extras)
-        elif cutlass.const_expr(self.config.receives_with_few and self.results is not None):
+        elif cutlass.const_expr(self.config.receive_role_is_register_limited and self.results is not None):
             self._sum_many(lane, extras)  # with a loop for each number of ranks it spills
         elif world <= 2:
             self._sum_few(lane, extras, 2)
@@ -272,7 +272,7 @@ class Sums:
         With as many 32-bit partials, or with few registers, kernels spill on sm_90a.
         """
         loads = self.transport.loads_in_flight(returns=self.results is not None)
-        share = 2 if self.config.receives_with_few else 1
+        share = 2 if self.config.receive_role_is_register_limited else 1
         return loads * 16 // DTYPES[self.config.slot_dtype].width // share
 
     def _window(self, sources: int) -> int:

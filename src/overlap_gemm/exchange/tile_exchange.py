@@ -65,9 +65,9 @@ class TileExchange(ABC):
     def output(self, out: cute.Tensor, exchange: Any) -> Any:
         """Returns the destination of the result; on the host."""
 
-    def begin(self, exchange: Any, near: Any) -> Call:
+    def begin(self, exchange: Any, peer_table: Any) -> Call:
         """Reads the epoch; see `Call.begin`."""
-        return Call.begin(exchange, near=self.transport.looks_up_in(near))
+        return Call.begin(exchange, peer_table=self.transport.looks_up_in(peer_table))
 
     @abstractmethod
     def sender(self, stages: Stages, work: Work, call: Call, output: Any) -> Any:

@@ -137,29 +137,29 @@ class AllGather(OutputOp):
             return None
         return ShardRole(self.config, self.transport, self.push, self.keep)
 
-    def begin(self, given: Gathering, near: Any) -> GatherCall:
+    def begin(self, arguments: Gathering, peer_table: Any) -> GatherCall:
         """Reads the epoch; see `Call.begin`."""
-        return GatherCall(Call.begin(given.exchange, near=near), given)
+        return GatherCall(Call.begin(arguments.exchange, peer_table=peer_table), arguments)
 
-    def share(self, given: Gathering, rows: Scalar, cols: Scalar, out: Any) -> Share:
+    def share(self, arguments: Gathering, rows: Scalar, cols: Scalar, out: Any) -> Share:
         """Returns all rows, divided by shards; A is the local shard."""
-        return Share.by_rows(given.rows, given.exchange.rank, given.exchange.shard_rows, cols)
+        return Share.by_rows(arguments.rows, arguments.exchange.rank, arguments.exchange.shard_rows, cols)
 
-    def more_sources(self, mainloop: Any, given: Gathering) -> GatheredShards:
+    def more_sources(self, mainloop: Any, arguments: Gathering) -> GatheredShards:
         """Returns the TMA view of the gather buffer."""
-        scales = None if given.scales is None else mainloop.tma_of_scales(given.scales)
-        tma, tensor = mainloop.tma_of_a(given.gathered)
+        scales = None if arguments.scales is None else mainloop.tma_of_scales(arguments.scales)
+        tma, tensor = mainloop.tma_of_a(arguments.gathered)
         return GatheredShards(tma, tensor, scales)
 
-    def output(self, out: cute.Tensor, given: Gathering) -> Any:
+    def output(self, out: cute.Tensor, arguments: Gathering) -> Any:
         """Returns the TMA stores of the output, from the ring's stages."""
-        cfg, shard = self.config, given.exchange.shard_rows
+        cfg, shard = self.config, arguments.exchange.shard_rows
         columns, pitch = cute.size(out, mode=[1]), out.stride[0]
-        last = (given.rows + shard - 1) // shard - 1
+        last = (arguments.rows + shard - 1) // shard - 1
         offset = cute.assume(Int64(last) * shard * pitch, divby=128 // out.element_type.width)
         between = cute.assume(Int64(shard) * pitch, divby=128 // out.element_type.width)
         full = cute.make_layout((shard, columns, cutlass.max(last, 1)), stride=(pitch, 1, between))
-        rest = cute.make_layout((given.rows - last * shard, columns, 1), stride=(pitch, 1, between))
+        rest = cute.make_layout((arguments.rows - last * shard, columns, 1), stride=(pitch, 1, between))
 
         def stores(tensor: cute.Tensor) -> GatheredShards:
             return GatheredShards(*output_store(cfg, self.stage_dtype, tensor))
@@ -177,19 +177,19 @@ class AllGather(OutputOp):
     def comm_role(self, ring: Any, stages: Stages, work: Work, call: GatherCall, output: Any) -> None:
         """Stores every tile, one lane; all lanes of the comm warp. The grid's first waits for readers."""
         is_first = cta_number() == 0
-        begin_warp(call.call, self.code, self.transport, is_first and call.given.is_first != 0)
+        begin_warp(call.call, self.code, self.transport, is_first and call.arguments.is_first != 0)
         if cute.arch.lane_idx() == 0:
             sender = self.sender(work, output, stages)
             ring.drain(ring.consumer_state(), self.config.stored_subtiles, sender)
         cute.arch.sync_warp()
-        if is_first and call.given.is_last != 0:
+        if is_first and call.arguments.is_last != 0:
             await_peers(call.call, self.code)
             await_readers(call.call, self.code)
 
     @cute.jit
     def end(self, call: GatherCall, tally: Any, warps: cutlass.Constexpr) -> None:
         """Ends a warp's access to the workspace, in the last launch of the call; see `KernelOp.end`."""
-        if call.given.is_last != 0:
+        if call.arguments.is_last != 0:
             end_warp(call.call, tally, warps)
 
 
@@ -273,17 +273,17 @@ class ArrivalGate:
 
     def _row_scales(self, shard: Scalar, first: Scalar, call: GatherCall) -> cute.Tensor:
         """Returns the scales gathered with the rows of a shard: one for each row."""
-        given, exchange = call.given, call.call.exchange
+        arguments, exchange = call.arguments, call.call.exchange
         (offset, _), (_, nbytes) = call.shard(shard), call.rows(shard)
         arrived = call.buffer + offset + call.full_rows
-        base = cutlass.select_(shard == exchange.rank, cast(Any, given.after).address, arrived)
+        base = cutlass.select_(shard == exchange.rank, cast(Any, arguments.after).address, arrived)
         scales = global_pointer(cutlass.Float32, base - Int64(first) * SCALE_BYTES, SCALE_BYTES)
-        return cute.make_tensor(scales, cute.make_layout(first + Int32(nbytes // given.row_bytes)))
+        return cute.make_tensor(scales, cute.make_layout(first + Int32(nbytes // arguments.row_bytes)))
 
     @cute.jit
     def end(self, call: GatherCall) -> None:
         """Counts a warp as a reader, after its last load, or last visit of rows."""
-        if call.given.is_last != 0:
+        if call.arguments.is_last != 0:
             has_read(call, self.op.transport, readers(self.op.config, self.op.keep))
 
 
@@ -294,7 +294,7 @@ class ShardSender(OutputSender):
     def send(self, place: CtaTile, subtile: Int32, stage: Int32) -> None:
         """Starts one TMA tensor store; the hardware clips rows past the shard's end."""
         cfg, stages = self.op.config, self.stages
-        if place.owner == self.work.whole.owners - 1:
+        if place.owner == self.work.all_tiles.owners - 1:
             last = self.output.last
             store_subtile(cfg, last.tma, last.tensor[(None, None, 0)], stages, place, subtile, stage)
         else:

@@ -59,7 +59,7 @@ class Gathering(NamedTuple):
             if it is put, flag ``(piece, source)`` for each piece (`geometry.shard_piece`).
         rows: ``Int32``: M, rows of all shards together.
         row_bytes: ``Int64``: bytes of a row of A, in the local shard and in the gather buffer: whole 16.
-        own: ``Int64``: address of the local shard.
+        local_shard: ``Int64``: address of the local shard.
         kept: ``(M * K,)``: destination of all rows; None unless the kernel keeps them.
         gathered: ``(shard rows, K, owners)``: the gather buffer as TMA reads it.
         is_first: ``Int32``: whether this is the first launch of the call: it sends.
@@ -73,7 +73,7 @@ class Gathering(NamedTuple):
     exchange: Exchange
     rows: Int32
     row_bytes: Int64
-    own: Int64
+    local_shard: Int64
     kept: Any
     gathered: cute.Tensor
     is_first: Int32
@@ -88,11 +88,11 @@ class GatherCall(NamedTuple):
 
     Attributes:
         call: Values of every op.
-        given: Arguments of the kernel.
+        arguments: Arguments of the kernel.
     """
 
     call: Call
-    given: Gathering
+    arguments: Gathering
 
     @property
     def buffer(self) -> Any:
@@ -101,7 +101,7 @@ class GatherCall(NamedTuple):
 
     def shard(self, source: Scalar) -> tuple[Any, Any]:
         """Returns (offset in a gather buffer, bytes) of a shard; bytes are 0 or less after the last owner."""
-        (offset, nbytes), after = self.rows(source), self.given.after
+        (offset, nbytes), after = self.rows(source), self.arguments.after
         if after is None:
             return offset, nbytes
         return (
@@ -111,29 +111,29 @@ class GatherCall(NamedTuple):
 
     def rows(self, source: Scalar) -> tuple[Any, Any]:
         """Returns (bytes of the rows before a shard's, bytes of the shard's rows)."""
-        row_bytes, first = self.given.row_bytes, Int32(source) * self.call.exchange.shard_rows
+        row_bytes, first = self.arguments.row_bytes, Int32(source) * self.call.exchange.shard_rows
         return Int64(first) * row_bytes, Int64(self.num_rows(source)) * row_bytes
 
     def num_rows(self, source: Scalar) -> Any:
         """Returns the number of rows of a shard; 0 or less after the last owner."""
         shard = self.call.exchange.shard_rows
-        return cutlass.min(self.given.rows - Int32(source) * shard, shard)
+        return cutlass.min(self.arguments.rows - Int32(source) * shard, shard)
 
     @property
     def full_bytes(self) -> Any:
         """Returns the bytes of a full shard."""
-        after = self.given.after
+        after = self.arguments.after
         return self.full_rows if after is None else self.full_rows + after.full_bytes
 
     @property
     def full_rows(self) -> Any:
         """Returns the bytes of a full shard's rows."""
-        return Int64(self.call.exchange.shard_rows) * self.given.row_bytes
+        return Int64(self.call.exchange.shard_rows) * self.arguments.row_bytes
 
     @property
     def owners(self) -> Any:
         """Returns the number of ranks that have rows."""
-        return (self.given.rows + self.call.exchange.shard_rows - 1) // self.call.exchange.shard_rows
+        return (self.arguments.rows + self.call.exchange.shard_rows - 1) // self.call.exchange.shard_rows
 
 
 @cute.jit
@@ -201,10 +201,10 @@ class ShardRole:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - self.config.first_receive_warp
         first, stride = cta_number() * warps + warp, num_ctas() * warps
         if cutlass.const_expr(self.push):  # noqa: SIM102
-            if call.given.is_first != 0:
+            if call.arguments.is_first != 0:
                 self._send(call, first, stride)
         if cutlass.const_expr(self.keep):  # noqa: SIM102
-            if call.given.is_last != 0:
+            if call.arguments.is_last != 0:
                 self._keep(call, first, stride)
                 has_read(call, self.transport, readers(self.config, True))
 
@@ -219,8 +219,8 @@ class ShardRole:
         (peers, rank, world, *_), warps = exchange, self.config.receive_warps
         (offset, _), (_, nbytes), size = call.shard(rank), call.rows(rank), self.config.copied_bytes
         if rank < call.owners:
-            if cutlass.const_expr(call.given.after is not None):  # first, in a loop of few registers
-                scales = cast(ShardScales, call.given.after)
+            if cutlass.const_expr(call.arguments.after is not None):  # first, in a loop of few registers
+                scales = cast(ShardScales, call.arguments.after)
                 for i in cutlass.range(1, world, unroll=1):
                     target = peers[(rank + world - i) % world] + exchange.slots_offset + offset
                     copy_units(size, target + call.full_rows, scales.address, scales.nbytes, first, stride)
@@ -228,7 +228,7 @@ class ShardRole:
             for i in cutlass.range(1, world, unroll=1):
                 peer = (rank + world - i) % world
                 target = peers[peer] + exchange.slots_offset + offset
-                copy_units(size, target, call.given.own, nbytes, first, stride)
+                copy_units(size, target, call.arguments.local_shard, nbytes, first, stride)
                 if count_grid(call.call, SENDERS_OFFSET + SENDER_BYTES * peer, warps) != 0:  # noqa: SIM102
                     if cute.arch.lane_idx() == 0:
                         self.transport.signal(peers, rank, peer, flag, epoch)
@@ -242,10 +242,12 @@ class ShardRole:
             if source != exchange.rank:
                 await_shard(call, source, self.transport)
             (offset, _), (kept, nbytes) = call.shard(source), call.rows(source)
-            origin = cutlass.select_(source == exchange.rank, call.given.own, call.buffer + offset)
+            origin = cutlass.select_(
+                source == exchange.rank, call.arguments.local_shard, call.buffer + offset
+            )
             copy_units(
                 self.config.copied_bytes,
-                call.given.kept.iterator.toint() + kept,
+                call.arguments.kept.iterator.toint() + kept,
                 origin,
                 nbytes,
                 first,

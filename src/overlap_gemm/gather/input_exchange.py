@@ -86,7 +86,7 @@ class InputExchange(AllGather):
 
     def share(self, gathering: Gathering, rows: Scalar, cols: Scalar, out: Any) -> Share:
         """Returns this rank's rows, as one shard."""
-        return Share.whole(cute.size(out, mode=[0]), cols, cols)
+        return Share.unsharded(cute.size(out, mode=[0]), cols, cols)
 
     def output(self, out: cute.Tensor, gathering: Gathering) -> Output:
         """Returns the TMA store from the ring's stages."""
@@ -149,7 +149,7 @@ class SliceGate:
             Int32(0),
             k_tiles,
         )
-        chunk = (cutlass.min(row + tile_m, call.num_rows(rank)) - 1) // call.given.chunk_rows
+        chunk = (cutlass.min(row + tile_m, call.num_rows(rank)) - 1) // call.arguments.chunk_rows
         for i in cutlass.range(1, exchange.world, unroll=1):
             source = (rank + i) % exchange.world
             if chunk > opened:
@@ -167,7 +167,7 @@ class SliceGate:
     @cute.jit
     def end(self, call: GatherCall) -> None:
         """Counts a warp as a reader, after its last load."""
-        if call.given.is_last != 0:
+        if call.arguments.is_last != 0:
             has_read(call, self.op.transport, readers(self.op.config, self.op.keep))
 
 
@@ -197,10 +197,10 @@ class SliceRole(ShardRole):
         for i in cutlass.range(1, world, unroll=1):
             peer = (rank + world - i) % world
             before, nbytes = call.rows(peer)
-            copy_units(size, peers[peer] + slot, call.given.own + before, nbytes, first, stride)
+            copy_units(size, peers[peer] + slot, call.arguments.local_shard + before, nbytes, first, stride)
             if count_grid(call.call, SENDERS_OFFSET + SENDER_BYTES * peer, warps) != 0:  # noqa: SIM102
                 if cute.arch.lane_idx() == 0:
-                    chunks = ceil_div(call.num_rows(peer), call.given.chunk_rows)
+                    chunks = ceil_div(call.num_rows(peer), call.arguments.chunk_rows)
                     for chunk in cutlass.range(chunks, unroll=1):
                         flag = call.call.flag(Int64(0), chunk, rank)
                         self.transport.signal(peers, rank, peer, flag, epoch)
@@ -208,14 +208,16 @@ class SliceRole(ShardRole):
     @cute.jit
     def _keep(self, call: GatherCall, first: Int32, stride: Int32) -> None:
         """Copies this warp's units of every slice into its columns, in the order of arrival."""
-        exchange, arguments = call.call.exchange, call.given
+        exchange, arguments = call.call.exchange, call.arguments
         rank, world, rows = exchange.rank, exchange.world, call.num_rows(exchange.rank)
         for i in cutlass.range(world, unroll=1):
             source = (rank + i) % world
             if source != rank:
                 await_chunk(call, (rows - 1) // arguments.chunk_rows, source)
             origin = cutlass.select_(
-                source == rank, arguments.own + call.rows(rank)[0], call.buffer + call.shard(source)[0]
+                source == rank,
+                arguments.local_shard + call.rows(rank)[0],
+                call.buffer + call.shard(source)[0],
             )
             target = arguments.kept.iterator.toint() + Int64(source) * arguments.row_bytes
             pitch, size = arguments.row_bytes * world, self.config.copied_bytes

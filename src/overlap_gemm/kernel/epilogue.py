@@ -35,8 +35,8 @@ class Visits:
     @property
     def num_loads(self) -> int:
         """Returns the number of inputs with a value for each element."""
-        found = [visitor.reads for visitor in self.config.epilogue if visitor.of in self.of]
-        return sum(operand.kind == "element" for reads in found for operand in reads)
+        inputs = [visitor.reads for visitor in self.config.epilogue if visitor.of in self.of]
+        return sum(operand.kind == "element" for reads in inputs for operand in reads)
 
     def input_registers(self, size: int, chunks: int) -> list[Any]:
         """Returns registers ``(size, chunks)`` for each input with a value for each element."""
@@ -168,14 +168,16 @@ class Visits:
                 subtiles = (columns + (self.config.epi_tile[1] - 1)) // self.config.epi_tile[1]
                 _finish_rows(triples, counts, self.config.unit_rows, row, rows, subtiles)
 
-    def on_fragment(self, fragment: Fragment, own: Any, row: Scalar, column: Scalar, extras: Extras) -> None:
+    def on_fragment(
+        self, fragment: Fragment, partition: Any, row: Scalar, column: Scalar, extras: Extras
+    ) -> None:
         """Visits a thread's values of a subtile, loading once per run of adjacent columns.
 
         Rows and columns past the end read the last ones: their values are clipped when they are stored.
 
         Args:
             fragment: Values, fp32.
-            own: Function that returns this thread's part of a tensor shaped like a subtile.
+            partition: Function that returns this thread's part of a tensor shaped like a subtile.
             row: First row of the subtile, see `visitors.Operand`.
             column: First column of the subtile.
             extras: Tensors of `GemmConfig.epilogue_operands`, 16-byte aligned; the size of one along
@@ -183,13 +185,13 @@ class Visits:
         """
         for visitor, tensors in self._visitors(extras):
             if not visitor.epilogue.pairs:
-                self._apply(visitor, tensors, (fragment,), own, row, column)
+                self._apply(visitor, tensors, (fragment,), partition, row, column)
 
     def on_pair(
         self,
         first: Fragment,
         second: Fragment,
-        own: Any,
+        partition: Any,
         row: Scalar,
         column: Scalar,
         extras: Extras,
@@ -200,7 +202,7 @@ class Visits:
         Args:
             first: Values of one subtile, fp32, visited by `on_fragment`.
             second: Values of the next subtile in the row.
-            own: Function that returns this thread's part, as in `on_fragment`.
+            partition: Function that returns this thread's part, as in `on_fragment`.
             row: First row of the output.
             column: First column of the output.
             extras: Tensors of `GemmConfig.epilogue_operands`, as in `on_fragment`.
@@ -213,21 +215,21 @@ class Visits:
                 second[i] = cutlass.select_(is_swapped != 0, one, other)
         for visitor, tensors in self._visitors(extras):
             if visitor.epilogue.pairs:
-                self._apply(visitor, tensors, (first, second), own, row, column)
+                self._apply(visitor, tensors, (first, second), partition, row, column)
 
     def _apply(
         self,
         visitor: Visitor,
         tensors: Any,
         fragments: tuple[Fragment, ...],
-        own: Any,
+        partition: Any,
         row: Scalar,
         column: Scalar,
     ) -> None:
         """Applies a visitor to each element of a fragment, or of two; the first one gets the results."""
         assert not visitor.writes, f"{visitor.name} has outputs, which the receive role alone stores"
         size = cute.size(fragments[0])
-        places = self._places(own, size)
+        places = self._places(partition, size)
         read = [
             _elements(operand, tensor, places, row, column)
             for operand, tensor in zip(visitor.reads, tensors, strict=True)
@@ -238,22 +240,22 @@ class Visits:
 
     def _visitors(self, extras: Extras) -> list[tuple[Any, Any]]:
         """Returns the visitors of these sums, each with its tensors."""
-        found, first = [], NUM_MATRICES if self.config.blocks else 0
+        visitors, first = [], NUM_MATRICES if self.config.blocks else 0
         for visitor in self.config.epilogue:
             end = first + len(visitor.operands)
             if visitor.of in self.of:
-                found.append((visitor, extras[first:end] if extras is not None else ()))
+                visitors.append((visitor, extras[first:end] if extras is not None else ()))
             first = end
-        return found
+        return visitors
 
-    def _places(self, own: Any, size: int) -> Places:
+    def _places(self, partition: Any, size: int) -> Places:
         """Returns the places of the elements of a thread's fragment in the subtile."""
         tile = self.config.epi_tile
-        first = own(cute.make_identity_tensor(tile))[0]
+        first = partition(cute.make_identity_tensor(tile))[0]
         zero = cute.make_ptr(cutlass.Float32, 0, cute.AddressSpace.gmem, assumed_align=16)
 
         def offsets(stride: tuple[int, int]) -> list[int]:
-            layout = own(cute.make_tensor(zero, cute.make_layout(tile, stride=stride))).layout
+            layout = partition(cute.make_tensor(zero, cute.make_layout(tile, stride=stride))).layout
             return [layout(i) for i in range(size)]
 
         return Places(first, offsets((1, 0)), offsets((0, 1)))
@@ -332,8 +334,8 @@ def _elements(operand: Operand, tensor: Any, places: Places, row: Scalar, column
 
 def _row(matrix: Any, row: Scalar) -> Any:
     """Returns a row of a matrix whose rows begin at multiples of 16 bytes."""
-    whole = 128 // matrix.element_type.width
-    offset = cute.assume(Int64(row) * matrix.stride[0], divby=whole)
+    divisor = 128 // matrix.element_type.width
+    offset = cute.assume(Int64(row) * matrix.stride[0], divby=divisor)
     return cute.make_tensor(matrix.iterator + offset, cute.make_layout(cute.size(matrix, mode=[1])))
 
 

@@ -22,7 +22,7 @@ from overlap_gemm.kernel.dependent_launch import (
 )
 from overlap_gemm.kernel.operand_views import OperandViews, interleaved
 from overlap_gemm.kernel.roles import epilogue_role, load_role
-from overlap_gemm.kernel.shared_words import Tally, near_table
+from overlap_gemm.kernel.shared_words import Tally, smem_peer_table
 from overlap_gemm.kernel.split import end_together, sent_of
 from overlap_gemm.kernel.stages import allocate_stages
 from overlap_gemm.kernel.surface import KernelOp, Mainloop
@@ -101,10 +101,10 @@ class FusedGemm:
         rows, cols = cute.size(ops.a, mode=[0]), cute.size(ops.b, mode=[0])
         work = plan_work(cfg, op.order, op.share(exchange, rows, cols, out))
         smem = memory.SmemAllocator()
-        near, call = near_table(smem), None
+        peer_table, call = smem_peer_table(smem), None
         if cutlass.const_expr(not cfg.loads_weights_early):
             wait_for_kernel_before(cfg)
-            call = op.begin(exchange, near)
+            call = op.begin(exchange, peer_table)
         res, ring, stages, tally = self._set_up(ops, smem)
         receive: Any = op.receive
         if cutlass.const_expr(self._is_counted):  # noqa: SIM102
@@ -118,7 +118,7 @@ class FusedGemm:
             if warp == mainloop.load_warp:
                 load_weights_early(mainloop, op, res, ops, work)
             wait_for_kernel_before(cfg)
-            call = op.begin(exchange, near)
+            call = op.begin(exchange, peer_table)
             cute.arch.sync_threads()
         sent = sent_of(cfg, work)
         if _is_one_of(warp, self._other_warps):

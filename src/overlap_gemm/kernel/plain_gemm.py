@@ -29,9 +29,9 @@ class PlainGemm(OutputOp):
 
     def share(self, exchange: Any, rows: Scalar, cols: Scalar, out: Any) -> Share:
         """Returns the full product: one rank computes everything."""
-        return Share.whole(rows, cols, cols)
+        return Share.unsharded(rows, cols, cols)
 
-    def begin(self, exchange: Any, near: Any) -> None:
+    def begin(self, exchange: Any, peer_table: Any) -> None:
         """Returns None: there is no exchange."""
 
     def end(self, call: Any, tally: Any, warps: int) -> None:
@@ -78,7 +78,7 @@ class OutputSender:
         """Does nothing: no thread waits for the output before the kernel ends."""
 
 
-def own_columns(config: GemmConfig, dtype: str, out: cute.Tensor, exchange: Any) -> Output:
+def local_columns(config: GemmConfig, dtype: str, out: cute.Tensor, exchange: Any) -> Output:
     """Returns the `Output` of this rank's columns of ``out``, a shard of ``exchange``; on the host.
 
     A rank without columns gets the last ones' descriptor, and stores nothing.
@@ -86,8 +86,8 @@ def own_columns(config: GemmConfig, dtype: str, out: cute.Tensor, exchange: Any)
     columns, shard = cute.size(out, mode=[1]), exchange.shard_rows
     first = cutlass.min(exchange.rank, (columns - 1) // shard) * shard
     first = cute.assume(first, divby=CHUNK_BYTES // 2)
-    own = cutlass.min(shard, columns - first)
-    layout = cute.make_layout((cute.size(out, mode=[0]), own), stride=out.stride)
+    local_extent = cutlass.min(shard, columns - first)
+    layout = cute.make_layout((cute.size(out, mode=[0]), local_extent), stride=out.stride)
     return output_store(config, dtype, cute.make_tensor(out.iterator + first, layout))
 
 

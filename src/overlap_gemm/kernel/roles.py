@@ -13,7 +13,7 @@ from typing import Any, cast
 import cutlass
 from cutlass import Int32, cute, pipeline
 
-from overlap_gemm.device.registers import computed_here
+from overlap_gemm.device.registers import rematerialize
 from overlap_gemm.device.traced import Extras, Scalar, Stages
 from overlap_gemm.kernel.loads import load_k_tiles
 from overlap_gemm.kernel.split import num_early
@@ -36,8 +36,8 @@ def load_role(mainloop: Mainloop, op: KernelOp, res: Any, ops: Any, more: Any, w
         else:
             row = place.shard * work.shards.row_step + place.m * tile_m
             col = place.shard * work.shards.col_step + place.n * tile_n
-            given = ops.of_shard(place.shard, work)
-            state = load_k_tiles(res.ab, state, *mainloop.loads(res, given, row, col), early)
+            operands = ops.of_shard(place.shard, work)
+            state = load_k_tiles(res.ab, state, *mainloop.loads(res, operands, row, col), early)
         if cutlass.const_expr(early is not None):
             early = Int32(0)
     mainloop.load_tail(res, state)
@@ -81,7 +81,7 @@ def epilogue_role(
             read = gate.with_rows(tile, row - tile.row, extras, call)
         place = thread
         if cutlass.const_expr(cfg.sum_parts > 1):  # else values derived from it take the sums' registers
-            place = computed_here(thread)
+            place = rematerialize(thread)
         writer = SubtileWriter(mainloop, op, res, ops, ring, stages, read, place, row, column)
         state, ring_state = mainloop.drain(res, acc, state, writer, ring_state)
         if cutlass.const_expr(cfg.epilogue_groups > 1):

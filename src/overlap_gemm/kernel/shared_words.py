@@ -11,7 +11,7 @@ from overlap_gemm.config.rules import MAX_WORLD
 from overlap_gemm.device.traced import Scalar
 
 
-def near_table(smem: Any) -> cute.Tensor:
+def smem_peer_table(smem: Any) -> cute.Tensor:
     """Allocates shared memory for the ranks' addresses: an ``Int64`` tensor."""
     return smem.allocate_tensor(Int64, cute.make_layout(MAX_WORLD + 1), byte_alignment=8)
 

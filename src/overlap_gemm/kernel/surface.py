@@ -138,10 +138,10 @@ class KernelOp(Protocol):
     def output(self, out: cute.Tensor, exchange: Any) -> Any:
         """Returns the destination of the result; on the host."""
 
-    def begin(self, exchange: Any, near: Any) -> Any:
+    def begin(self, exchange: Any, peer_table: Any) -> Any:
         """Returns the call's run-time values; every thread, before a barrier of the CTA.
 
-        ``near``: ``Int64`` shared memory for the ranks' addresses, from `shared_words.near_table`.
+        ``peer_table``: ``Int64`` shared memory for the ranks' addresses, from `shared_words.smem_peer_table`.
         """
 
     def comm_role(self, ring: Any, stages: Stages, work: Work, call: Any, output: Any) -> None:

@@ -59,15 +59,15 @@ class Share(NamedTuple):
         return Share(rows, cols, rank, num_owners(cols, shard), TileShards(rows, shard, 0, shard), shard)
 
     @staticmethod
-    def whole(rows: Scalar, cols: Scalar, block_cols: Scalar) -> Share:
+    def unsharded(rows: Scalar, cols: Scalar, block_cols: Scalar) -> Share:
         """Returns ``cols`` columns as one shard, with slots for ``block_cols`` columns."""
         return Share(rows, cols, 0, 1, TileShards(rows, cols, 0, 0), block_cols)
 
     @staticmethod
-    def of_own_columns(rows: Scalar, rank: Scalar, shard: Any, out: cute.Tensor) -> Share:
+    def of_local_columns(rows: Scalar, rank: Scalar, shard: Any, out: cute.Tensor) -> Share:
         """Returns this rank's columns of ``out`` as one shard, none or up to ``shard``."""
         left = cute.size(out, mode=[1]) - rank * shard
-        return Share.whole(rows, cutlass.max(cutlass.min(left, shard), 0), shard)
+        return Share.unsharded(rows, cutlass.max(cutlass.min(left, shard), 0), shard)
 
 
 class Work(NamedTuple):
@@ -77,7 +77,7 @@ class Work(NamedTuple):
         first: First position.
         stride: Number of clusters in the grid.
         num_tiles: Number of this cluster's tiles.
-        whole: Work list of all clusters.
+        all_tiles: Work list of all clusters.
         shards: Division into shards.
         slots: Slots of each source in a buffer: CTA tiles of a full share of one shard.
         rows: Rows of the product.
@@ -87,7 +87,7 @@ class Work(NamedTuple):
     first: Scalar
     stride: Scalar
     num_tiles: Scalar
-    whole: WorkList
+    all_tiles: WorkList
     shards: TileShards
     slots: Scalar
     rows: Scalar
@@ -95,7 +95,7 @@ class Work(NamedTuple):
 
     def place(self, order: Any, j: Scalar) -> TilePlace:
         """Returns the place of this cluster's ``j``-th tile."""
-        return order.place(self.first + j * self.stride, self.whole)
+        return order.place(self.first + j * self.stride, self.all_tiles)
 
     def left(self, at: CtaTile) -> tuple[Any, Any]:
         """Returns (rows, columns) from a tile's first ones to its shard's end; 0 or less past the end."""
@@ -129,12 +129,12 @@ def plan_work(config: GemmConfig, order: Any, share: Share) -> Work:
     block, _, _ = cute.arch.block_idx()
     blocks, _, _ = cute.arch.grid_dim()
     first, stride = block // config.cluster[0], blocks // config.cluster[0]
-    whole = WorkList(_grid(config, share.shards.rows, share.shards.cols), share.rank, share.owners)
-    slots = whole.grid.rows * ceil_div(share.block_cols, config.cluster_tile[1]) * config.cluster_size
-    total = Int32(order.num_tiles(whole))
+    all_tiles = WorkList(_grid(config, share.shards.rows, share.shards.cols), share.rank, share.owners)
+    slots = all_tiles.grid.rows * ceil_div(share.block_cols, config.cluster_tile[1]) * config.cluster_size
+    total = Int32(order.num_tiles(all_tiles))
     # Not negative even with more clusters than tiles: ``first < stride``.
     num_tiles = (total - first + stride - 1) // stride
-    return Work(first, stride, num_tiles, whole, share.shards, slots, share.rows, share.cols)
+    return Work(first, stride, num_tiles, all_tiles, share.shards, slots, share.rows, share.cols)
 
 
 def _grid(config: GemmConfig, rows: Scalar, cols: Scalar) -> TileGrid:

@@ -23,7 +23,7 @@ import cutlass
 from cutlass import Float32, Int32, cute
 
 from overlap_gemm.config.gemm_config import GemmConfig
-from overlap_gemm.device.registers import computed_here
+from overlap_gemm.device.registers import rematerialize
 
 ALIGNED = 8
 """Elements of 16 bits that a leaf must be a multiple of: TMA's strides are whole 16 bytes."""
@@ -66,7 +66,7 @@ def park(config: cutlass.Constexpr, sums: cute.Tensor, nodes: cute.Tensor, leaf:
     """
     level = Int32(0)
     if cutlass.const_expr(config.parks_in_memory):
-        level = computed_here(level)
+        level = rematerialize(level)
     while ((leaf >> level) & 1) != 0:
         _add(sums, nodes, level)
         level += 1

@@ -27,9 +27,9 @@ class LoadedMainloop:
     @property
     def majors(self) -> tuple[OperandMajorMode, OperandMajorMode]:
         """Returns the majors of the MMA's operands, in the MMA's order."""
-        given = self.config.a_major, self.config.b_major
+        majors = self.config.a_major, self.config.b_major
         first, second = (
-            OperandMajorMode.K if given[operand] == "k" else OperandMajorMode.MN
+            OperandMajorMode.K if majors[operand] == "k" else OperandMajorMode.MN
             for operand in self.config.mma_order
         )
         return first, second

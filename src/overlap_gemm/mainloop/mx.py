@@ -73,7 +73,7 @@ class MxScales(NamedTuple):
         self, config: GemmConfig, a: OperandLoads, b: OperandLoads, stages: Any, row: Scalar, column: Scalar
     ) -> tuple[JointLoads, JointLoads]:
         """Returns the loads of A and B with their scales: of A from `row` on, of B from `column`, its row."""
-        found = []
+        loads = []
         for which, (operand, atom, tensor, first, stage) in enumerate(
             ((a, self.tma_a, self.a, row, stages.a), (b, self.tma_b, self.b, column, stages.b))
         ):
@@ -86,8 +86,8 @@ class MxScales(NamedTuple):
                     (atoms, ATOM_WORDS, config.ab_stages), stride=(ATOM_WORDS, 1, atoms * ATOM_WORDS)
                 ),
             )
-            found.append(JointLoads((operand, OperandLoads.shared(atom, 0, 1, words, tiles, None))))
-        return found[0], found[1]
+            loads.append(JointLoads((operand, OperandLoads.shared(atom, 0, 1, words, tiles, None))))
+        return loads[0], loads[1]
 
 
 class MxStages(NamedTuple):

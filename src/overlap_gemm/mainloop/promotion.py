@@ -99,7 +99,7 @@ def accumulate_promoted(
 
 def multiply(
     mma: Any,
-    into: cute.Tensor,
+    acc: cute.Tensor,
     operands: tuple[Any, Any],
     blocks: range,
     read: Any,
@@ -119,7 +119,7 @@ def multiply(
         columns = b[at]
         if column is not None:
             columns = cute.append_ones(b[(None, column, block, read.index)], up_to_rank=2)
-        cute.gemm(mma, into, a[at], columns, into)
+        cute.gemm(mma, acc, a[at], columns, acc)
         if not adds:
             mma.set(warpgroup.Field.ACCUMULATE, True)
     warpgroup.commit_group()

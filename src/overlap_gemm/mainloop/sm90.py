@@ -182,7 +182,7 @@ class MainloopSm90(LoadedMainloop):
         loads after flags.
         """
         producer, consumer = PRODUCER_REGISTERS, CONSUMER_REGISTERS
-        if self.config.receives_with_few:
+        if self.config.receive_role_is_register_limited:
             producer, consumer = PROMOTING_REGISTERS
         elif self.config.is_swap_ab:
             return

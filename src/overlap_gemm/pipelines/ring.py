@@ -1,24 +1,24 @@
-"""The ring: epilogue warps -> shared-memory stages -> one lane of a communicating warp.
+"""The ring: epilogue warps -> shared-memory stages -> one lane of the comm warp.
 
-    epilogue warps (all threads)                 comm lane (one thread)
-    ----------------------------                 ----------------------
-    acquire(state)          <- empty[stage] --   bulk stores of group g - Q written: release its stage
-    write the subtile into stage                 wait for full[stage]
-    commit(state)           -- full[stage] ->    start a bulk store, commit a bulk group
-    state.advance()                              full wait_group Q
+    | epilogue warps (all threads)                | comm lane (one thread)                            |
+    |---------------------------------------------|---------------------------------------------------|
+    | acquire(state)          <- empty[stage] --  | stores of group g - Q are written: release stage  |
+    | write the subtile into the stage            | wait for full[stage]                              |
+    | commit(state)           -- full[stage] ->   | start a bulk store, commit a bulk group           |
+    | state.advance()                             | full wait_group Q                                 |
 
-State of a stage (``num_stages`` of them, used in order):
+States of a stage (there are ``num_stages``, used in order):
 
-    | state    | who may touch it | leaves it when                                                     |
-    |----------|------------------|--------------------------------------------------------------------|
-    | empty    | epilogue warps   | every epilogue warp has committed (one arrival per warp on full)     |
-    | full     | comm lane        | the comm lane has started and committed its store                    |
-    | draining | bulk engine      | a full wait_group retired the store; the comm lane arrives on empty  |
+    | state    | accessed by    | ends when                                                             |
+    |----------|----------------|-----------------------------------------------------------------------|
+    | empty    | epilogue warps | every epilogue warp has committed (one arrival per warp on full)      |
+    | full     | comm lane      | the comm lane has started and committed its store                     |
+    | draining | bulk engine    | a full wait_group has retired the store; the comm lane arrives on empty |
 
-Why one lane: bulk async-groups belong to the thread that committed them, so only the thread that issued a
-store can wait for it. Why a full wait and not ``.read``: the same wait then also allows the tile to be
-published (:mod:`overlap_gemm.pipelines.publication`), and on sm_90 and sm_100 both forms compile to the same
-hardware wait. The epilogue never waits for global memory and needs no named barrier.
+One lane sends because bulk async-groups belong to the thread that commits them: only the thread that started
+a store can wait for it. The wait is full, not ``.read``, because it then also permits the publication of the
+tile (:mod:`overlap_gemm.pipelines.publication`). On sm_90 and sm_100 both forms compile to the same hardware
+wait. The epilogue never waits for global memory and needs no named barrier.
 """
 
 from __future__ import annotations

@@ -54,8 +54,7 @@ class OpSpec:
             its rows.
         out: Sharded axis of the result; None: every rank gets all of it.
         dual: Name of the op whose communication its gradient needs, if that sends as much.
-        whole: Name of the op whose result is, on all ranks, the full tensor that this op's results are
-            shards of.
+        unsharded: Name of the op that returns the full tensor on every rank, where this op returns shards.
     """
 
     name: str
@@ -65,7 +64,7 @@ class OpSpec:
     weight: Axis | None
     out: Axis | None
     dual: str | None = None
-    whole: str | None = None
+    unsharded: str | None = None
 
     def __post_init__(self) -> None:
         """Raises ValueError for an invalid name or number, and for an axis that a tensor does not have."""
@@ -145,7 +144,7 @@ class OpSpec:
         return "k" if self.operand_is_sent else "n"
 
     @property
-    def asked(self) -> Axis | None:
+    def unresolved_axis(self) -> Axis | None:
         """Returns the sharded axis that results have in full: ranks exchange its extent unless passed."""
         return next((axis for axis in (self.x, self.weight) if axis not in (None, "k", self.out)), None)
 
@@ -157,19 +156,21 @@ class OpSpec:
     def arguments(self, m: int, n: int, k: int, least: bool = False) -> dict[str, int]:
         """Returns the extents over all ranks that callers may pass; with `least` only the exchanged one."""
         extents: dict[Axis, int] = {"m": m, "n": n, "k": k}
-        said = (self.asked,) if least else self.unknown
-        return {ARGUMENTS[axis]: extents[axis] for axis in said if axis is not None}
+        provided = (self.unresolved_axis,) if least else self.unknown
+        return {ARGUMENTS[axis]: extents[axis] for axis in provided if axis is not None}
 
-    def known(self, m: int, n: int, k: int, said: Container[str]) -> tuple[int, int | None, int | None]:
-        """Returns (M, N, K); None for a sharded extent that is neither sent nor in `said`."""
+    def resolved(
+        self, m: int, n: int, k: int, provided: Container[str]
+    ) -> tuple[int, int | None, int | None]:
+        """Returns (M, N, K); None for a sharded extent that is neither sent nor in `provided`."""
 
         def hides(axis: Axis) -> bool:
-            return axis != self.width and axis in self.unknown and ARGUMENTS[axis] not in said
+            return axis != self.width and axis in self.unknown and ARGUMENTS[axis] not in provided
 
         return m, None if hides("n") else n, None if hides("k") else k
 
     def shapes(
-        self, m: int, n: int, k: int, own: Callable[[int], int]
+        self, m: int, n: int, k: int, local: Callable[[int], int]
     ) -> tuple[tuple[int, int], tuple[int, int]]:
         """Returns the shapes of a rank's x and weight.
 
@@ -177,10 +178,10 @@ class OpSpec:
             m: Rows over all ranks.
             n: Columns over all ranks.
             k: K over all ranks.
-            own: Function from a sharded extent to the rank's part of it.
+            local: Function from a sharded extent to the rank's part of it.
         """
-        x = own(m) if self.x == "m" else m, own(k) if self.x == "k" else k
-        return x, (own(n) if self.weight == "n" else n, own(k) if self.weight == "k" else k)
+        x = local(m) if self.x == "m" else m, local(k) if self.x == "k" else k
+        return x, (local(n) if self.weight == "n" else n, local(k) if self.weight == "k" else k)
 
     def product(self, m: int, n: int, k: int, world: int) -> tuple[int, int, int]:
         """Returns (M, N, K) of the product that a rank with a full shard multiplies."""

@@ -7,7 +7,7 @@ ALL_GATHER_GEMM = OpSpec(
 )
 GEMM_REDUCE_SCATTER = OpSpec(
     "gemm_reduce_scatter", 1, "GEMM-RS", x="k", weight="k", out="m",
-    dual="all_gather_gemm", whole="gemm_all_reduce",
+    dual="all_gather_gemm", unsharded="gemm_all_reduce",
 )  # fmt: skip
 GEMM_ALL_REDUCE = OpSpec("gemm_all_reduce", 3, "GEMM-AR", x="k", weight="k", out=None)
 GEMM_ALL_GATHER = OpSpec("gemm_all_gather", 4, "GEMM-AG", x=None, weight="n", out=None)

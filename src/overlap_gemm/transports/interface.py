@@ -82,12 +82,12 @@ class Transport(ABC):
         send()
         store()
 
-    def looks_up_in(self, near: Any) -> Any:
+    def looks_up_in(self, peer_table: Any) -> Any:
         """Returns the shared memory to which a kernel copies the table of peers, or None.
 
         Every acquire at system scope empties the L1 cache, which would otherwise keep the table.
         """
-        return near
+        return peer_table
 
     # --- to every rank
 

@@ -196,9 +196,9 @@ def _tell(address: Int64, word: Scalar, fenced: cutlass.Constexpr) -> None:
 
 def _put_staged(put: Any, route: Route, num_bytes: Scalar, epoch: Scalar) -> None:
     """Puts the staged part of a tile to its owner, and its flag, by one of the bindings' ``put_signal``."""
-    own, peer = route.peers[route.rank], route.peers[route.owner]
-    words = _words(own + route.slot, num_bytes), _words(route.staging, num_bytes)
-    put(*words, _word(own + route.flag), Uint64(epoch), SIGNAL_SET, Int32(-1 - peer))
+    local_base, peer = route.peers[route.rank], route.peers[route.owner]
+    words = _words(local_base + route.slot, num_bytes), _words(route.staging, num_bytes)
+    put(*words, _word(local_base + route.flag), Uint64(epoch), SIGNAL_SET, Int32(-1 - peer))
 
 
 def _words(address: Address, num_bytes: Scalar) -> Any:

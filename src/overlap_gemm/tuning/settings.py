@@ -71,7 +71,7 @@ class Settings(NamedTuple):
 
     def agreed(self, op: OpSpec) -> tuple[tuple[str, Any], ...]:
         """Returns the facts on which all ranks must agree in a call of an op."""
-        chooses = op.whole is not None or len(patterns_of(op.name)) > 1
+        chooses = op.unsharded is not None or len(patterns_of(op.name)) > 1
         return (
             ("configured fields", self.fields),
             ("configured algorithm", self.algorithm if chooses else None),

@@ -142,9 +142,9 @@ def lower_small_rs_to_ar(facts: Facts, machine: Machine, arch: str, num_sms: int
     """
     # "copy_engine" is for all-gather GEMMs only, and may be set on some ranks only.
     named = settings().names_kernels
-    if facts.spec.whole is None or facts.world == 1 or facts.m > machine.whole_rows or named:
+    if facts.spec.unsharded is None or facts.world == 1 or facts.m > machine.whole_rows or named:
         return facts
-    as_all_reduce = replace(facts, op=facts.spec.whole, shard=0)
+    as_all_reduce = replace(facts, op=facts.spec.unsharded, shard=0)
     by_all, by_owners = (expected(each, machine, arch, num_sms)[1].total for each in (as_all_reduce, facts))
     return as_all_reduce if by_all <= machine.whole_gain * by_owners else facts
 

@@ -85,13 +85,13 @@ class RowsOfSources:
 
     def tiles(self, given: Any) -> Any:
         """Every source's."""
-        return given.call.exchange.world * Int32(shard_tiles(self.op.config, given.work.whole))
+        return given.call.exchange.world * Int32(shard_tiles(self.op.config, given.work.all_tiles))
 
     def locate(self, given: Any, index: Any, unit: Any) -> CopiedUnit:
         """The tile is numbered as its source computed it: its columns are this rank's."""
         cfg, call, out, work = self.op.config, given.call, given.out, given.work
         source, tile = index % call.exchange.world, index // call.exchange.world
-        at = CtaTile.numbered(cfg, self.op.order, work.whole, tile)
+        at = CtaTile.numbered(cfg, self.op.order, work.all_tiles, tile)
         first = source * work.shards.rows
         rows = cutlass.min(work.shards.rows, cute.size(out, mode=[0]) - first)
         window = Window.of(out, first, 0, rows, cute.size(out, mode=[1]))

@@ -252,7 +252,9 @@ class Plan:
             after = self.gathering.after
             if after is not None:
                 after = type(after)(scales, *after[1:])
-            given = self.gathering._replace(exchange=exchange, own=a.data_ptr(), kept=flat, after=after)
+            given = self.gathering._replace(
+                exchange=exchange, local_shard=a.data_ptr(), kept=flat, after=after
+            )
         is_launched = False
         try:
             for i, (product, tensors) in enumerate(zip(self.products, operands, strict=True)):

@@ -112,7 +112,10 @@ def _shapes(ops: Sequence[str], largest: Facts, agreed: Agreed) -> Iterator[Exch
             if most:
                 most = most if pattern.spec.weight is not None else shard_rows(most, world)
                 yield ExchangeShape.even(most, columns, world, name, largest.blocks)
-    for op in {OPS[op].whole for op in ops} - {None, *ops}:  # few rows: `tuning.space.lower_small_rs_to_ar`
+    for op in {OPS[op].unsharded for op in ops} - {
+        None,
+        *ops,
+    }:  # few rows: `tuning.space.lower_small_rs_to_ar`
         assert op is not None
         yield from _shapes([op], replace(largest, m=min(rows, constants(agreed.arch).whole_rows)), agreed)
 
