@@ -157,6 +157,8 @@ def test_explain(op):
     assert overlap_gemm.explain(op, X, W, backend="decomposed").backend.name == "decomposed"
     with pytest.raises(ValueError, match="op must be one of all_gather_gemm"):
         overlap_gemm.explain("gemm", X, W)
+    with pytest.raises(TypeError, match=f"{op} has no argument backened; it has x"):
+        overlap_gemm.explain(op, X, W, bias=None, backened="torch")
     with pytest.raises(ValueError, match=f"{op}: .*weight"):
         overlap_gemm.explain(op, X, W.t())
 

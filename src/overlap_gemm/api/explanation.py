@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from inspect import signature
 from typing import Any, overload
 
 import torch
@@ -20,6 +21,7 @@ from ..runtime.memory.workspace import workspace_limit
 from ..spec import op_named
 from .ahead import LayerOp
 from .layer_epilogues import Fusion
+from .registration import function_of
 
 __all__ = ["explain"]
 
@@ -117,7 +119,7 @@ def explain(
         `Choice`, or `Fusions` for a model. The text of a `Choice` lists every backend with its reason.
 
     Raises:
-        ValueError, TypeError: The op would raise for these arguments.
+        ValueError, TypeError: The op would raise for these arguments, or has no argument of such a name.
     """
     if isinstance(op, nn.Module):
         parts = [
@@ -132,6 +134,12 @@ def explain(
         return Fusions(fusions, [(one, one.symmetric_bytes(max_rows)) for one in ops])
     spec = op_named(op if isinstance(op, str) else getattr(op, "__name__", op))
     weights: list[Tensor] = list(weight) if isinstance(weight, (list, tuple)) else [weight]  # type: ignore[list-item]
+    arguments = signature(function_of(spec.name)).parameters
+    if unknown := options.keys() - arguments.keys() - set(OpCall._fields):
+        raise TypeError(
+            f"explain: {spec.name} has no argument {', '.join(sorted(unknown))}; "
+            f"it has {', '.join(arguments)}"
+        )
     known_options = {name: value for name, value in options.items() if name in OpCall._fields}
     if "m" not in (spec.x, spec.out):
         known_options.pop("dim", None)
