@@ -225,12 +225,17 @@ def test_only_gpus_of_peers_that_are_seen_here_are_asked_for(gpus):
 # --- constants ---
 
 
-def test_a_named_machine_of_another_architecture_is_not_taken(monkeypatch):
+def test_a_named_machine_of_another_architecture_is_refused_where_the_device_needs_one(monkeypatch):
     monkeypatch.setenv(machine.MACHINE_VARIABLE, "b200")
     machine_for.cache_clear()
     try:
         assert machine_for("sm_100a").name == "NVIDIA B200"
         assert machine_for("sm_90a").name == "NVIDIA H200"
+        monkeypatch.setattr(machine, "device_name", lambda arch: "NVIDIA H100" if arch == "sm_90a" else "")
+        machine_for.cache_clear()
+        assert machine_for("sm_100a").name == "NVIDIA B200"
+        with pytest.raises(ValueError, match="MACHINE=b200 has constants for sm_100a.*NVIDIA H100 is sm_90a"):
+            machine_for("sm_90a")
     finally:
         machine_for.cache_clear()
 

@@ -277,12 +277,18 @@ def machine_for(arch: str, device: str | None = None) -> Machine | None:
         device: Name of the device; default `device_name`.
 
     Raises:
-        ValueError: A file of constants is damaged.
+        ValueError: A file of constants is damaged, or the user's file is not for this process's device.
     """
-    device = device_name(arch) if device is None else device
-    named = os.environ.get(MACHINE_VARIABLE)
-    if named and arch in (machine := load(named)).archs:
-        return machine
+    here = device_name(arch)
+    device = here if device is None else device
+    if named := os.environ.get(MACHINE_VARIABLE):
+        if arch in (machine := load(named)).archs:
+            return machine
+        if here:  # other architectures are asked for, too: kernels are compiled for devices that are not here
+            raise ValueError(
+                f"{MACHINE_VARIABLE}={named} has constants for {', '.join(machine.archs)}, and {here} is "
+                f"{arch}: name a file for {arch}, or unset the variable"
+            )
     if device and user_file(device).exists():
         return load(str(user_file(device)))
     fitting = [machine for machine in map(load, SOURCES) if arch in machine.archs]
