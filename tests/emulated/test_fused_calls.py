@@ -53,7 +53,7 @@ def test_a_call_enters_few_python_functions(world, launched, grad, budget):
     assert len(launched) == 2
 
 
-@pytest.mark.parametrize(("one", "budget"), [(add_residual, 84), (add_residual_squared, 94)])
+@pytest.mark.parametrize(("one", "budget"), [(add_residual, 68), (add_residual_squared, 76)])
 def test_a_call_with_an_epilogue_enters_few_python_functions(world, launched, monkeypatch, one, budget):
     residual = torch.randn(len(X) // 2, len(WEIGHT)).to(DTYPE)
     entries = python_calls(lambda: call(world, epilogue=one(residual=residual)))
@@ -69,7 +69,7 @@ def test_a_call_with_pairs_enters_few_python_functions(world, monkeypatch):
     x, *weights = torch.randn(64, 256).to(DTYPE), *torch.randn(2, 64, 256).to(DTYPE)
     how = {"group": world.names[0], "backend": "fused", "rows": 128, "columns": 256, "epilogue": swiglu()}
     entries = python_calls(lambda: overlap_gemm.all_gather_gemm(x, weights, **how))
-    assert entries.total() <= 90, (entries.total(), entries)
+    assert entries.total() <= 70, (entries.total(), entries)
     monkeypatch.setattr(gather_calls, "all_gather_pairs", None)  # which looks for the plan at every call
     overlap_gemm.all_gather_gemm(x, weights, **how)
     assert [one.data_ptr() for one in launched[-1][1]] == [one.data_ptr() for one in weights]

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 INPUT_DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 """Dtypes of inputs that kernels read, and their names in kernel configurations."""
 
+_OF_NAMES = {name: dtype for dtype, name in INPUT_DTYPES.items()}
+
 ONE_SHOT_ROWS = 128
 """Rows of an all-reduce up to which every rank makes all sums, at H200's rates (`tuning.space.with_pattern`):
 with more rows, a rank does not have all columns of a row."""
@@ -144,7 +146,6 @@ def written_by_kernel(
         rows: Rows of the sums, at least 1.
         columns: Columns of the sums.
     """
-    dtypes = {name: dtype for dtype, name in INPUT_DTYPES.items()}
     written: list[Tensor] = []
     outputs = []
     for operand in visitor.writes:
@@ -153,7 +154,7 @@ def written_by_kernel(
             written.append(counts)
             continue
         shape = operand.shape(config, rows, columns)
-        written.append(x.new_empty(shape, dtype=dtypes[operand.dtype]))
+        written.append(x.new_empty(shape, dtype=_OF_NAMES[operand.dtype]))
         if operand.kind != "row_parts":
             outputs.append(written[-1])
     return tuple(written), outputs

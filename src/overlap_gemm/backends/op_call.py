@@ -20,7 +20,7 @@ import torch
 from ..config.scale_blocks import Blocks
 from ..runtime import environment
 from ..spec import ARGUMENTS, OpSpec
-from ..spec.promises import LEAVES, InvarianceError, Invariant, Partials, Promises
+from ..spec.promises import LEAVES, NO_PROMISES, InvarianceError, Invariant, Partials, Promises
 from ..tuning.settings import settings
 from .scales.scaling import NAMED_BLOCKS, Block
 
@@ -186,7 +186,9 @@ def promises_of(partials: Any = None, invariant: Any = None) -> Promises:
     """
     if torch.compiler.is_dynamo_compiling():
         return Promises(partials, invariant)
-    return Promises(partials, invariant).over(settings().promises).over(_of_environment())
+    of_block, of_environment = settings().promises, _of_environment()
+    others = of_block if of_environment == NO_PROMISES else of_block.over(of_environment)
+    return others if partials is None and invariant is None else Promises(partials, invariant).over(others)
 
 
 def _kind(hint: Any) -> str:

@@ -160,10 +160,11 @@ class _Shapes(NamedTuple):
 
     def flat(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Returns the inputs as the op takes them: matrices and vectors."""
-        dim, (rows, columns) = self.lowered.dim, self.extents
-        width = columns // 2 if self.epilogue.pairs else columns
-        if dim is None:
+        dim = self.lowered.dim
+        if dim is None or not inputs:
             return list(inputs)
+        rows, columns = self.extents
+        width = columns // 2 if self.epilogue.pairs else columns
         flat = []
         for (_, kind), tensor in zip(self.epilogue.inputs, inputs, strict=True):
             if kind == "element":
@@ -174,17 +175,16 @@ class _Shapes(NamedTuple):
 
     def shaped(self, results: list[Tensor]) -> list[Tensor]:
         """Returns the op's results in the user's shapes."""
-        lowered, kinds = self.lowered, [kind for _, kind in self.epilogue.outputs]
+        lowered, declared = self.lowered, self.epilogue.outputs
         if lowered.finish is None:
             return results
-        count = len(results) - 1 - len(kinds)
+        count = len(results) - 1 - len(declared)
         moved, (result, *outputs) = results[:count], results[count:]
-        shaped = [lowered.finish(one) if lowered.call.keep else one for one in moved]
-        shaped.append(lowered.finish(result))
-        for kind, output in zip(kinds, outputs, strict=True):
+        shaped = [lowered.finish(result)]
+        for (_, kind), output in zip(declared, outputs, strict=True):
             by_element = kind == "element"
             shaped.append(lowered.finish(output) if by_element else lowered.finish(output[:, None])[..., 0])
-        return shaped
+        return [*(map(lowered.finish, moved) if lowered.call.keep else moved), *shaped]
 
 
 class _PreparedApplied(NamedTuple):
@@ -233,11 +233,11 @@ def call_with_epilogue(
         )
     if op.takes_lists and not bias:
         bias = None
-    if epilogue.with_rows is not epilogue:
+    if epilogue.has_gathered_rows:
         call, inputs = _with_gathered_rows(op, x, weight, bias, group, call, epilogue, inputs)
         epilogue = epilogue.with_rows
     after = op, x, weight, bias, group, call, epilogue, inputs, otherwise
-    if needs_grad(x, weight, bias, inputs) and epilogue.gradient is None:
+    if epilogue.gradient is None and needs_grad(x, weight, bias, inputs):
         return _function_after(*after)
     fused = call._replace(epilogue=epilogue.key)
     if is_plain(x, weight, bias, inputs):

@@ -54,6 +54,8 @@ class Epilogue:
             sources of functions and values of constants that it uses.
         function: Function of values.
         gradient: Gradient function as in `epilogue`, or None.
+        key: "name:digest", by which graphs, records and other ranks name it (see `epilogue_of`).
+        has_gathered_rows: Whether an input is of kind "gathered_rows".
     """
 
     name: str
@@ -65,16 +67,18 @@ class Epilogue:
     function: Callable[..., Any] = field(repr=False, compare=False)
     gradient: Callable[..., Any] | None = field(default=None, repr=False, compare=False)
 
-    @property
-    def key(self) -> str:
-        """Returns "name:digest", by which graphs, records and other ranks name it (see `epilogue_of`)."""
-        return f"{self.name}:{self.digest}"
+    key: str = field(init=False, repr=False, compare=False)
+    has_gathered_rows: bool = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Sets what every call reads: properties take host time, and compilers trace no cached ones."""
+        object.__setattr__(self, "key", f"{self.name}:{self.digest}")
+        gathered = any(kind == "gathered_rows" for _, kind in self.inputs)
+        object.__setattr__(self, "has_gathered_rows", gathered)
 
     @property
     def with_rows(self) -> Epilogue:
-        """Returns the epilogue with inputs of kind "rows" in place of "gathered_rows"; itself if none has."""
-        if all(kind != "gathered_rows" for _, kind in self.inputs):
-            return self
+        """Returns the epilogue with inputs of kind "rows" in place of "gathered_rows"."""
         inputs = tuple((name, "rows" if kind == "gathered_rows" else kind) for name, kind in self.inputs)
         made = replace(self, inputs=inputs, digest=f"{self.digest}r")  # type: ignore[arg-type]
         return _known.setdefault(made.key, made)

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 LORA = ("peft.tuners.lora.layer", "Linear")
+LORA_LAYERS = (LORA, ("overlap_gemm.parallel.modules.lora", "ShardedLora"))
 TUNER = ("peft.tuners.lora.model", "LoraModel")
 HOLDERS = "peft.peft_model"
 """Module of the classes that peft puts around a model."""
@@ -34,7 +35,7 @@ def kind(module: nn.Module) -> tuple[str, str]:
 
 def is_lora(module: nn.Module) -> bool:
     """Returns whether a module is peft's LoRA of a linear, or our subclass `ShardedLora`."""
-    return kind(module) in (LORA, ("overlap_gemm.parallel.modules.lora", "ShardedLora"))
+    return kind(module) in LORA_LAYERS
 
 
 def is_adapter(module: nn.Module) -> bool:
@@ -48,9 +49,10 @@ def bases(module: nn.Module) -> list[nn.Module]:
     A plain module is its own base. LoRA has one base; `modules_to_save` has the original and its copies.
     """
     wrapper: Any = module
-    if is_lora(module):
+    named = kind(module)
+    if named in LORA_LAYERS:
         return [wrapper.base_layer]
-    if kind(module) == SAVED:
+    if named == SAVED:
         return [wrapper.original_module, *wrapper.modules_to_save.values()]
     return [module]
 

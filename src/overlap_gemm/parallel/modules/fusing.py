@@ -386,4 +386,9 @@ def _why_never(linear: Any, fuse: bool | None) -> str | None:
 
 def is_hooked(*modules: nn.Module) -> bool:
     """Returns whether a hook sees what one of the modules returns."""
-    return any(vars(module)[name] for module in modules for name in HOOKS)
+    for module in modules:
+        of_module = vars(module)
+        for name in HOOKS:
+            if of_module[name]:
+                return True
+    return False
