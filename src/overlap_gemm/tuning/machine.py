@@ -284,7 +284,7 @@ def machine_for(arch: str, device: str | None = None) -> Machine | None:
     if named := os.environ.get(MACHINE_VARIABLE):
         if arch in (machine := load(named)).archs:
             return machine
-        if here:  # other architectures are asked for, too: kernels are compiled for devices that are not here
+        if here:  # constants of other architectures are read, too: kernels are compiled for absent devices
             raise ValueError(
                 f"{MACHINE_VARIABLE}={named} has constants for {', '.join(machine.archs)}, and {here} is "
                 f"{arch}: name a file for {arch}, or unset the variable"

@@ -325,7 +325,7 @@ class Fused:
         plan = plan_for(group, x.device, x.dtype, extents.shape, *majors, epilogue, depth)
         (written, result), columns, config = extents.made_by(plan), extents.out[1], plan.products[0].config
         size = (len(x) if visitor.of == "partial" else written), len(weight)
-        whole = result == slice(0, written)
+        is_all = result == slice(0, written)
 
         def run_as_planned(
             x: Tensor, weight: Tensor, bias: Tensor | None, inputs: Sequence[Tensor]
@@ -338,7 +338,7 @@ class Fused:
             read = read_by_kernel(visitor, inputs, *size)
             extras = (*read, *stored) if bias is None else (bias, *read, *stored)
             plan.launch(x, (weight,), (out,), (extras or None,))
-            return [out, *outputs] if whole else [one[result] for one in (out, *outputs)]
+            return [out, *outputs] if is_all else [one[result] for one in (out, *outputs)]
 
         return run_as_planned
 
