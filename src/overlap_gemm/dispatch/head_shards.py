@@ -97,6 +97,27 @@ def heads_of_each(op: str, heads: Heads, weights: Sequence[Tensor]) -> list[int]
     return numbers  # type: ignore[return-value]
 
 
+def attention_heads(heads: int, kv_heads: int, world: int) -> list[int]:
+    """Returns `heads` of q, k and v for attention: queries that share a key stay on one rank.
+
+    Args:
+        heads: Heads of queries.
+        kv_heads: Heads of keys and values, which divides `heads`.
+        world: Number of ranks.
+
+    Raises:
+        ValueError: Fewer key and value heads than ranks cannot be replicated evenly.
+    """
+    if kv_heads >= world:
+        return [kv_heads] * 3
+    if heads % world or world % kv_heads:
+        raise ValueError(
+            f"{kv_heads} key and value heads are fewer than the {world} ranks: they must divide the "
+            f"number of ranks, which must divide the {heads} heads of queries"
+        )
+    return [heads, kv_heads, kv_heads]
+
+
 def refuse(shards: HeadShards, options: Mapping[str, object], names: Sequence[str]) -> None:
     """Raises TypeError for options that a changed weight does not support."""
     if shards.is_chunked:

@@ -22,6 +22,7 @@ from ..api.norms import (
 )
 from ..api.random_numbers import Dropout, per_rank_random
 from .attention import UlyssesAttention
+from .head_exchange import gather_heads, scatter_heads
 from .layers import ColumnParallelLinear, ParallelMLP, RowParallelLinear
 
 __all__ = [
@@ -37,7 +38,9 @@ __all__ = [
     "clip_grad_norm_",
     "column_parallel_gemm",
     "full_state_dict",
+    "gather_heads",
     "per_rank_random",
+    "scatter_heads",
     "sequence_parallel_parameters",
     "sum_sequence_parallel_gradients",
 ]

@@ -17,6 +17,7 @@ from ..api.linears import (
 )
 from ..backends.op_call import BackendName
 from ..dispatch import moves
+from ..dispatch.head_shards import attention_heads
 from ..runtime.group import GroupLike, group_name, group_size
 from ..spec.promises import Invariant, Partials, Promises
 from .layers import ColumnParallelLinear, RowParallelLinear, is_bare
@@ -185,15 +186,7 @@ class UlyssesAttention(nn.Module):
                 f"num_heads={heads} must be a multiple of num_kv_heads={kv_heads}, and both multiples of the "
                 f"{tp} ranks of tp_group"
             )
-        heads, kv_heads = heads // tp, kv_heads // tp
-        if kv_heads >= world:
-            return [kv_heads] * 3
-        if heads % world or world % kv_heads:
-            raise ValueError(
-                f"{kv_heads} key and value heads are fewer than the {world} ranks: they must divide the "
-                f"number of ranks, which must divide the {heads} heads of queries"
-            )
-        return [heads, kv_heads, kv_heads]
+        return attention_heads(heads // tp, kv_heads // tp, world)
 
     def _linear(
         self, width: int, columns: int, by_columns: bool, init_method: InitMethod | None, **options: Any
