@@ -354,7 +354,7 @@ def test_state_dicts_round_trip(ranks, world):
     ranks(world).run(check_state_dicts)
 
 
-def check_init_method(rank, size):
+def check_constructors(rank, size):
     def init(weight):
         nn.init.normal_(weight, std=0.02)
 
@@ -367,7 +367,11 @@ def check_init_method(rank, size):
     assert torch.equal(layer.bias, torch.zeros(layer.bias.shape))
     with pytest.raises(ValueError, match="exclude each other"):
         ColumnParallelLinear(6, 8, gather_output=True, sequence_parallel=True)
+    gate, up, down = nn.Linear(6, 8), nn.Linear(6, 8, bias=False), nn.Linear(8, 6)
+    for pair in ((gate, up), (up, gate)):
+        with pytest.raises(ValueError, match="gate and up must both have a bias, or none"):
+            ParallelMLP.from_linears(*pair, down, sequence_parallel=True)
 
 
-def test_init_method_sees_the_whole_weight(ranks):
-    ranks(2).run(check_init_method)
+def test_init_method_sees_the_whole_weight_and_arguments_are_checked(ranks):
+    ranks(2).run(check_constructors)

@@ -1,7 +1,16 @@
 """Epilogues of layers: a residual added to a sum over the ranks, an activation applied to gate and up.
 
-Values of a layer's `fuse`: None: kernels that support epilogues apply it, otherwise torch operations follow.
-True: it is an argument of the op in every call. False: torch operations always follow.
+Values of a layer's `fuse`:
+
+- None: kernels that support epilogues apply the operation; otherwise torch operations follow the op.
+- True: the epilogue is an argument of the op in every call.
+- False: torch operations always follow.
+
+Torch operations also follow, whatever `fuse` is:
+
+- with `float8`, or a promised `invariant`,
+- for a residual of another dtype than the product's (autocast); the sum has the promoted dtype,
+- for gate and up without sequence parallelism, whose products are local.
 """
 
 from collections.abc import Callable, Sequence

@@ -24,18 +24,23 @@ from .layers import ColumnParallelLinear, RowParallelLinear, is_bare
 
 
 class UlyssesAttention(nn.Module):
-    """Attention whose sequence is sharded outside, and whose heads are sharded inside.
+    """Attention (Ulysses): input and output are sharded by sequence, the attention function by heads.
 
-    Queries, keys and values are projected and exchanged by one call of `gemm_all_to_all`; the result returns
-    by `all_to_all_gemm`. Every rank of `group` has all of each weight; gradients of weights and biases are
-    summed over these ranks. The children have Llama's names: q_proj, k_proj, v_proj, o_proj.
+    Queries, keys and values are projected and exchanged by one call of `gemm_all_to_all`; the result is sent
+    back by `all_to_all_gemm`. Every rank of `group` has all of each weight; gradients of weights and biases
+    are summed over these ranks. The constructor is collective: it broadcasts the weights of `group`'s rank 0,
+    so the ranks' seeds may differ. With `tp_group` the seeds of its ranks must be equal, as for
+    `ColumnParallelLinear`. The children have Llama's names: q_proj, k_proj, v_proj, o_proj.
 
     Input and output: this rank's rows of `[S, B, hidden_size]`, or with `sequence_dim=1` of `[B, S,
     hidden_size]`.
 
-    Heads of queries that share a key stay on one rank: a rank gets ceil(num_kv_heads / P) of these groups, as
-    `torch.chunk` divides them. Fewer key and value heads than ranks are replicated: rank r gets head
-    `r * num_kv_heads // P`.
+    Division of heads over the P ranks of `group` (with `tp_group`: of the heads of one of its ranks):
+
+    - P or more key and value heads: a rank gets ceil(num_kv_heads / P) of them, as `torch.chunk` divides
+      them, with all their query heads. The last ranks may get none.
+    - Fewer than P: key and value heads are replicated. Rank r gets head `r * num_kv_heads // P`, and
+      `num_heads / P` query heads.
 
     Args:
         hidden_size: Width of input and output.
@@ -45,7 +50,7 @@ class UlyssesAttention(nn.Module):
         bias: Add biases to queries, keys and values.
         out_bias: Add a bias to the output.
         attention: Function of `q [B, heads of this rank, S, head_dim]`, k and v, which returns a tensor of
-            q's shape; it may rotate or normalise q and k first. Default: torch's
+            q's shape; it may rotate or normalize q and k first. Default: torch's
             `scaled_dot_product_attention`. It is not called on a rank without heads.
         init_method: Function that fills a full weight, as in `ColumnParallelLinear`.
         sequence_dim: 0 for `[s, b, h]`, 1 for `[b, s, h]`.
@@ -59,6 +64,10 @@ class UlyssesAttention(nn.Module):
         invariant: Bitwise invariance, as in `overlap_gemm.gemm_reduce_scatter`.
         device: Device of the parameters.
         dtype: dtype of the parameters.
+
+    Raises:
+        ValueError: `num_kv_heads` does not divide `num_heads`, or the ranks of `tp_group` do not divide both.
+            With fewer than P key and value heads: they do not divide P, or P does not divide the query heads.
     """
 
     def __init__(
@@ -136,7 +145,11 @@ class UlyssesAttention(nn.Module):
         return attention
 
     def forward(self, x: Tensor, **options: Any) -> Tensor:
-        """Attends. The class describes the shapes; options are passed to the attention function."""
+        """Attends. The class describes the shapes; options are passed to the attention function.
+
+        Raises:
+            TypeError: A child has a hook, a wrapper or another forward, which would not be called.
+        """
         for name, layer in self.named_children():
             if not is_bare(layer):
                 raise TypeError(f"UlyssesAttention: {name} must have no hooks and no other forward: {layer}")

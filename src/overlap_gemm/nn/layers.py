@@ -47,9 +47,9 @@ class ColumnParallelLinear(ShardedLinear):
         input_size: K.
         output_size: N over all ranks; rank r has the rows of the weight that `torch.chunk` assigns to it.
         bias: Add a bias, divided like the output.
-        gather_output: Gather the output features; not together with `sequence_parallel`.
+        gather_output: Gather the output features; with `sequence_parallel` a ValueError.
         init_method: Function that fills the full weight `[N, K]`; the bias is then zero. Default:
-            `nn.Linear`'s initialisation of both.
+            `nn.Linear`'s initialization of both.
         skip_bias_add: Return the bias instead of adding it.
         sequence_parallel: The input is sharded along `sequence_dim`.
         sequence_dim: 0 for Megatron's `[s, b, h]`, 1 for `[b, s, h]`.
@@ -133,13 +133,14 @@ class RowParallelLinear(ShardedLinear):
 
     Input: `[..., input_size of this rank]`, or all of it on every rank if not `input_is_parallel`. Output:
     `[..., output_size]`, replicated; with `sequence_parallel` this rank's rows of it. With `skip_bias_add`
-    the output is a pair: the sum without bias, and the bias.
+    the output is a pair: the sum without bias but with the residual, and the bias `[output_size]`.
 
     Args:
         input_size: K over all ranks; rank r has the columns of the weight that `torch.chunk` assigns to it.
         output_size: N.
         bias: Add a bias, the same on every rank, once after the sum.
-        input_is_parallel: The input is already sharded along its features.
+        input_is_parallel: The input is already sharded along its features. False: the layer keeps this rank's
+            features of x; backward gathers the gradient of x.
         init_method: Function that fills the full weight `[N, K]`, as in `ColumnParallelLinear`.
         skip_bias_add: Return the bias instead of adding it.
         sequence_parallel: Shard the output along `sequence_dim`.
@@ -150,8 +151,9 @@ class RowParallelLinear(ShardedLinear):
         partials: Type of partial sums, as in `overlap_gemm.gemm_reduce_scatter`.
         invariant: Bitwise invariance, as in `overlap_gemm.gemm_reduce_scatter`.
         float8: 8-bit settings of the products; parameters keep their dtype.
-        fuse: Apply a residual as an epilogue of the op (`api.layer_epilogues`). None: if the kernel supports
-            epilogues; True: always; False: never.
+        fuse: Apply a residual as an epilogue of the op. None: if the kernel supports epilogues; True: the op
+            gets it in every call; False: never. With `float8`, `invariant`, or a residual of another dtype
+            than the product (autocast), torch adds it after the op; the dtype of the sum is promoted.
         device: Device of the parameters.
         dtype: dtype of the parameters.
     """
@@ -214,7 +216,8 @@ class RowParallelLinear(ShardedLinear):
 class ParallelMLP(nn.Module):
     """A gated MLP: `down(silu(gate(x)) * up(x))`, with a residual added to it.
 
-    Gate and up share one gather of x, unless one of them has hooks or is wrapped.
+    With `sequence_parallel`, gate and up share one gather of x. If one of them has hooks or is wrapped, each
+    is called and gathers x itself, and the activation is a torch operation.
 
     Input and output: `[..., hidden_size]`, replicated; with `sequence_parallel` this rank's rows of it. The
     children have Llama's names: gate_proj, up_proj, down_proj.
@@ -235,7 +238,8 @@ class ParallelMLP(nn.Module):
         invariant: Bitwise invariance, as in `overlap_gemm.gemm_reduce_scatter`.
         float8: 8-bit settings of the products; parameters keep their dtype.
         activation: "silu" (SwiGLU), "gelu" or "gelu_tanh" (GeGLU).
-        fuse: Apply activation and residual as epilogues of the ops, as in `RowParallelLinear`.
+        fuse: Apply activation and residual as epilogues of the ops, as in `RowParallelLinear`; the activation
+            only with `sequence_parallel`.
         device: Device of the parameters.
         dtype: dtype of the parameters.
     """
@@ -279,7 +283,15 @@ class ParallelMLP(nn.Module):
     def from_linears(
         cls, gate: nn.Linear, up: nn.Linear, down: nn.Linear, tp_group: GroupLike = None, **options: Any
     ) -> "ParallelMLP":
-        """Returns the MLP with this rank's shards of three `nn.Linear`, which are the same on every rank."""
+        """Returns the MLP with copies of this rank's shards of three `nn.Linear`, the same on every rank.
+
+        Each parameter keeps its dtype and `requires_grad`. No communication.
+
+        Raises:
+            ValueError: One of gate and up has a bias, and the other has none.
+        """
+        if (gate.bias is None) != (up.bias is None):
+            raise ValueError("ParallelMLP: gate and up must both have a bias, or none")
         mlp = cls(
             gate.in_features,
             gate.out_features,
