@@ -49,10 +49,10 @@ def warmup(
     On GPUs the candidates for each shape are timed, unless a file contains their times or calls were made
     before (`backends.autotuning`): seconds to a minute per shape, once per machine.
 
-    Collective: every rank of the group calls it with the same arguments. The operands are uninitialised and
-    freed afterwards. Warmed up are the choices of `auto` in a CUDA graph and outside of one, for calls with
-    the third extent (`k=`, `columns=`) and without. With equal shards, calls that pass no extent are warmed
-    up, too.
+    Collective: every rank of the group calls it with the same arguments. The operands are uninitialized and
+    freed afterwards; workspaces and kernels are kept. The choices of `auto` in a CUDA graph and outside of
+    one are warmed up. They include calls with all extents, calls without the third one (`k=`, `columns=`),
+    and, with equal shards, calls that pass no extent.
 
     Args:
         op: Name of the op.

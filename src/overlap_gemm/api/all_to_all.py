@@ -43,15 +43,17 @@ def gemm_all_to_all(
 ) -> Any:
     """Multiplies this rank's rows and exchanges them: this rank gets its columns of every rank's rows.
 
-    The projection before attention whose heads are divided over the ranks, where its sequence was.
+    It is the projection before attention. x is sharded by sequence; the result has the full sequence and this
+    rank's heads.
 
     Args:
         x: This rank's rows `[S_local, ..., K]`, as for `all_gather_gemm`.
         weight: `[N, K]`, the same on every rank; or a list of weights (q, k, v), whose products the portable
             backends exchange at once. Its gradient is summed over the ranks, and complete on every rank.
         heads: Heads, of N / heads columns each, that are not cut; of a list of weights one number for each,
-            or one for all. Fewer than P must divide P: rank r gets head `r * heads // P`. Default: columns
-            are cut wherever `torch.chunk` does.
+            or one for all. Fewer than P must divide P: rank r gets head `r * heads // P`. If P does not
+            divide the heads, `block` and `epilogue` raise TypeError. Default: columns are cut wherever
+            `torch.chunk` does.
         **options: `bias`, `[N]` or a list, the same on every rank; `rows`, `dim` as for `all_gather_gemm`;
             `group`, `backend`, `deterministic`, `reserve_sms`, `scale_x`, `scale_w`, `out_dtype`, `block`,
             `partials`, `invariant`, `epilogue` as for `gemm_reduce_scatter`.
@@ -100,13 +102,13 @@ def all_to_all_gemm(
 ) -> Any:
     """Exchanges this rank's columns for its rows, of every rank's columns, and multiplies these.
 
-    The projection after attention: the inverse of the exchange of `gemm_all_to_all`.
+    It is the projection after attention, and its exchange is the inverse of that of `gemm_all_to_all`.
 
     Args:
         x: This rank's columns of all rows, `[S, ..., K_local]`; K_local is its share of K as `torch.chunk`
             cuts it. Scales are not exchanged: operands of 8 bits are refused.
         weight: `[N, K]` or a list, as for `gemm_all_to_all`.
-        heads: Heads, of K / heads columns of x each, that are not cut; P or more.
+        heads: Heads, of K / heads columns of x each, that are not cut; P or more, otherwise ValueError.
         **options: Options of `gemm_all_to_all` except `rows`, which x has, and scales.
 
     Returns:

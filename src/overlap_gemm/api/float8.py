@@ -1,14 +1,14 @@
-"""Products of linear layers in 8 bits, with gradients; operands are quantised by row at every call.
+"""Products of linear layers in 8 bits, with gradients; operands are quantized by row at every call.
 
     layer = nn.ColumnParallelLinear(4096, 16384, sequence_parallel=True, float8=nn.Float8())
 
 Operands of `y = x @ weight.T` and its gradients:
 
 - y: rows of x and rows of the weight, each row with its scale. all_gather_gemm sends 8-bit rows.
-- grad x: rows of y's gradient, and rows of the transposed weight, quantised again. They are along N, and
+- grad x: rows of y's gradient, and rows of the transposed weight, quantized again. They are along N, and
   Hopper's tensor cores read only 8-bit operands that are contiguous along the summed dimension.
 - grad w: operands in their original dtype. The summed dimension is the tokens, along which a row has no
-  common scale. With `wgrad=True`, both are quantised again along the tokens.
+  common scale. With `wgrad=True`, both are quantized again along the tokens.
 
 Parameters, and tensors saved for backward, keep their dtype, so optimizers, checkpoints, FSDP and
 recomputation need no changes.
@@ -42,7 +42,7 @@ from .quantization import Quantized, quantize_rows
 
 
 class Products:
-    """The five products of layers, without quantisation: those of `functional`."""
+    """The five products of layers, without quantization: those of `functional`."""
 
     all_gather_gemm = staticmethod(functional.all_gather_gemm)
     gemm_reduce_scatter = staticmethod(functional.gemm_reduce_scatter)
@@ -74,17 +74,17 @@ class Float8(Products):
     """8-bit products of linear layers, in forward and for the input's gradient, with dynamic scales of rows.
 
     It is the argument `float8=` of the layers in `overlap_gemm.nn`, the styles, and `parallelize`. Its
-    methods are the ops with gradients: operands have 16 or 32 bits, and the result has their dtype. There are
-    no gradients of gradients.
+    methods are the ops with gradients: operands have 16 or 32 bits and the same dtype (otherwise TypeError),
+    and the result has it, too. Gradients of gradients (`create_graph=True`) raise RuntimeError.
 
-    One kernel quantises each operand (`quantize_rows`); in a compiled model Inductor generates it.
+    One kernel quantizes each operand (`quantize_rows`); in a compiled model Inductor generates it.
 
     Attributes:
-        dtype: Type of x and weight: `torch.float8_e4m3fn` or `torch.float8_e5m2`.
-        grad_dtype: Type of the result's gradient in the product for the gradient of x; the weight has `dtype`
-            there, too.
+        dtype: Type of x and weight: `torch.float8_e4m3fn` (the default) or `torch.float8_e5m2`.
+        grad_dtype: Type of the result's gradient in the product for the gradient of x, default
+            `torch.float8_e4m3fn`; the weight has `dtype` there, too.
         wgrad: Compute the gradient of the weight in 8 bits, too: x (`dtype`) and the result's gradient
-            (`grad_dtype`) are quantised again along the tokens, with one scale per feature.
+            (`grad_dtype`) are quantized again along the tokens, with one scale per feature.
     """
 
     dtype: torch.dtype = torch.float8_e4m3fn
@@ -340,7 +340,7 @@ class How(NamedTuple):
 
 
 class _Product(torch.autograd.Function):
-    """Product of quantised operands; the module describes its gradients."""
+    """Product of quantized operands; the module describes its gradients."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:

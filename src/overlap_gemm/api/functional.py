@@ -122,11 +122,12 @@ def all_gather_gemm(
         return_gathered: Return the gathered x as well.
         backend: "auto" or the name of a backend; see `explain`.
         rows: Total number of rows M, the sum of the ranks' `M_local`, which must be those of `torch.chunk`.
-            None: all ranks have equally many rows; the first eager call with a signature compares them and
-            raises on all ranks if they differ, later calls do not communicate. "equal": like None, without a
-            comparison. "exchange": the ranks exchange their numbers of rows in
-            every call, by a small all-gather between the hosts. It is not possible in a graph (of
-            torch.compile, or captured).
+            None: all ranks have equally many rows. The first eager call with a number of rows compares it
+            (ValueError on all ranks if they differ); later calls do not. If one rank alone changes its number
+            later, the backend raises, or the group's timeout expires; ``OVERLAP_GEMM_CHECK=1`` compares at
+            every call. "equal": like None, without a comparison. "exchange": the ranks exchange their numbers
+            in every call, by a small all-gather between the hosts; ValueError in a graph (torch.compile's, or
+            captured).
         dim: Sharded dimension of `x_shard`: 0 for Megatron's `[s, b, h]`, 1 for `[b, s, h]` (which costs a
             copy unless b = 1).
         save_gathered: Save the gathered x for the weight gradient, P times the memory of the shard, instead

@@ -1,11 +1,11 @@
-"""Products of weights that stay in 8 bits, as checkpoints store them; rows are quantised at each call.
+"""Products of weights that stay in 8 bits, as checkpoints store them; rows are quantized at each call.
 
 The weights are frozen. In `y = x @ weight.T` x and the bias have gradients, for adapters on a kept model.
 Both products use 8-bit operands, and the weight is never rounded again:
 
-- y: rows of x, quantised (or scaled by the checkpoint's activation scale), times the stored weight.
+- y: rows of x, quantized (or scaled by the checkpoint's activation scale), times the stored weight.
 - grad x: rows of y's gradient times the weight's bytes, transposed. Row scales of the weight are along N, the
-  summed dimension, so they are multiplied into y's gradient before its quantisation. Block scales are
+  summed dimension, so they are multiplied into y's gradient before its quantization. Block scales are
   transposed, since blocks are square.
 
 The gradient ignores the rounding and clamping of x. Nothing of x is saved for backward.
@@ -120,7 +120,7 @@ def _weights(blocks: tuple[int | None, ...], parts: Sequence[Tensor]) -> list[St
 
 
 def _rows(x: Tensor, scale: Tensor | None, weights: list[Stored]) -> Quantized:
-    """Quantises x for weights that share it, by an activation scale or, without one, dynamically."""
+    """Quantizes x for weights that share it, by an activation scale or, without one, dynamically."""
     dtype, block = weights[0].values.dtype, weights[0].block
     if scale is None:
         return quantize_rows(x, dtype, block=block)

@@ -217,8 +217,8 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Clips gradients by the unsharded model's norm. Collective over the layers' groups.
 
-    In contrast, `torch.nn.utils.clip_grad_norm_` on shards that are plain tensors uses the norm of this
-    rank's part.
+    A rank without gradients must call it, too. In contrast, `torch.nn.utils.clip_grad_norm_` on shards that
+    are plain tensors uses the norm of this rank's part.
 
     Args:
         module: Module that contains tensor-parallel layers of `overlap_gemm.nn`, with or without FSDP.
@@ -231,8 +231,9 @@ def clip_grad_norm_(
         Norm before clipping, 0-d, the same on every rank.
 
     Raises:
-        ValueError: `norm_type` is not positive. On CPUs, or with OVERLAP_GEMM_CHECK=1, also: the gradient of
-            a replicated parameter differs between ranks, so it must be summed (`norms`).
+        ValueError: `norm_type` is not positive. On CPUs, or with OVERLAP_GEMM_CHECK=1, also on every rank:
+            the norms of a replicated parameter's gradients differ between ranks by more than 2% of the
+            largest, so the gradients must be summed (`norms`).
         RuntimeError: The norm is not finite, and `error_if_nonfinite` is set.
     """
     if not norm_type > 0:
@@ -266,7 +267,7 @@ def clip_grad_norm_(
 
 
 def _check_replicated(module: nn.Module, groups: dict[int, str]) -> None:
-    """Raises on every rank if gradients of replicated parameters differ by more than rounding."""
+    """Raises on every rank if norms of a replicated parameter's gradients differ by more than 2%."""
     replicated = [(name, p) for name, p in module.named_parameters() if id(p) not in groups]
     if not replicated or not (replicated[0][1].device.type == "cpu" or agree.checking()):
         return

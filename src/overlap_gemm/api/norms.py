@@ -44,7 +44,7 @@ class LayerNorm(nn.LayerNorm):
         self.sequence_parallel, self.tp_group = sequence_parallel, group_name(tp_group)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalises `[..., normalized_shape]`."""
+        """Normalizes `[..., normalized_shape]`."""
         weight, bias = (_summed(self, parameter) for parameter in (self.weight, self.bias))
         return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
@@ -66,7 +66,7 @@ class RMSNorm(nn.RMSNorm):
         self.sequence_parallel, self.tp_group = sequence_parallel, group_name(tp_group)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalises `[..., normalized_shape]`."""
+        """Normalizes `[..., normalized_shape]`."""
         return F.rms_norm(x, self.normalized_shape, _summed(self, self.weight), self.eps)
 
 
@@ -99,6 +99,7 @@ def sum_sequence_parallel_gradients(module: nn.Module, tp_group: GroupLike = Non
     """Sums the gradients of marked parameters over the ranks, in place. Collective.
 
     Call it once per step, after the last backward pass and before clipping: a second call would sum the sums.
+    On a rank without a gradient of a marked parameter (`requires_grad=True`), a gradient of zeros is created.
 
     Args:
         module: Model with parameters marked by `sequence_parallel_parameters`, or by Megatron's and

@@ -1,4 +1,4 @@
-"""Dynamic quantisation of rows to 8 bits with scales, for ops with scaled operands.
+"""Dynamic quantization of rows to 8 bits with scales, for ops with scaled operands.
 
 It consists of torch operations, so that `torch.compile` (Inductor) fuses them, also with the computation of
 the rows. An eager call on a GPU is one kernel of this library with the same results
@@ -23,9 +23,10 @@ class Quantized(NamedTuple):
     """Result of `quantize_rows`; the rows are `values * scale`.
 
     Attributes:
-        values: `[..., K]`, `torch.float8_e4m3fn` or `torch.float8_e5m2`, contiguous. scale: float32, `[...,
-        1]`, or `[..., ceil(K / block)]`, one per block of a row. As a matrix of all M rows
-            the latter has strides 1 and `ceil(M / 4) * 4`, as torch's products and TMA read it.
+        values: `[..., K]`, `torch.float8_e4m3fn` or `torch.float8_e5m2`, contiguous.
+        scale: float32, `[..., 1]`, or `[..., ceil(K / block)]`, one per block of a row (`[..., 1]` if K is at
+            most `block`). As a matrix of all M rows the latter has strides 1 and `ceil(M / 4) * 4`, as
+            torch's products and TMA read it.
     """
 
     values: Tensor
@@ -46,8 +47,8 @@ def quantize_rows(
     and 2^-10 of its scale (e5m2: 2^-17).
 
     A row of zeros has zeros and the smallest scale, 2^-60; so have rows whose elements are all below about
-    2^-70. If a row contains a NaN or an infinity, all of
-    its `values * scale` is NaN, and so is every product with it.
+    2^-70. If a row contains a NaN or an infinity, all of its `values * scale` is NaN, and so is every product
+    with it. With `block`, this holds for each block of a row.
 
     Args:
         x: `[..., K]`; float32, bfloat16 or float16. Gradients do not pass.

@@ -18,11 +18,12 @@ from ..runtime.group import GroupLike, find, group_name
 
 @contextmanager
 def per_rank_random(tp_group: GroupLike = None) -> Iterator[None]:
-    """Makes torch's generators (the CPU's, and the current GPU's) differ by rank within the block.
+    """Makes torch's generators (the CPU's, and with CUDA the current GPU's) differ by rank within the block.
 
     After the block they continue equally on every rank, as if one number had been drawn, however much the
     ranks drew in it. Recomputation (`torch.utils.checkpoint`) draws the same numbers again, since it restores
-    the generators.
+    the generators. Generators belong to the process: two threads that draw, in blocks or outside, change each
+    other's numbers.
 
     Args:
         tp_group: ProcessGroup, 1-D DeviceMesh, or None for the world.

@@ -17,11 +17,14 @@ class Stats:
     """Result of `stats`, for this process since its start.
 
     Attributes:
-        calls: Op -> backend -> number of calls, including those that raised and those of gradients.
+        calls: Op -> backend -> number of calls that were started: also those of gradients and of `warmup`,
+            and those that raised while they ran (timeouts). Calls of invalid arguments and replays of CUDA
+            graphs are not counted.
         not_taken: Op and backend, such as "gemm_all_reduce as torch" -> other backend -> reason against it,
             at the last choice.
         measured: Call signature -> summary of its measurement.
-        refused: Group -> number of calls that raised before their launch, and the last error.
+        refused: Group -> number of calls that raised before their launch (invalid arguments, for example;
+            not in `calls`), and the last error.
         symmetric_bytes: Group and kind of memory, such as "0: slots" -> bytes on this rank.
     """
 
