@@ -12,7 +12,7 @@ from overlap_gemm.backends.autotuning import Candidate, bind_as, policy_of
 from overlap_gemm.backends.base import Problem
 from overlap_gemm.backends.fused.fused_backend import Fused
 from overlap_gemm.backends.known import Known
-from overlap_gemm.backends.reach import Reach
+from overlap_gemm.backends.reach import PeerAccess
 from overlap_gemm.backends.select import choose
 from overlap_gemm.runtime.group import resolve
 from overlap_gemm.runtime.virtual import VirtualWorld
@@ -27,14 +27,14 @@ from tests.support.ops import SHARDED
 from tests.support.problems import changed
 from tests.support.problems import problem as problem_of
 
-HOPPER = Reach("sm_90a", 132, None)
+HOPPER = PeerAccess("sm_90a", 132, None)
 SHAPES = [(8192, 8192, 28672), (2048, 8192, 8192), (512, 10240, 8192), (16, 8192, 8192)]
 
 
 def on_hopper(
-    op="gemm_reduce_scatter", shape=SHAPES[1], reach=HOPPER, dtype=torch.bfloat16, **facts
+    op="gemm_reduce_scatter", shape=SHAPES[1], peer_access=HOPPER, dtype=torch.bfloat16, **facts
 ) -> Problem:
-    return problem_of(op, *shape, dtype, "cuda", 2, reach=reach, **facts)
+    return problem_of(op, *shape, dtype, "cuda", 2, peer_access=peer_access, **facts)
 
 
 def candidates(problem: Problem) -> list[Candidate]:
@@ -106,7 +106,7 @@ def test_only_backends_that_keep_a_promise_are_measured():
 
 def test_where_ranks_do_not_reach_each_other_no_fused_kernel_is():
     apart = replace(HOPPER, why_not="not all ranks reach each other's memory")
-    assert not any(c.backend.name == "fused" for c in candidates(on_hopper(reach=apart)))
+    assert not any(c.backend.name == "fused" for c in candidates(on_hopper(peer_access=apart)))
 
 
 def test_what_fused_kernels_do_not_take_is_left_to_the_others():
@@ -116,19 +116,19 @@ def test_what_fused_kernels_do_not_take_is_left_to_the_others():
 
 
 @pytest.mark.parametrize(
-    ("reach", "policy"),
+    ("peer_access", "policy"),
     [
         (HOPPER, "model"),
-        (replace(HOPPER, untimed="nobody has measured"), "measure"),
-        (replace(HOPPER, untimed="nobody has measured", why_not="apart"), "model"),
+        (replace(HOPPER, uncalibrated="nobody has measured"), "measure"),
+        (replace(HOPPER, uncalibrated="nobody has measured", why_not="apart"), "model"),
         (None, "model"),
     ],
 )
-def test_by_default_kinds_are_measured_on_gpus_without_constants(reach, policy):
-    assert policy_of(on_hopper(reach=reach), Known({}, None, 0)) == policy
-    assert policy_of(on_hopper(reach=reach), Known({}, "model", 0)) == "model"
+def test_by_default_kinds_are_measured_on_gpus_without_constants(peer_access, policy):
+    assert policy_of(on_hopper(peer_access=peer_access), Known({}, None, 0)) == policy
+    assert policy_of(on_hopper(peer_access=peer_access), Known({}, "model", 0)) == "model"
     with (known := Known({}, "model", 0)).asking("measure"):
-        assert policy_of(on_hopper(reach=reach), known) == "measure"
+        assert policy_of(on_hopper(peer_access=peer_access), known) == "measure"
 
 
 def measured(eager, graph, kernel) -> Measured:
@@ -138,7 +138,7 @@ def measured(eager, graph, kernel) -> Measured:
 def test_a_measurement_stands_above_the_model_and_above_missing_constants():
     kernel = Kernel((("mma", "cooperative"), ("tile", (128, 256))))
     found = measured([("torch", 1e-4), ("fused", 2e-4)], [("fused", 1e-4), ("torch", 1.5e-4)], kernel)
-    asked = on_hopper(reach=replace(HOPPER, untimed="nobody has measured"))
+    asked = on_hopper(peer_access=replace(HOPPER, uncalibrated="nobody has measured"))
     asked = replace(asked, known={asked.kind: found})
     with mock.patch.object(Fused, "why_not", return_value=None):
         eager, graph = choose(asked), choose(replace(asked, captured=True))

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 
-from overlap_gemm.backends.scales.block_scales import Lines, num_bytes, scales_of_shard
+from overlap_gemm.backends.scales.block_scales import PaddedScaleRows, num_bytes, scales_of_shard
 from overlap_gemm.backends.scales.scaling import scales_of_shard as scales_of_rows
 
 ROWS, K_BLOCKS = (1, 2, 3, 4, 5, 9), (2, 3, 4, 5)
@@ -36,7 +36,7 @@ def assert_readable(matrix):
 @pytest.mark.parametrize("first", [0, 1, 4])
 @pytest.mark.parametrize("way", LAYOUTS)
 def test_scales_that_lie_anywhere_become_lines_of_whole_16_bytes(way, first):
-    layout = Lines(128)
+    layout = PaddedScaleRows(128)
     for m, k in product(ROWS, K_BLOCKS):
         scale = lying(torch.rand(m, k), (m, k), LAYOUTS[way](m, k), first)
         of_b = layout.of_b(scale, (128 * m, 128 * k))
@@ -53,8 +53,8 @@ def test_scales_that_lie_anywhere_become_lines_of_whole_16_bytes(way, first):
 def test_scales_that_lie_along_the_rows_are_not_copied():
     scale = lying(torch.rand(6, 3), (6, 3), (1, 8))
     for step in (None, 4, 6):
-        assert Lines(128).of_a(scale, (6, 384), step).data_ptr() == scale.data_ptr()
-    assert Lines(128).of_a(scale, (6, 384), 2).data_ptr() != scale.data_ptr()
+        assert PaddedScaleRows(128).of_a(scale, (6, 384), step).data_ptr() == scale.data_ptr()
+    assert PaddedScaleRows(128).of_a(scale, (6, 384), 2).data_ptr() != scale.data_ptr()
 
 
 @pytest.mark.parametrize("width", [128, 32])

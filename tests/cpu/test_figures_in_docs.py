@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from overlap_gemm.backends.fused.fused_backend import Fused
-from overlap_gemm.backends.reach import Reach
+from overlap_gemm.backends.reach import PeerAccess
 from overlap_gemm.backends.select import choose
 from tests.support.figures import LOOKS_MEASURED, ROOT, report, said, tables, words
 from tests.support.problems import problem
@@ -73,7 +73,7 @@ def chosen_otherwise(name, mode):
         op, m, n, k = (result[key] for key in ("op", "m", "n", "k"))
         asked = problem(
             op, m, n, k, torch.bfloat16, "cuda", result["ranks"],
-            reach=Reach("sm_90a", 132, None), captured=MODES[mode],
+            peer_access=PeerAccess("sm_90a", 132, None), captured=MODES[mode],
         )  # fmt: skip
         with mock.patch.object(Fused, "why_not", return_value=None):
             different += choose(asked).backend.name != result[mode]["ours"]["auto"]["taken"]

@@ -103,13 +103,13 @@ def tiles(device, space, launched):
 
 def gathered(device, space, launched):
     product = Product(GemmConfig("sm_100a"), lambda *_: launched.append(1), 1)
-    plan = Plan(device, "input_gather", (product,), space, Given(), gathering=Given(), travel=COPIES)
+    plan = Plan(device, "input_gather", (product,), space, Given(), gathering=Given(), side_work=COPIES)
     return lambda: plan.launch(X, [WEIGHT], [X], [None])
 
 
 def copy_plan(device, space, launched):
     gate = lambda *_: launched.append(1)  # noqa: E731
-    plan = Plan(device, "input_gather", (), space, Given(), travel=COPIES, gate=gate)
+    plan = Plan(device, "input_gather", (), space, Given(), side_work=COPIES, gate=gate)
     return by_shards.ByShards(plan, 0, 0, X, ((1, X),))
 
 
@@ -182,7 +182,9 @@ def test_a_call_depends_on_capture_and_on_the_emulator(monkeypatch):
 def test_what_a_group_reaches_is_not_another_groups_of_its_name(monkeypatch):
     """torch numbers groups from 0 again when it is initialised again."""
     monkeypatch.setattr(reach, "_known", {})
-    monkeypatch.setattr(reach, "_find_out", lambda group, device: reach.Reach(f"of {id(group)}", 0, None))
+    monkeypatch.setattr(
+        reach, "_find_out", lambda group, device: reach.PeerAccess(f"of {id(group)}", 0, None)
+    )
     first, second = Group("0", 0, 2), Group("0", 0, 2)
     for group in (first, second, first):
         assert reach.reach_of(group, torch.device("cuda", 0)).arch == f"of {id(group)}"
@@ -211,7 +213,7 @@ def test_a_gpu_of_which_one_sm_is_left_will_do(gpus, monkeypatch, reserve, left)
     assert own.num_sms == (left or 0)
     assert (own.why_not is None) == (left is not None), own.why_not
     found = reach.compare(Group("a", 0, 2), [own, gpus[1]])
-    assert left is not None or found == reach.Reach("", 0, f"rank 0: {own.why_not}")
+    assert left is not None or found == reach.PeerAccess("", 0, f"rank 0: {own.why_not}")
 
 
 def test_only_gpus_of_peers_that_are_seen_here_are_asked_for(gpus):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from overlap_gemm.backends.fused.fused_backend import Fused
-from overlap_gemm.backends.reach import Reach
+from overlap_gemm.backends.reach import PeerAccess
 from overlap_gemm.backends.select import cost_of_promises
 from overlap_gemm.cli.plan import plan
 from overlap_gemm.spec.promises import Promises
@@ -20,8 +20,8 @@ PROMISED = json.loads((Path(__file__).parents[2] / "benchmarks/results/h200x2-in
 
 
 def test_explain_and_plan_say_what_a_promise_costs(monkeypatch, capsys):
-    reach = Reach("sm_90a", 132, None)
-    call = problem(RS, 8192, 8192, 8192, device_type="cuda", reach=reach, invariant="ranks")
+    peer_access = PeerAccess("sm_90a", 132, None)
+    call = problem(RS, 8192, 8192, 8192, device_type="cuda", peer_access=peer_access, invariant="ranks")
     monkeypatch.setattr(Fused, "why_not", lambda self, problem: None)
     (cost,) = [line for line in cost_of_promises(call) if "predicted" in line]
     assert cost == "  fused kernels that keep it: 1244 us predicted, 825 us without, ratio 1.51"

@@ -10,7 +10,7 @@ import overlap_gemm
 from overlap_gemm import explain, gemm_reduce_scatter
 from overlap_gemm.backends.fused.fused_backend import Fused
 from overlap_gemm.backends.op_call import OpCall
-from overlap_gemm.backends.reach import Reach
+from overlap_gemm.backends.reach import PeerAccess
 from overlap_gemm.backends.scales import scaling
 from overlap_gemm.backends.select import choose, predicted
 from tests.support.ops import SCALED
@@ -118,7 +118,7 @@ def test_blocks_of_32_are_torchs_on_no_device():
     assert (gemm_reduce_scatter(x, weight, **given) == 144).all()
     with pytest.raises(ValueError, match="scales of blocks of 128 x 128, not of blocks of 32 x 32"):
         gemm_reduce_scatter(x, weight, **given, backend="torch")
-    measured = problem(device_type="cuda", block=32, reach=Reach("sm_90a", 132, None))
+    measured = problem(device_type="cuda", block=32, peer_access=PeerAccess("sm_90a", 132, None))
     assert "blocks of 32 x 32 have not been timed" in (Fused().why_slower(measured) or "")
 
 
@@ -204,10 +204,12 @@ def test_auto_takes_torchs_way_and_says_why():
     assert "float8_e4m3fn x torch.float8_e4m3fn to torch.bfloat16" in str(choice)
     with_scales = partial(problem, device_type="cuda", m=8192, n=8192, k=8192)
     assert "not been probed" in (Fused().why_slower(with_scales()) or "")
-    measured, expected = (Reach(arch, 132, None) for arch in ("sm_90a", "sm_100a"))
-    assert Fused().why_slower(with_scales(reach=measured)) is None
-    assert predicted(with_scales(reach=measured)).best == "fused"
-    assert "8-bit operands have not been timed on" in (Fused().why_slower(with_scales(reach=expected)) or "")
+    measured, expected = (PeerAccess(arch, 132, None) for arch in ("sm_90a", "sm_100a"))
+    assert Fused().why_slower(with_scales(peer_access=measured)) is None
+    assert predicted(with_scales(peer_access=measured)).best == "fused"
+    assert "8-bit operands have not been timed on" in (
+        Fused().why_slower(with_scales(peer_access=expected)) or ""
+    )
     assert "runs as 'torch'" in str(explain("gemm_reduce_scatter", X, WEIGHT, **SCALES))
 
 
@@ -215,10 +217,13 @@ def test_with_a_promise_no_constants_decide_about_fused_kernels():
     """Compares what processes with other constants choose: other backends have other bits."""
     with_scales = partial(problem, device_type="cuda", m=8192, n=8192, k=8192, invariant="batch")
     for arch in ("sm_90a", "sm_100a"):
-        reach = Reach(arch, 132, None)
-        for known in (reach, replace(reach, untimed="not timed here")):
-            assert Fused().why_slower(with_scales(reach=known)) is None
-    assert Fused().why_slower(with_scales(reach=Reach("sm_90a", 132, "no peer access"))) == "no peer access"
+        peer_access = PeerAccess(arch, 132, None)
+        for known in (peer_access, replace(peer_access, uncalibrated="not timed here")):
+            assert Fused().why_slower(with_scales(peer_access=known)) is None
+    assert (
+        Fused().why_slower(with_scales(peer_access=PeerAccess("sm_90a", 132, "no peer access")))
+        == "no peer access"
+    )
 
 
 @pytest.mark.parametrize(

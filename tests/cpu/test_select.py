@@ -9,7 +9,7 @@ import overlap_gemm
 from overlap_gemm.backends.base import Problem
 from overlap_gemm.backends.fused.fused_backend import Fused
 from overlap_gemm.backends.op_call import OpCall, with_fallback
-from overlap_gemm.backends.reach import Device, Reach, compare
+from overlap_gemm.backends.reach import Device, PeerAccess, compare
 from overlap_gemm.backends.select import BACKENDS, choose
 from overlap_gemm.config.scale_blocks import PROMOTED
 from overlap_gemm.runtime.group import Group
@@ -114,12 +114,12 @@ def test_extents_over_all_ranks_reach_the_choice_where_they_are_known():
 
 # --- by predicted times ---
 
-HOPPER = Reach("sm_90a", 132, None)
+HOPPER = PeerAccess("sm_90a", 132, None)
 
 
-def on_hopper(rows, reach=HOPPER, requested="auto", op="gemm_reduce_scatter", k=8192, **facts):
+def on_hopper(rows, peer_access=HOPPER, requested="auto", op="gemm_reduce_scatter", k=8192, **facts):
     """The choice on 4 GPUs that reach each other, N = K = 8192 over all ranks."""
-    asked = problem_of(op, rows, 8192, k, torch.bfloat16, "cuda", 4, reach=reach, **facts)
+    asked = problem_of(op, rows, 8192, k, torch.bfloat16, "cuda", 4, peer_access=peer_access, **facts)
     with mock.patch.object(Fused, "why_not", return_value=None):
         return choose(asked, requested)
 
@@ -150,12 +150,12 @@ def test_the_times_and_the_bound_are_printed():
 
 
 def test_ranks_that_do_not_reach_each_other_are_no_error_to_auto():
-    apart = Reach("sm_90a", 132, "not all ranks reach each other's memory (rank 1: no)")
-    choice = on_hopper(8192, reach=apart, captured=True)
+    apart = PeerAccess("sm_90a", 132, "not all ranks reach each other's memory (rank 1: no)")
+    choice = on_hopper(8192, peer_access=apart, captured=True)
     assert choice.backend.name == "torch"
     assert "fused: no, not all ranks reach each other's memory" in str(choice)
-    assert on_hopper(8192, reach=apart, captured=True, deterministic=True).backend.name == "sequential"
-    assert on_hopper(8192, reach=apart, captured=True, requested="fused").backend.name == "fused"
+    assert on_hopper(8192, peer_access=apart, captured=True, deterministic=True).backend.name == "sequential"
+    assert on_hopper(8192, peer_access=apart, captured=True, requested="fused").backend.name == "fused"
 
 
 @pytest.mark.parametrize(
@@ -172,13 +172,13 @@ def test_ranks_that_do_not_reach_each_other_are_no_error_to_auto():
 @pytest.mark.parametrize("op", OPS)
 def test_where_no_constants_were_measured_auto_takes_torchs_way_and_says_so(op, captured, device, words):
     """Never slower: what a device's own kernels take is known by measuring it, not its architecture."""
-    unknown = Reach(device[0], 132, None, why_uncalibrated(*device))
-    choice = on_hopper(8192, reach=unknown, op=op, captured=captured)
+    unknown = PeerAccess(device[0], 132, None, why_uncalibrated(*device))
+    choice = on_hopper(8192, peer_access=unknown, op=op, captured=captured)
     assert choice.backend.name == "torch" and choice.prediction is None
     assert f"fused: no, the model's constants have not been measured {words}" in str(choice)
     assert "run `overlap-gemm tune` to measure them" in str(choice)
-    assert on_hopper(8192, reach=unknown, op=op, requested="fused").backend.name == "fused"
-    assert on_hopper(8192, reach=unknown, op=op, deterministic=True).backend.name == "sequential"
+    assert on_hopper(8192, peer_access=unknown, op=op, requested="fused").backend.name == "fused"
+    assert on_hopper(8192, peer_access=unknown, op=op, deterministic=True).backend.name == "sequential"
 
 
 def test_constants_of_a_devices_own_name_decide():
@@ -212,7 +212,7 @@ def test_scales_of_blocks_are_compared_by_constants_of_their_own_or_it_is_said(t
     for blocks in PROMOTED:
         machine_for.cache_clear()
         asked = problem(
-            rows=8192, device="cuda", reach=HOPPER, captured=True, block=blocks[2],
+            rows=8192, device="cuda", peer_access=HOPPER, captured=True, block=blocks[2],
             weight_dtype=torch.float8_e4m3fn, out_dtype=torch.bfloat16,
         )  # fmt: skip
         with (
@@ -252,12 +252,12 @@ def gpu(**facts):
 def test_what_ranks_do_not_share_keeps_auto_from_fused(other, reason):
     group = Group("pair", 0, 2)
     assert reason in compare(group, [gpu(), gpu(**other)]).why_not
-    assert compare(group, [gpu(), gpu(num_sms=114)]) == Reach("sm_90a", 114, None)
+    assert compare(group, [gpu(), gpu(num_sms=114)]) == PeerAccess("sm_90a", 114, None)
 
 
 def test_one_rank_whose_constants_are_not_measured_is_enough():
-    found = compare(Group("pair", 0, 2), [gpu(), gpu(untimed="not on this one")])
-    assert found == Reach("sm_90a", 132, None, "not on this one")
+    found = compare(Group("pair", 0, 2), [gpu(), gpu(uncalibrated="not on this one")])
+    assert found == PeerAccess("sm_90a", 132, None, "not on this one")
 
 
 @pytest.mark.parametrize(
@@ -278,7 +278,7 @@ def test_only_auto_asks_what_gpus_reach(requested, dtype, asks):
     ):
         call = OpCall(rows=8, columns=8, backend=requested)
         found = Problem.of("gemm_reduce_scatter", call, x, Group("pair", 0, 2))
-    assert found.reach == (HOPPER if asks else None) and reach_of.called == asks
+    assert found.peer_access == (HOPPER if asks else None) and reach_of.called == asks
 
 
 def test_a_problem_is_told_in_words():

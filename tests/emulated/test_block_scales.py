@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import overlap_gemm
-from overlap_gemm.backends.scales.block_scales import Lines
+from overlap_gemm.backends.scales.block_scales import PaddedScaleRows
 from overlap_gemm.backends.scales.tma_operands import widened
 from overlap_gemm.testing.emulated import joined_results, poisoned_allocations
 from tests.support.emulated.op_runs import world_of
@@ -26,7 +26,7 @@ def test_lines_begin_anew_with_an_owners_rows(size, monkeypatch):
     case = Scaled(RS, 13, 136, 3 * (size + 17), blocks=size)
     with world_of("sm_90a", 3, FIELDS) as world:
         check(case, world)
-        monkeypatch.setattr(Lines, "of_a", lambda self, scale, shape, step=None: widened(scale.t()))
+        monkeypatch.setattr(PaddedScaleRows, "of_a", lambda self, scale, shape, step=None: widened(scale.t()))
         outs = queue(case, world)
         world.synchronize()
         assert share_of_bound(case, outs) > 1

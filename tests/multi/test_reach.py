@@ -46,7 +46,7 @@ def found(rank, *, arch="sm_90a", apart=None, broken=-1):
 
 
 def answers(rank, size):
-    same = reach.Reach("sm_90a", 132 - (size - 1), None)
+    same = reach.PeerAccess("sm_90a", 132 - (size - 1), None)
     assert found(rank) == same
     assert "rank 1 has sm_100a" in found(rank, arch="sm_100a" if rank == 1 else "sm_90a").why_not
     apart = found(rank, apart="device 0 cannot access device 1" if rank == 0 else None)

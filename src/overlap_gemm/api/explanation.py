@@ -143,7 +143,7 @@ def explain(
     known_options = {name: value for name, value in options.items() if name in OpCall._fields}
     if "m" not in (spec.x, spec.out):
         known_options.pop("dim", None)
-    call, scales = with_scales(OpCall(**known_options).unasked(spec), scale_x, scale_w)
+    call, scales = with_scales(OpCall(**known_options).without_exchange(spec), scale_x, scale_w)
     if not scales:
         x, weights, _biases = autocast(x, weights, [])
     lists, name = spec.takes_lists, group_name(group)

@@ -89,8 +89,8 @@ def policy_of(problem: Problem, known: Known) -> Policy:
     """
     if known.policy is not None:
         return known.policy
-    reach = problem.reach
-    if reach is not None and reach.arch and reach.untimed and reach.why_not is None:
+    access = problem.peer_access
+    if access is not None and access.arch and access.uncalibrated and access.why_not is None:
         return "measure"
     return "model"
 
@@ -120,11 +120,11 @@ def measure_if_due(
     if problem.kind in known.kinds:
         return False
     is_due = requested == "auto" and not problem.captured and policy_of(problem, known) == "measure"
-    found = _measured(problem, x, weight, bias, shards, group, known) if is_due else None
-    known.kinds[problem.kind] = found
-    if found is not None and group.rank == 0:
-        keep(known.under, problem.kind, found)
-    return found is not None
+    measured = _measured(problem, x, weight, bias, shards, group, known) if is_due else None
+    known.kinds[problem.kind] = measured
+    if measured is not None and group.rank == 0:
+        keep(known.under, problem.kind, measured)
+    return measured is not None
 
 
 @contextmanager
@@ -148,17 +148,17 @@ def share(problem: Problem, other: Problem, requested: str, group: Group, device
     if not may_know(requested, group):
         return
     known = known_of(group, device)
-    found = known.kinds.get(problem.kind)
-    if found is not None and known.kinds.setdefault(other.kind, found) is found and group.rank == 0:
-        keep(known.under, other.kind, found)
+    measured = known.kinds.get(problem.kind)
+    if measured is not None and known.kinds.setdefault(other.kind, measured) is measured and group.rank == 0:
+        keep(known.under, other.kind, measured)
 
 
-def bind_as(kernel: Kernel, backend: Backend, *given: Any) -> Callable[..., Any]:
-    """Returns `backend.bind(*given)` with this kernel for the fused backend."""
+def bind_as(kernel: Kernel, backend: Backend, *arguments: Any) -> Callable[..., Any]:
+    """Returns `backend.bind(*arguments)`; the fused backend binds this kernel, unless it is empty."""
     if not any(kernel):
-        return backend.bind(*given)
+        return backend.bind(*arguments)
     with configured(algorithm=kernel.algorithm, **dict(kernel.fields)):  # type: ignore[arg-type]
-        return backend.bind(*given)
+        return backend.bind(*arguments)
 
 
 def _measured(
@@ -176,46 +176,47 @@ def _measured(
             is_writer = group.rank == 0
             with trying(known.under, problem.kind, candidate.name) if is_writer else nullcontext():
                 failure = _failure(call, x.device)
-            said = group.all_gather_object((failure, time.monotonic() - started))
-            if failures := [theirs for theirs, _ in said if theirs]:
+            reports = group.all_gather_object((failure, time.monotonic() - started))
+            if failures := [theirs for theirs, _ in reports if theirs]:
                 logger.info("%s: %s is left out: %s", problem.kind, candidate.name, failures[0])
             else:
                 calls[candidate] = call
-            if known.seconds and max(spent for _, spent in said) > known.seconds:
+            if known.seconds and max(spent for _, spent in reports) > known.seconds:
                 logger.info(
                     "%s: candidates took %.0f s; the others are left out", problem.kind, known.seconds
                 )
                 break
         if not calls:
             return None
-        found = _timed(calls, x.device, group)
-    where = ", ".join(f"{name} {seconds * 1e6:.0f} us" for name, seconds in found.captured or found.eager)
-    logger.info("%s: %s: %s; fused by %s", problem.kind, found, where, found.kernel)
-    return found
+        measured = _timed(calls, x.device, group)
+    times = measured.captured or measured.eager
+    text = ", ".join(f"{name} {seconds * 1e6:.0f} us" for name, seconds in times)
+    logger.info("%s: %s: %s; fused by %s", problem.kind, measured, text, measured.kernel)
+    return measured
 
 
 def _candidates(problem: Problem, group: Group) -> Iterator[Candidate]:
     """Yields the candidates for a problem, in the order of their expected times."""
-    reach, fits = problem.reach, {b.name: b for b in BACKENDS if why_unfit(b, problem) is None}
-    if problem.device_type != "cuda" or reach is None or not reach.arch:
+    access, fits = problem.peer_access, {b.name: b for b in BACKENDS if why_unfit(b, problem) is None}
+    if problem.device_type != "cuda" or access is None or not access.arch:
         yield from (Candidate(backend) for name, backend in fits.items() if name != "fused")
         return
     kind = (FLOAT8 if problem.is_scaled else DTYPES).get(problem.dtype)
-    fused = fits.pop("fused", None) if kind and reach.why_not is None else None
+    fused = fits.pop("fused", None) if kind and access.why_not is None else None
     times: Mapping[str, float] = {}
     if kind:
         facts = Facts(
             problem.op, problem.m, problem.n, problem.k, kind, problem.world_size, blocks=problem.blocks
         )
-        predicted = predict(facts, reach.arch, reach.num_sms, captured=True)
+        predicted = predict(facts, access.arch, access.num_sms, captured=True)
         times = {} if predicted is None else predicted.seconds
         if fused is not None:
-            kernels = proposals(facts, constants(reach.arch), reach.arch, reach.num_sms)
+            kernels = proposals(facts, constants(access.arch), access.arch, access.num_sms)
             yield Candidate(fused, kernels[0][0])
     fits.pop("fused", None)
     best = min(times.values(), default=0.0)
-    near = [b for n, b in fits.items() if n == "torch" or times.get(n, best) <= FARTHEST * best]
-    yield from (Candidate(backend) for backend in sorted(near, key=lambda b: times.get(b.name, 0.0)))
+    plausible = [b for n, b in fits.items() if n == "torch" or times.get(n, best) <= FARTHEST * best]
+    yield from (Candidate(backend) for backend in sorted(plausible, key=lambda b: times.get(b.name, 0.0)))
     if fused is not None:
         yield from (Candidate(fused, kernel) for kernel, _ in kernels[1:])
 
@@ -223,10 +224,10 @@ def _candidates(problem: Problem, group: Group) -> Iterator[Candidate]:
 def _operands(problem: Problem, x: Tensor, weight: Any, bias: Any) -> list[tuple[Any, ...]]:
     """Returns sets of tensors like the caller's, as the bound function takes them."""
 
-    def copied(given: Any) -> Any:
-        if isinstance(given, (list, tuple)):
-            return [copied(one) for one in given]
-        return given if given is None else given.detach().clone()
+    def copied(tensors: Any) -> Any:
+        if isinstance(tensors, (list, tuple)):
+            return [copied(one) for one in tensors]
+        return tensors if tensors is None else tensors.detach().clone()
 
     several = isinstance(weight, (list, tuple))
     weights = weight if several else [weight]
@@ -254,8 +255,8 @@ def _call(
 
     def call() -> object:
         if not bound:
-            given = problem, *operands[0][:3], shards, group
-            bound.append(bind_as(candidate.kernel, candidate.backend, *given))
+            arguments = problem, *operands[0][:3], shards, group
+            bound.append(bind_as(candidate.kernel, candidate.backend, *arguments))
         return bound[0](*next(sets))
 
     return call
@@ -308,7 +309,7 @@ def _timed(calls: Mapping[Candidate, Callable[[], object]], device: torch.device
 
     def in_order(of: Mapping[Candidate, float]) -> Seconds:
         by_backend = {c.backend.name: seconds for c, seconds in of.items() if c in each}
-        return tuple(sorted(by_backend.items(), key=lambda found: found[1]))
+        return tuple(sorted(by_backend.items(), key=lambda item: item[1]))
 
     eager = in_order(medians(each) if on_device else times)
     today = datetime.date.today().isoformat()
@@ -326,7 +327,7 @@ def _fastest(times: Mapping[Candidate, float]) -> Kernel:
     if not times:
         return Kernel()
     fastest = min(times, key=times.__getitem__)
-    own = next((candidate for candidate in times if not any(candidate.kernel)), None)
-    if own is not None and times[fastest] >= FASTER * times[own]:
-        return own.kernel
+    default = next((candidate for candidate in times if not any(candidate.kernel)), None)
+    if default is not None and times[fastest] >= FASTER * times[default]:
+        return default.kernel
     return fastest.kernel

@@ -23,7 +23,7 @@ from .epilogues import Applying
 from .known import known_of, may_know
 from .op_call import FALLBACK, OpCall
 from .portable_arithmetic import Arithmetic, arithmetic_of
-from .reach import Reach, reach_of
+from .reach import PeerAccess, reach_of
 from .scales.scaling import Operand, dequantised, with_scales
 
 VIRTUAL = "virtual ranks exchange tiles inside kernels; torch.distributed does not know them"
@@ -45,7 +45,7 @@ class Problem:
         device_type: "cpu" or "cuda".
         world_size: Number of ranks of the group, P.
         virtual: Whether the ranks are virtual (`runtime.virtual`): torch.distributed does not serve them.
-        reach: Facts of the ranks' GPUs and their peer access; None if they have not been probed.
+        peer_access: Facts of the ranks' GPUs and their peer access; None if they have not been probed.
         captured: Whether the call is being captured in a CUDA graph, which replays without host time.
         weight_dtype: Dtype of the weight if operands have scales; else None.
         num_weights: Number of weights in a list.
@@ -61,7 +61,7 @@ class Problem:
     device_type: str
     world_size: int
     virtual: bool = False
-    reach: Reach | None = None
+    peer_access: PeerAccess | None = None
     captured: bool = False
     weight_dtype: torch.dtype | None = None
     num_weights: int = 1

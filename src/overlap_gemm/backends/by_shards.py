@@ -47,9 +47,9 @@ def why_not(problem: Problem) -> str | None:
         return "copy engines send shards without scales"
     if problem.promises.leaves:
         return f"its products of shards are torch's, not those of invariant={problem.promises.invariant!r}"
-    if problem.reach is None:
+    if problem.peer_access is None:
         return "the ranks' GPUs have not been probed"
-    return problem.reach.why_not
+    return problem.peer_access.why_not
 
 
 def pays_alongside(problem: Problem, shards: Shards) -> bool:
@@ -57,10 +57,10 @@ def pays_alongside(problem: Problem, shards: Shards) -> bool:
 
     True if they can and a full shard has at least the machine's `copy_bytes`.
     """
-    if problem.world_size == 1 or why_not(problem) is not None or problem.reach is None:
+    if problem.world_size == 1 or why_not(problem) is not None or problem.peer_access is None:
         return False
     nbytes = shards.chunk * problem.width * problem.dtype.itemsize
-    return nbytes >= constants(problem.reach.arch).copy_bytes
+    return nbytes >= constants(problem.peer_access.arch).copy_bytes
 
 
 @dataclass(frozen=True)
@@ -70,14 +70,14 @@ class ByShards:
     Attributes:
         plan: Plan that sends the local shard and waits for the others.
         rank: This rank.
-        own_place: Address of the local shard's place in this rank's gather buffer.
+        local_place: Address of the local shard's place in this rank's gather buffer.
         gathered: `[rows, K]`: all shards' places in this rank's gather buffer.
         blocks: (rank, place of its shard) in the order of arrival, of the shards that have rows.
     """
 
     plan: Plan
     rank: int
-    own_place: int
+    local_place: int
     gathered: Tensor
     blocks: tuple[tuple[int, Tensor], ...]
 
@@ -87,52 +87,52 @@ class ByShards:
         return self.plan.is_open
 
     @contextmanager
-    def call(self, own: Tensor, *others: Tensor | None) -> Iterator[Iterator[tuple[int, Tensor]]]:
+    def call(self, shard: Tensor, *others: Tensor | None) -> Iterator[Iterator[tuple[int, Tensor]]]:
         """Runs one call of this rank, after every other fused launch of its device.
 
         Yields an iterator over (rank, its shard), the local one first. Work that is queued next on the
         current stream may read the shard. If the block fails, the call still ends: peers do not wait for it.
 
         Args:
-            own: Local shard, `[rows, K]`, contiguous.
+            shard: Local shard, `[rows, K]`, contiguous.
             *others: Other tensors that the caller's queued work reads or writes.
 
         Raises:
             CommTimeoutError, OverlappingCallsError, MismatchedCallsError: An earlier call here failed.
         """
         with (
-            self._active(own, *others) as stream,
-            self._sending(own, stream),
-            self._ending(own, stream) as arrivals,
+            self._active(shard, *others) as stream,
+            self._sending(shard, stream),
+            self._ending(shard, stream) as arrivals,
         ):
             yield arrivals
 
     @contextmanager
-    def alongside(self, own: Tensor, run: Callable[[], R], *others: Tensor) -> Iterator[tuple[R, Tensor]]:
+    def alongside(self, shard: Tensor, run: Callable[[], R], *others: Tensor) -> Iterator[tuple[R, Tensor]]:
         """Runs one call whose shards are sent alongside another fused call's kernel: copies take no SM.
 
         Yields the result of `run` and the gathered shards `[rows, K]`, which work queued in the block on the
         current stream may read. They are a view of the gather buffer: nothing may read them after the block.
 
         Args:
-            own: Local shard, `[rows, K]`, contiguous.
+            shard: Local shard, `[rows, K]`, contiguous.
             run: Function that queues the other call or calls.
             *others: Other tensors that the caller's queued work reads.
 
         Raises:
             CommTimeoutError, OverlappingCallsError, MismatchedCallsError: An earlier call here failed.
         """
-        with self._active(own, *others) as stream:
+        with self._active(shard, *others) as stream:
             try:
-                with self._sending(own, stream) as second:
-                    if len(own):
-                        nbytes = own.numel() * own.element_size()
-                        self.plan.executor.copy(second, self.own_place, own.data_ptr(), nbytes)
+                with self._sending(shard, stream) as second:
+                    if len(shard):
+                        nbytes = shard.numel() * shard.element_size()
+                        self.plan.executor.copy(second, self.local_place, shard.data_ptr(), nbytes)
                     result = run()
             except BaseException:
-                with self._ending(own, stream):
+                with self._ending(shard, stream):
                     raise
-            with self._ending(own, stream) as arrivals:
+            with self._ending(shard, stream) as arrivals:
                 deque(arrivals, maxlen=0)
                 yield result, self.gathered
 
@@ -145,30 +145,30 @@ class ByShards:
             yield stream
 
     @contextmanager
-    def _sending(self, own: Tensor, stream: int) -> Iterator[int]:
+    def _sending(self, shard: Tensor, stream: int) -> Iterator[int]:
         """Sends the local shard during the block; yields the handle of the sending stream."""
         plan = self.plan
-        assert plan.workspace is not None and plan.travel is not None
+        assert plan.workspace is not None and plan.side_work is not None
         with plan.executor.order.lock:
             plan.workspace.captured |= plan.executor.order.follow(stream)
         plan.workspace.group.progress.events += 1
         with plan.executor.fork() as second:
-            plan.travel.send(plan.executor, second, (own.data_ptr(), 0), plan.exchange)
+            plan.side_work.send(plan.executor, second, (shard.data_ptr(), 0), plan.exchange)
             yield second
 
     @contextmanager
-    def _ending(self, own: Tensor, stream: int) -> Iterator[Iterator[tuple[int, Tensor]]]:
+    def _ending(self, shard: Tensor, stream: int) -> Iterator[Iterator[tuple[int, Tensor]]]:
         """Yields the arriving shards; after the block, waits for the rest and ends the call."""
         with self.plan.executor.order.lock, ExitStack() as at_the_end:
             exchange = self.plan.next_call(stream)
-            arrivals = self._arrivals(own, exchange, stream)
+            arrivals = self._arrivals(shard, exchange, stream)
             at_the_end.callback(self.plan.gate, END, 0, exchange, stream)  # also where a gate fails
             at_the_end.callback(deque, arrivals, 0)
             yield arrivals
 
-    def _arrivals(self, own: Tensor, exchange: Any, stream: int) -> Iterator[tuple[int, Tensor]]:
-        if len(own):
-            yield self.rank, own
+    def _arrivals(self, shard: Tensor, exchange: Any, stream: int) -> Iterator[tuple[int, Tensor]]:
+        if len(shard):
+            yield self.rank, shard
         for i, (source, block) in enumerate(self.blocks):
             self.plan.gate(source, int(i == 0), exchange, stream)
             yield source, block
@@ -191,8 +191,8 @@ def bind(
             for i, out in enumerate(outs):
                 out.copy_(biases[i]) if biases else out.zero_()
             return x.new_empty(rows, depth) if keep else x, outs
-        own, kept = x.contiguous(), x.new_empty(rows, depth) if keep else None
-        with plan_for(group, x, shards).call(own, *weights, *biases, *outs, kept) as arrivals:
+        shard, kept = x.contiguous(), x.new_empty(rows, depth) if keep else None
+        with plan_for(group, x, shards).call(shard, *weights, *biases, *outs, kept) as arrivals:
             for source, block in arrivals:
                 place = slice(*shards.range(source))
                 for i, (weight, out) in enumerate(zip(weights, outs, strict=True)):
@@ -234,7 +234,7 @@ def _make_plan(peers: Peers, dtype: torch.dtype, depth: int, shards: Shards) -> 
     buffer = workspace.memory.local[start : start + shards.total * row_bytes].view(dtype).view(-1, depth)
     others = [(rank + i) % group.size for i in range(1, group.size)]
     blocks = tuple((s, buffer[slice(*shards.range(s))]) for s in others if shards.size(s))
-    own_place = buffer.data_ptr() + rank * full
+    local_place = buffer.data_ptr() + rank * full
     gate = gather.prepared_gate(peers)
     (pattern,) = patterns_of(ALL_GATHER_GEMM.name)
     plan = Plan(
@@ -242,8 +242,8 @@ def _make_plan(peers: Peers, dtype: torch.dtype, depth: int, shards: Shards) -> 
         pattern,
         workspace=workspace,
         exchange=exchange,
-        travel=gather.copies_of(workspace, full, OwnShard(nbytes)),
+        side_work=gather.copies_of(workspace, full, OwnShard(nbytes)),
         gate=gate,
         signature=gather.signature_of(dtype, row_bytes, shards),
     )
-    return ByShards(plan, rank, own_place, buffer, blocks)
+    return ByShards(plan, rank, local_place, buffer, blocks)

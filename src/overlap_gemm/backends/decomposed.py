@@ -108,10 +108,10 @@ class Decomposed(Portable):
         if problem.device_type == "cuda":
             if by_shards.why_not(problem):
                 return "its transfers cost the host more than it hides (benchmarks/README.md, H200)"
-            assert problem.reach is not None, "by_shards.why_not says so"
-            if problem.world_size > constants(problem.reach.arch).copies_world:
+            assert problem.peer_access is not None, "by_shards.why_not says so"
+            if problem.world_size > constants(problem.peer_access.arch).copies_world:
                 return "it has not been measured between so many GPUs; ask for it with backend='decomposed'"
-            return problem.reach.untimed
+            return problem.peer_access.uncalibrated
         return "on CPUs it costs more than it hides (benchmarks/README.md, 2 CPU ranks)"
 
     def bind(
@@ -178,10 +178,10 @@ class Decomposed(Portable):
         See `Portable.gemm_all_reduce`.
         """
         out = x.new_empty(shards.total, weight.shape[0])
-        own = out[slice(*shards.range(group.rank))]
-        exchange = self._reduce_scatter(GEMM_ALL_REDUCE.name, x, weight, bias, shards, group, how, own)
+        local = out[slice(*shards.range(group.rank))]
+        exchange = self._reduce_scatter(GEMM_ALL_REDUCE.name, x, weight, bias, shards, group, how, local)
         steps = [
-            exchange.post(own, to, out[slice(*shards.range(source))], source)
+            exchange.post(local, to, out[slice(*shards.range(source))], source)
             for to, source in _ring(group, towards=-1)
         ]
         for step in steps:

@@ -94,12 +94,12 @@ def known_of(group: Group, device: torch.device) -> Known:
 
 
 def _read(group: Group, device: torch.device) -> Known:
-    def own() -> tuple[Policy | None, float, Conditions, Entries | None]:
+    def read_local() -> tuple[Policy | None, float, Conditions, Entries | None]:
         under = {**conditions(device, group.size), "dsl": dsl_version(), "kernels": source_digest()[:16]}
         entries = read(under) if group.rank == 0 else None
         return _policy(), _seconds(), under, entries
 
-    everyone = gather(group, "reading what was measured", own)
+    everyone = gather(group, "reading what was measured", read_local)
     for place, variable in ((0, AUTOTUNE_VARIABLE), (1, SECONDS_VARIABLE)):
         if views := differences(group, [theirs[place] for theirs in everyone]):
             raise DisagreementError(f"{variable} must be the same on all ranks: {views}")
@@ -112,10 +112,10 @@ def _read(group: Group, device: torch.device) -> Known:
 def _policy() -> Policy | None:
     if AUTOTUNE_VARIABLE not in os.environ:
         return None
-    said = choice(AUTOTUNE_VARIABLE, POLICIES)
-    return next(policy for policy in POLICIES if policy == said)
+    value = choice(AUTOTUNE_VARIABLE, POLICIES)
+    return next(policy for policy in POLICIES if policy == value)
 
 
 def _seconds() -> float:
-    said = seconds(SECONDS_VARIABLE)
-    return DEFAULT_SECONDS if said is None else said
+    limit = seconds(SECONDS_VARIABLE)
+    return DEFAULT_SECONDS if limit is None else limit

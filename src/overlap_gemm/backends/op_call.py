@@ -129,7 +129,7 @@ class OpCall(NamedTuple):
         changes = {"backend": with_fallback(self.backend), "copied_weight": True, **changes}
         return self._replace(**changes)
 
-    def unasked(self, op: OpSpec) -> "OpCall":
+    def without_exchange(self, op: OpSpec) -> "OpCall":
         """Returns the call without an exchange of extents: unknown shards are taken as equal."""
         if op.unresolved_axis is None or getattr(self, ARGUMENTS[op.unresolved_axis]) not in (
             None,
@@ -141,19 +141,19 @@ class OpCall(NamedTuple):
     def check_lengths(self, op: OpSpec) -> None:
         """Raises a ValueError for extents of a wrong type or name."""
         for axis, argument in ARGUMENTS.items():
-            given = getattr(self, argument)
+            extent = getattr(self, argument)
             words = ("equal", "exchange") if axis == op.unresolved_axis else ("equal",)
-            is_number = isinstance(given, (int, torch.SymInt, Integral))
-            if given is not None and not is_number and given not in words:
+            is_number = isinstance(extent, (int, torch.SymInt, Integral))
+            if extent is not None and not is_number and extent not in words:
                 known = " or ".join(map(repr, words))
-                raise ValueError(f"{op.name}: {argument} must be a number, {known}, or None; got {given!r}")
+                raise ValueError(f"{op.name}: {argument} must be a number, {known}, or None; got {extent!r}")
 
     def __str__(self) -> str:
         """Returns the options that differ from the defaults, as a caller writes them."""
         left_out = ("group", "backend", "chunk", *ARGUMENTS.values())
         fields = zip(self._fields, self, _DEFAULTS, strict=True)
-        said = [(n, v) for n, v, usual in fields if n not in left_out and v != usual and v is not False]
-        return ", ".join(f"{name}={value}" for name, value in said)
+        options = [(n, v) for n, v, usual in fields if n not in left_out and v != usual and v is not False]
+        return ", ".join(f"{name}={value}" for name, value in options)
 
 
 RANKS_OWN = ("reserve_sms", "copied_weight")
@@ -174,8 +174,8 @@ INVARIANT_VARIABLE = "OVERLAP_GEMM_INVARIANT"
 @cache
 def _of_environment() -> Promises:
     """Returns the promises of the environment at the first call."""
-    found = environment.choice(INVARIANT_VARIABLE, ("none", *LEAVES))
-    return Promises(invariant=None if found == "none" else found)  # type: ignore[arg-type]
+    name = environment.choice(INVARIANT_VARIABLE, ("none", *LEAVES))
+    return Promises(invariant=None if name == "none" else name)  # type: ignore[arg-type]
 
 
 def promises_of(partials: Any = None, invariant: Any = None) -> Promises:

@@ -25,7 +25,7 @@ PROBE_BYTES = 16
 
 
 @dataclass(frozen=True)
-class Reach:
+class PeerAccess:
     """Facts of the ranks' GPUs and their peer access; the same on all ranks.
 
     Attributes:
@@ -33,13 +33,13 @@ class Reach:
         num_sms: SMs that kernels may use on every rank, less ``OVERLAP_GEMM_RESERVE_SMS``. The reserve of a
             call (`configured`, ``reserve_sms=``) may differ between ranks, so no choice reads it.
         why_not: Reason they cannot store to each other's memory; None if they can.
-        untimed: Reason the times of fused kernels are unknown (`tuning.machine.why_uncalibrated`), or None.
+        uncalibrated: Reason times of fused kernels are unknown (`tuning.machine.why_uncalibrated`), or None.
     """
 
     arch: str
     num_sms: int
     why_not: str | None
-    untimed: str | None = None
+    uncalibrated: str | None = None
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Device:
         constants: `Machine.digest` of the constants of the time model; empty if there are none.
         host: Name of its host.
         uuid: UUID of the GPU.
-        untimed: Reason the times of fused kernels are unknown, as in `Reach`.
+        uncalibrated: Reason the times of fused kernels are unknown, as in `PeerAccess`.
     """
 
     why_not: str | None
@@ -62,13 +62,13 @@ class Device:
     constants: str
     host: str
     uuid: str
-    untimed: str | None = None
+    uncalibrated: str | None = None
 
 
-_known: dict[tuple[str, torch.device], tuple[Group, Reach]] = {}
+_known: dict[tuple[str, torch.device], tuple[Group, PeerAccess]] = {}
 
 
-def reach_of(group: Group, device: torch.device) -> Reach:
+def reach_of(group: Group, device: torch.device) -> PeerAccess:
     """Returns the facts of `group`, with `device` this rank's; collective at its first call.
 
     Raises:
@@ -80,9 +80,9 @@ def reach_of(group: Group, device: torch.device) -> Reach:
     return known[1]
 
 
-def _find_out(group: Group, device: torch.device) -> Reach:
+def _find_out(group: Group, device: torch.device) -> PeerAccess:
     if group.size == 1:
-        return Reach("", 0, "one rank has nothing to transfer")
+        return PeerAccess("", 0, "one rank has nothing to transfer")
     forbid_capture(device, f"the ranks of group {group.name!r} cannot find out whether they reach each other")
     everyone = gather(group, "looking at the ranks' GPUs", lambda: this_device(device))
     reach = compare(group, everyone)
@@ -125,24 +125,26 @@ def this_device(device: torch.device) -> Device:
     )
 
 
-def compare(group: Group, everyone: Sequence[Device]) -> Reach:
+def compare(group: Group, everyone: Sequence[Device]) -> PeerAccess:
     """Returns the facts that the ranks share, before peers' memory is mapped."""
-    num_sms = min(own.num_sms for own in everyone)
-    if unfit := next(((r, own.why_not) for r, own in enumerate(everyone) if own.why_not), None):
-        return Reach("", 0, f"rank {group.global_rank(unfit[0])}: {unfit[1]}")
+    num_sms = min(device.num_sms for device in everyone)
+    if unfit := next(((r, device.why_not) for r, device in enumerate(everyone) if device.why_not), None):
+        return PeerAccess("", 0, f"rank {group.global_rank(unfit[0])}: {unfit[1]}")
     for fact, what in (("arch", "architectures"), ("constants", "constants of their machines")):
-        if views := differences(group, [getattr(own, fact) for own in everyone]):
-            return Reach("", 0, f"the ranks have different {what}: {views}")
+        if views := differences(group, [getattr(device, fact) for device in everyone]):
+            return PeerAccess("", 0, f"the ranks have different {what}: {views}")
     arch = everyone[0].arch
-    if views := differences(group, [own.host for own in everyone]):
-        return Reach(arch, num_sms, f"the ranks are on different hosts: {views}")
-    return Reach(arch, num_sms, None, next((own.untimed for own in everyone if own.untimed), None))
+    if views := differences(group, [device.host for device in everyone]):
+        return PeerAccess(arch, num_sms, f"the ranks are on different hosts: {views}")
+    return PeerAccess(
+        arch, num_sms, None, next((device.uncalibrated for device in everyone if device.uncalibrated), None)
+    )
 
 
 def _out_of_reach(device: torch.device, everyone: Sequence[Device]) -> str | None:
     """Returns a message naming the peers' devices without peer access by the driver; None if all have it."""
     ours = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
-    own = torch.cuda.current_device() if device.index is None else device.index
+    local = torch.cuda.current_device() if device.index is None else device.index
     visible = [ours[peer.uuid] for peer in everyone if peer.uuid in ours]
-    apart = [peer for peer in visible if peer != own and not torch.cuda.can_device_access_peer(own, peer)]
-    return f"device {own} cannot access device {' '.join(map(str, apart))}" if apart else None
+    apart = [peer for peer in visible if peer != local and not torch.cuda.can_device_access_peer(local, peer)]
+    return f"device {local} cannot access device {' '.join(map(str, apart))}" if apart else None

@@ -64,7 +64,7 @@ class Choice:
             f"{problem.op} runs as {self.backend.name!r} (backend={self.requested!r})",
             f"  M={problem.m}, width={problem.width}, {problem.types}, {problem.device_type}, "
             f"P={problem.world_size}, {problem.bytes / 2**20:.3g} MiB to move",
-            *([f"  {said}"] if (said := str(problem.call)) else ()),
+            *([f"  {options}"] if (options := str(problem.call)) else ()),
         ]
         measured = problem.measured
         times, how = {} if prediction is None else prediction.seconds, "predicted"
@@ -178,13 +178,13 @@ def predicted(problem: Problem, promises: Promises = NO_PROMISES) -> Prediction 
         problem: Problem to predict.
         promises: Promises that the fused kernel keeps.
     """
-    reach = problem.reach
+    access = problem.peer_access
     kind = (FLOAT8 if problem.is_scaled else DTYPES).get(problem.dtype)
-    if reach is None or not reach.arch or reach.untimed or kind is None:
+    if access is None or not access.arch or access.uncalibrated or kind is None:
         return None
     extents = problem.m, problem.n, problem.k
     facts = Facts(problem.op, *extents, kind, problem.world_size, blocks=problem.blocks)
-    return predict(facts, reach.arch, reach.num_sms, problem.captured, promises)
+    return predict(facts, access.arch, access.num_sms, problem.captured, promises)
 
 
 def why_unfit(backend: Backend, problem: Problem) -> str | None:

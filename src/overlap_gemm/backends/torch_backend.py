@@ -49,10 +49,10 @@ class Torch(Portable):
         """Multiplies into a padded tensor and reduce-scatters it; see `Portable.gemm_reduce_scatter`."""
         if group.size == 1:
             return how.product(x, weight, bias)
-        whole = group.size * shards.chunk
-        if whole == shards.total:
+        padded_rows = group.size * shards.chunk
+        if padded_rows == shards.total:
             return reduce_scatter_padded(how.partial(x, weight), bias, shards, group, how.type_of_sum(x))
-        padded = x.new_empty(whole, weight.shape[0], dtype=how.type_of(x))
+        padded = x.new_empty(padded_rows, weight.shape[0], dtype=how.type_of(x))
         how.partial(x, weight, out=padded[: shards.total])
         return reduce_scatter_padded(padded, bias, shards, group, how.type_of_sum(x))
 
@@ -86,8 +86,8 @@ class Torch(Portable):
         if blocks.numel():
             with collective("all-gather", group, block):
                 group.all_gather(blocks.flatten(0, 1), block)
-        whole = blocks.movedim(0, 1).reshape(rows, group.size * shards.chunk)
-        return whole[:, : shards.total].contiguous()
+        gathered = blocks.movedim(0, 1).reshape(rows, group.size * shards.chunk)
+        return gathered[:, : shards.total].contiguous()
 
 
 def reduce_scatter_padded(

@@ -46,7 +46,7 @@ class _Prepared(NamedTuple):
         return result if lowered.finish is None else lowered.result(result)
 
 
-class _Asking(NamedTuple):
+class _Exchanging(NamedTuple):
     """The same for calls in which the ranks exchange their sharded extents every time."""
 
     op: GemmOp
@@ -108,7 +108,7 @@ def _run(op: GemmOp, ranks: Group, x: Tensor, weight: Any, bias: Any, call: OpCa
         key = (op.name, layouts(x, weight, bias, *scales), call, state(x))
         prepared = ranks.calls.get(key)
     except (TypeError, RuntimeError):  # tensors without strides, unhashable arguments: `lower` names them
-        _lower_unasked(op, ranks, x, weight, bias, call, scales)
+        _lower_without_exchange(op, ranks, x, weight, bias, call, scales)
         raise
     if prepared is None:
         prepared = keep(ranks, key, _prepare(op, ranks, x, weight, bias, call, scales))
@@ -122,23 +122,23 @@ def _refuse_gradient(op: GemmOp, *tensors: Any) -> None:
         raise TypeError(f"{op.name}: {NO_GRADIENT}")
 
 
-def _lower_unasked(
+def _lower_without_exchange(
     op: GemmOp, ranks: Group, x: Tensor, weight: Any, bias: Any, call: OpCall, scales: Scales
 ) -> Lowered:
     """Returns the lowered call, checked before the ranks exchange its extent."""
-    return lower(op.spec, ranks.name, x, weight, bias, call.unasked(op.spec), scales)
+    return lower(op.spec, ranks.name, x, weight, bias, call.without_exchange(op.spec), scales)
 
 
 def _prepare(
     op: GemmOp, ranks: Group, x: Tensor, weight: Any, bias: Any, call: OpCall, scales: Scales
-) -> _Prepared | _Asking:
+) -> _Prepared | _Exchanging:
     asks = (
         op.spec.unresolved_axis is not None
         and getattr(call, ARGUMENTS[op.spec.unresolved_axis]) == "exchange"
     )
     if asks and ranks.size > 1 and not is_capturing(x.device):
-        facts = _lower_unasked(op, ranks, x, weight, bias, call, scales).facts
-        return _Asking(op, ranks, call, facts)
+        facts = _lower_without_exchange(op, ranks, x, weight, bias, call, scales).facts
+        return _Exchanging(op, ranks, call, facts)
     lowered = lower(op.spec, ranks.name, x, weight, bias, call, scales)
     operands = lowered.operands(x, weight, bias, scales)
     return _Prepared(op.bound(operands, lowered.call), lowered)

@@ -24,46 +24,49 @@ LIMIT = 8192
 """Number of calls that a group keeps; when it is reached, all are dropped."""
 
 
-def enter(ranks: Group, op: str, x: Any, run: Callable[..., T], *given: Any) -> T:
-    """Runs `run(*given)`; the single entry of calls by users, torch's dispatcher and gradients.
+def enter(ranks: Group, op: str, x: Any, run: Callable[..., T], *arguments: Any) -> T:
+    """Returns `run(*arguments)`: the single entry of calls by users, torch's dispatcher and gradients.
 
-    A call that raises before its launch, or because its arguments are refused, is counted: later calls signal
-    it to the peers, which may have made that call (:mod:`overlap_gemm.runtime.identity`).
+    A call that raises before its launch is counted, also if its arguments are invalid. Later calls signal the
+    count to the peers, which may have made that call (:mod:`overlap_gemm.runtime.identity`).
 
     Args:
         ranks: Group of the call.
         op: Name of the op.
         x: First tensor of the call.
         run: Function that runs the call.
-        *given: Arguments of `run`.
+        *arguments: Arguments of `run`.
+
+    Raises:
+        GroupThreadError: Another thread than the group's first one calls.
     """
     progress = ranks.progress
     before = progress.events
     try:
         if progress.thread != get_ident():
             progress.admit(op, x)
-        return run(*given)
+        return run(*arguments)
     except BaseException:
         progress.raised(before, op, x)
         raise
 
 
-def layouts(*given: Any) -> Hashable:
+def layouts(*tensors: Any) -> Hashable:
     """Returns shapes, strides, dtypes and devices of tensors, of lists of tensors and of None, as a key."""
-    found: list[Hashable] = []
-    for one in given:
+    key: list[Hashable] = []
+    for one in tensors:
         if one is None:
-            found.append(None)
+            key.append(None)
         elif isinstance(one, Tensor):
-            found += (one.shape, one.stride(), one.dtype, one.device)
+            key += (one.shape, one.stride(), one.dtype, one.device)
         else:
-            found.append(len(one))
+            key.append(len(one))
             for part in one:
                 if isinstance(part, Tensor):
-                    found += (part.shape, part.stride(), part.dtype, part.device)
+                    key += (part.shape, part.stride(), part.dtype, part.device)
                 else:
-                    found.append(layouts(part))
-    return tuple(found)
+                    key.append(layouts(part))
+    return tuple(key)
 
 
 def state(x: Tensor) -> Hashable:
@@ -105,19 +108,19 @@ def is_plain(
         or (as_op and (torch.autograd._profiler_enabled() or torch.is_autocast_enabled(where)))
     ):
         return False
-    for given in (weight, *others):
-        kind = type(given)
-        if given is None or kind in _PLAIN:
+    for argument in (weight, *others):
+        kind = type(argument)
+        if argument is None or kind in _PLAIN:
             continue
-        if kind not in (list, tuple) or not _PLAIN.issuperset(map(type, given)):
+        if kind not in (list, tuple) or not _PLAIN.issuperset(map(type, argument)):
             return False
     return True
 
 
-def needs_grad(*given: Any) -> bool:
+def needs_grad(*tensors: Any) -> bool:
     """Returns whether autograd must record a call with these tensors, lists of tensors and None."""
     if torch.is_grad_enabled():
-        for one in given:
+        for one in tensors:
             if isinstance(one, Tensor):
                 if one.requires_grad:
                     return True

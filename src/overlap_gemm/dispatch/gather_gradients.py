@@ -46,7 +46,7 @@ def _bind_all_gather_gemm_gradients(
     gathering = compared("all_gather_gemm_gradients", x, call.group, **facts)
 
     def run(x: Tensor, grads: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
-        own = x.contiguous()
+        shard = x.contiguous()
 
         def scattered() -> Tensor:
             result: Tensor = scatter(joined(grads, 1), joined(weights, 0).t(), None)
@@ -54,9 +54,9 @@ def _bind_all_gather_gemm_gradients(
 
         if not alongside:
             grad_x = scattered()
-            gathered = gather_rows(own, shards, gathering)
+            gathered = gather_rows(shard, shards, gathering)
             return [grad_x, *(product(grad.t(), gathered.t()) for grad in grads)]
-        with copies_for(ranks, own, shards).alongside(own, scattered, *grads) as (grad_x, gathered):
+        with copies_for(ranks, shard, shards).alongside(shard, scattered, *grads) as (grad_x, gathered):
             return [grad_x, *(product(grad.t(), gathered.t()) for grad in grads)]
 
     return run

@@ -180,8 +180,8 @@ def _check(
         if scales:
             check_scaled(op, x, weights, biases, call, *scales)
         elif call.out_dtype is not None or call.block is not None:
-            said = ("out_dtype", call.out_dtype), ("block", call.block)
-            name, value = next(pair for pair in said if pair[1] is not None)
+            options = ("out_dtype", call.out_dtype), ("block", call.block)
+            name, value = next(pair for pair in options if pair[1] is not None)
             raise ValueError(f"{op}: {name}={value} is for operands with scales")
         if not isinstance(dim, int) or not -x.ndim <= dim < x.ndim or dim % x.ndim == x.ndim - 1:
             raise ValueError(
@@ -215,7 +215,7 @@ def _check(
 def total_extent(
     op: str,
     what: str,
-    given: Length,
+    passed: Length,
     length: int,
     x: Tensor,
     group: str,
@@ -227,7 +227,7 @@ def total_extent(
     Args:
         op: Name of the op, for messages.
         what: Name of the extent, for messages.
-        given: Extent that the caller passed.
+        passed: Extent that the caller passed.
         length: This rank's share of it.
         x: Operand of the op.
         group: Name of the group, every rank of which calls.
@@ -238,31 +238,31 @@ def total_extent(
         ValueError: This rank's share does not fit the passed extent. Or the ranks' shares are not equal, or
             not as `torch.chunk` cuts.
     """
-    if given in (None, "exchange") and not (torch.compiler.is_compiling() or is_capturing(x.device)):
+    if passed in (None, "exchange") and not (torch.compiler.is_compiling() or is_capturing(x.device)):
         ranks = resolve(group)
-        if given is None:
+        if passed is None:
             return agree.equal_length(op, what, length, x.device, ranks, facts, unit)
         return agree.total_length(op, what, length, x.device, ranks, facts)
-    if given == "exchange" and group_size(group) > 1:
+    if passed == "exchange" and group_size(group) > 1:
         raise ValueError(
             f"{op}: {what}='exchange' asks the other ranks in every call, which a graph (torch.compile's, a "
             f"captured one) cannot; pass {what}, or nothing if shards are equal"
         )
-    if given is None or isinstance(given, str):
+    if passed is None or isinstance(passed, str):
         return length * group_size(group)
-    own = Shards.even(given, group_size(group)).size(group_rank(group))
-    if own != length:
+    local = Shards.even(passed, group_size(group)).size(group_rank(group))
+    if local != length:
         raise ValueError(
-            f"{op}: of {what}={given} rank {group_rank(group)} of {group_size(group)} owns {own} "
+            f"{op}: of {what}={passed} rank {group_rank(group)} of {group_size(group)} owns {local} "
             f"(as torch.chunk cuts), but its operand has {length}"
         )
-    return given
+    return passed
 
 
-def _known(op: str, what: str, given: Length, local: int, group: str) -> int | None:
+def _known(op: str, what: str, passed: Length, local: int, group: str) -> int | None:
     """Returns an extent over all ranks that only the choice of a backend reads; None if it is unknown."""
-    if isinstance(given, str):
+    if isinstance(passed, str):
         return local * group_size(group)
-    if given is not None and given < local:
-        raise ValueError(f"{op}: {what}={given} over all ranks is less than this rank's {local}")
-    return given
+    if passed is not None and passed < local:
+        raise ValueError(f"{op}: {what}={passed} over all ranks is less than this rank's {local}")
+    return passed

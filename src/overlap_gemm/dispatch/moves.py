@@ -59,8 +59,8 @@ all_gather_rows = Registered(
     "all_gather_rows(Tensor x, SymInt rows, SymInt chunk, str group) -> Tensor",
     bind=_bind_all_gather_rows,
     fake=lambda x, rows, chunk, group: x.new_empty(rows, x.shape[1]),
-    backward=lambda ctx, given, needs, grad: (
-        reduce_scatter_rows(grad, given.chunk, given.group, "auto", None),
+    backward=lambda ctx, call, needs, grad: (
+        reduce_scatter_rows(grad, call.chunk, call.group, "auto", None),
     ),
 )
 
@@ -92,7 +92,7 @@ reduce_scatter_rows: Registered = Registered(
     "reduce_scatter_rows(Tensor x, SymInt chunk, str group, str backend, bool? deterministic) -> Tensor",
     bind=_bind_reduce_scatter_rows,
     fake=lambda x, chunk, group, *_: x.new_empty(own_rows(chunk, x.shape[0], group), x.shape[1]),
-    backward=lambda ctx, given, needs, grad: (all_gather_rows(grad, ctx.shape[0], given.chunk, given.group),),
+    backward=lambda ctx, call, needs, grad: (all_gather_rows(grad, ctx.shape[0], call.chunk, call.group),),
 )
 
 
@@ -157,7 +157,7 @@ def _bind_join_shards(x: Tensor, dim: int, total: int, group: str) -> Run:
 
 
 def _resized(x: Tensor, dim: int, size: int) -> Tensor:
-    return x.new_empty([size if axis == dim else given for axis, given in enumerate(x.shape)])
+    return x.new_empty([size if axis == dim else extent for axis, extent in enumerate(x.shape)])
 
 
 keep_shard = Registered(
@@ -166,16 +166,14 @@ keep_shard = Registered(
     fake=lambda x, dim, group: _resized(
         x, dim, Shards.even(x.shape[dim], resolve(group).size).size(resolve(group).rank)
     ),
-    backward=lambda ctx, given, needs, grad: (
-        join_shards(grad, given.dim, ctx.shape[given.dim], given.group),
-    ),
+    backward=lambda ctx, call, needs, grad: (join_shards(grad, call.dim, ctx.shape[call.dim], call.group),),
 )
 
 join_shards: Registered = Registered(
     "join_shards(Tensor x, int dim, SymInt total, str group) -> Tensor",
     bind=_bind_join_shards,
     fake=lambda x, dim, total, group: _resized(x, dim, total),
-    backward=lambda ctx, given, needs, grad: (keep_shard(grad, given.dim, given.group),),
+    backward=lambda ctx, call, needs, grad: (keep_shard(grad, call.dim, call.group),),
 )
 
 
@@ -199,7 +197,7 @@ sum_over_ranks = Registered(
     "sum_over_ranks(Tensor x, str group) -> Tensor",
     bind=_bind_sum_over_ranks,
     fake=lambda x, group: x.new_empty(x.shape),
-    backward=lambda ctx, given, needs, grad: (each(grad, *given),),
+    backward=lambda ctx, call, needs, grad: (each(grad, *call),),
 )
 
 
@@ -215,5 +213,5 @@ for_each_rank = Registered(
     "for_each_rank(Tensor x, str group) -> Tensor",
     bind=lambda x, group: lambda x: x.clone(memory_format=torch.contiguous_format),
     fake=lambda x, group: x.new_empty(x.shape),
-    backward=lambda ctx, given, needs, grad: (sum_over_ranks(grad, *given),),
+    backward=lambda ctx, call, needs, grad: (sum_over_ranks(grad, *call),),
 )

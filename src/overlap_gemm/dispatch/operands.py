@@ -109,13 +109,13 @@ def check_scaled(
         raise TypeError(
             f"{op}: out_dtype must be one of {', '.join(map(str, OUT_DTYPES))}, got {call.out_dtype}"
         )
-    for name, given, dtypes in (
+    for name, tensors, dtypes in (
         ("weight", weights, tuple(FLOAT8)),
         ("bias", biases, (call.out_dtype,)),
         ("scale_x", [scale_x], SCALE_DTYPES),
         ("scale_w", scales, SCALE_DTYPES),
     ):
-        for tensor in given:
+        for tensor in tensors:
             if tensor.dtype not in dtypes:
                 raise TypeError(
                     f"{op}: {name} must be {' or '.join(map(str, dtypes))} where x is {x.dtype} and out_dtype"
@@ -164,15 +164,15 @@ def _check_mx(op: str, x: Tensor, weights: list[Tensor], scale_x: Tensor, scales
             f"{op}: K of operands with scales of {mx.SCALE} must be a multiple of {mx.WIDTH}, got "
             f"{x.shape[-1]}"
         )
-    for name, given, matrix in (
+    for name, scale, matrix in (
         ("scale_x", scale_x, x),
         *(("scale_w", scale, weight) for scale, weight in zip(scales, weights, strict=True)),
     ):
         wanted = mx.num_scales(matrix.shape[:-1].numel(), matrix.shape[-1])
-        if given.numel() != wanted or given.ndim != 1 or given.dtype != mx.SCALE:
+        if scale.numel() != wanted or scale.ndim != 1 or scale.dtype != mx.SCALE:
             raise ValueError(
                 f"{op}: {name} must be [{wanted}] of {mx.SCALE}, in atoms of 128 rows and 128 of K "
-                f"(SWIZZLE_32_4_4), for an operand {shape_of(matrix)}; got {shape_of(given)} of {given.dtype}"
+                f"(SWIZZLE_32_4_4), for an operand {shape_of(matrix)}; got {shape_of(scale)} of {scale.dtype}"
             )
 
 
@@ -181,17 +181,17 @@ def _check_blocks(
 ) -> None:
     """Checks the shapes of scales of blocks."""
     along_k = blocks_along(x.shape[-1], blocks)
-    for name, given, matrix, wanted in (
+    for name, scale, matrix, wanted in (
         ("scale_x", scale_x, x, [*x.shape[:-1], along_k]),
         *(
             ("scale_w", scale, weight, [-(-weight.shape[0] // blocks[1]), along_k])
             for scale, weight in zip(scales, weights, strict=True)
         ),
     ):
-        if list(given.shape) != wanted:
+        if list(scale.shape) != wanted:
             raise ValueError(
                 f"{op}: {name} of {in_words(blocks)} must be {wanted} for an operand {shape_of(matrix)}; "
-                f"got {shape_of(given)}"
+                f"got {shape_of(scale)}"
             )
 
 
@@ -200,8 +200,8 @@ def shape_of(tensor: Tensor) -> str:
     return str(list(tensor.shape))
 
 
-def _each(given: Any) -> list[Any]:
-    return list(given) if isinstance(given, (list, tuple)) else [given]
+def _each(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 def _has_tangent(tensor: Tensor) -> bool:

@@ -97,10 +97,10 @@ class GemmOp(Registered):
             call = call.summed(self.spec, x.shape[1], group_size(call.group))
         if not self.takes_lists:
             return chosen(self.spec, call, x, weight, bias).run
-        carry_out, keep = chosen(self.spec, call, x, weight, bias or ()).run, call.keep
+        run_op, keep = chosen(self.spec, call, x, weight, bias or ()).run, call.keep
 
         def run(x: Tensor, weights: Any, biases: Any, *scales: Any) -> list[Tensor]:
-            moved, outs = carry_out(x, weights, biases or (), *scales)
+            moved, outs = run_op(x, weights, biases or (), *scales)
             return [new(x, moved) if keep else x.new_empty(0, x.shape[1]), *outs]
 
         return run
@@ -260,9 +260,9 @@ ordered_gemm: Registered = Registered(
     "ordered_gemm(Tensor x, Tensor weight, str group) -> Tensor",
     bind=lambda x, weight, group: lambda x, weight: ordered_product(x, weight).to(x.dtype),
     fake=lambda x, weight, group: x.new_empty(x.shape[0], weight.shape[0]),
-    backward=lambda ctx, given, needs, grad: (
-        ordered_gemm(grad, ctx.saved_tensors[1].t(), given.group) if needs[0] else None,
-        ordered_gemm(grad.t(), ctx.saved_tensors[0].t(), given.group) if needs[1] else None,
+    backward=lambda ctx, call, needs, grad: (
+        ordered_gemm(grad, ctx.saved_tensors[1].t(), call.group) if needs[0] else None,
+        ordered_gemm(grad.t(), ctx.saved_tensors[0].t(), call.group) if needs[1] else None,
     ),
     saves=2,
 )
@@ -309,8 +309,8 @@ def _backward_all_gather_gemm(
         grad_biases = [sum_of_rows(grad, call) if needed else None for grad, needed in pairs]
     keeps_apart = call.promises.has_tree and len(weights) > 1
     if needs_x and all(needs_weights) and not (kept or keeps_apart or torch.is_grad_enabled()):
-        grad_x, *found = all_gather_gemm_gradients(x, grad_outs, weights, *dual)
-        return grad_x, found, grad_biases
+        grad_x, *grads_of_weights = all_gather_gemm_gradients(x, grad_outs, weights, *dual)
+        return grad_x, grads_of_weights, grad_biases
     if needs_x and keeps_apart and grad_gathered is None:  # a rank's columns of all, joined, are other leaves
         of_each = zip(grad_outs, weights, strict=True)
         grad_x = sum(
@@ -328,8 +328,8 @@ def _backward_all_gather_gemm(
             )
         elif call.promises.leaves:
             grad_x = gemm_reduce_scatter(stacked, weight.t(), None, *NO_SCALES, *dual)
-            own = reduce_scatter_rows(grad_gathered, dual.chunk, dual.group, dual.backend, True)
-            grad_x = grad_x + own
+            local_rows = reduce_scatter_rows(grad_gathered, dual.chunk, dual.group, dual.backend, True)
+            grad_x = grad_x + local_rows
         else:
             partial = stacked @ weight + grad_gathered
             how = dual.chunk, dual.group, dual.backend, dual.deterministic
@@ -352,12 +352,12 @@ all_gather_gemm = GemmOp(ALL_GATHER_GEMM, _backward_all_gather_gemm)
 def _backward_gemm_reduce_scatter(ctx: Any, call: OpCall, needs: Any, grad: Tensor) -> tuple[Any, ...]:
     x, weight = ctx.saved_tensors
     needs_x, needs_weight, needs_bias = needs
-    whole = needs_weight or needs_bias
+    needs_gathered = needs_weight or needs_bias
     grad_x = gathered = None
     if needs_x:
-        dual = _dual(call)._replace(keep=whole)
+        dual = _dual(call)._replace(keep=needs_gathered)
         gathered, grad_x = all_gather_gemm(grad, [weight.t()], None, *NO_SCALES, *dual)
-    elif whole:
+    elif needs_gathered:
         gathered = all_gather_rows(grad, x.shape[0], call.chunk, call.group)
     grad_bias = None
     if needs_bias and torch.is_grad_enabled():  # replicated; gathered rows are each rank's own
@@ -380,9 +380,9 @@ gemm_reduce_scatter = GemmOp(GEMM_REDUCE_SCATTER, _backward_gemm_reduce_scatter)
 def _backward_gemm_all_reduce(ctx: Any, call: OpCall, needs: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, weight = ctx.saved_tensors
     needs_x, needs_weight, needs_bias = needs
-    given = grad, weight.t(), None, *NO_SCALES
+    arguments = grad, weight.t(), None, *NO_SCALES
     return (
-        column_parallel_gemm(*given, *_dual(call)) if needs_x else None,
+        column_parallel_gemm(*arguments, *_dual(call)) if needs_x else None,
         along_rows(each(grad, call.group), x, call) if needs_weight else None,
         sum_of_rows(grad, call) if needs_bias else None,
     )
@@ -407,10 +407,10 @@ def _backward_column_parallel_gemm(
 def _backward_gemm_all_gather(ctx: Any, call: OpCall, needs: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     ranks = resolve(call.group)
     if torch.is_grad_enabled():
-        own = keep_shard(grad, 1, call.group)
+        shard = keep_shard(grad, 1, call.group)
     else:  # the same without a copy
-        own = grad[:, slice(*Shards(grad.shape[1], ranks.size, call.chunk).range(ranks.rank))]
-    return _backward_column_parallel_gemm(ctx, call, needs, own)
+        shard = grad[:, slice(*Shards(grad.shape[1], ranks.size, call.chunk).range(ranks.rank))]
+    return _backward_column_parallel_gemm(ctx, call, needs, shard)
 
 
 class ColumnParallelGemm(GemmOp):

@@ -65,8 +65,8 @@ class Registered:
             self.keep(ctx, inputs[:tensors], inputs[tensors:], output)
 
         def gradients(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-            found = self.gradients(ctx, ctx.needs_input_grad[:tensors], *grads)
-            return *found, *[None] * (len(parameters) - len(found))
+            grads_of_tensors = self.gradients(ctx, ctx.needs_input_grad[:tensors], *grads)
+            return *grads_of_tensors, *[None] * (len(parameters) - len(grads_of_tensors))
 
         name = f"overlap_gemm::{self.name}"
         _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -84,14 +84,14 @@ class Registered:
         """Returns the gradients of the tensors; see `backward`."""
         return self.backward(ctx, self._named(*ctx.rest), needs, *grads)
 
-    def __call__(self, *given: Any) -> Any:
+    def __call__(self, *arguments_of: Any) -> Any:
         """Calls the op with tensors and arguments, without torch's dispatcher if only autograd observes it.
 
         Gradients call ops this way: in eager mode the dispatcher takes more host time than the call.
         """
-        tensors, arguments = given[: self.tensors], given[self.tensors :]
+        tensors, arguments = arguments_of[: self.tensors], arguments_of[self.tensors :]
         if not is_plain(tensors[0], *tensors):
-            return getattr(torch.ops.overlap_gemm, self.name)(*given)
+            return getattr(torch.ops.overlap_gemm, self.name)(*arguments_of)
         run = self._run_with_gradient if needs_grad(*tensors) else self._run
         return enter(self._ranks(arguments), self.name, tensors[0], run, tensors, arguments)
 
@@ -109,7 +109,7 @@ class Registered:
         ranks = self._ranks(arguments)
         key = (self.name, layouts(*tensors), arguments, state(tensors[0]))
         if (bound := ranks.calls.get(key)) is None:
-            counts = tuple([len(given) if isinstance(given, (list, tuple)) else None for given in tensors])
+            counts = tuple([len(tensor) if isinstance(tensor, (list, tuple)) else None for tensor in tensors])
             lists = any(count is not None for count in counts)
             bound = keep(ranks, key, Bound(self, self.bind(*tensors, *arguments), arguments, lists, counts))
         return bound
@@ -151,8 +151,8 @@ class Bound(NamedTuple):
         if not self.lists:
             return _Eager.apply(self, *tensors)
         flat: list[Any] = []
-        for given in tensors:
-            flat += given if isinstance(given, list) else [given]
+        for tensor in tensors:
+            flat += tensor if isinstance(tensor, list) else [tensor]
         return list(_Eager.apply(self, *flat))
 
     def grouped(self, flat: Sequence[Any]) -> Sequence[Any]:
@@ -176,8 +176,8 @@ class _Eager(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         bound: Bound = ctx.bound
         needs = bound.grouped(ctx.needs_input_grad[1:])
-        found = bound.op.gradients(ctx, needs, *([list(grads)] if bound.lists else grads))
+        gradients = bound.op.gradients(ctx, needs, *([list(grads)] if bound.lists else grads))
         flat: list[Any] = [None]
-        for grad in found:
+        for grad in gradients:
             flat += grad if isinstance(grad, list) else [grad]
         return tuple(flat)

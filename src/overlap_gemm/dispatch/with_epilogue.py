@@ -54,10 +54,10 @@ class EpilogueOp(Registered):
         call = OpCall(*arguments)
         if not self.takes_lists:
             return chosen(self.spec, call, x, weight, bias, inputs).run
-        carry_out, keeps = chosen(self.spec, call, x, weight, bias or (), inputs).run, call.keep
+        run_op, keeps = chosen(self.spec, call, x, weight, bias or (), inputs).run, call.keep
 
         def run(x: Tensor, weights: Any, biases: Any, inputs: Any) -> list[Tensor]:
-            moved, outs = carry_out(x, weights, biases or (), inputs)
+            moved, outs = run_op(x, weights, biases or (), inputs)
             return [new(x, moved) if keeps else x.new_empty(0, x.shape[1]), *outs]
 
         return run
@@ -94,17 +94,17 @@ class EpilogueOp(Registered):
         weights, number = others[: ctx.weights], ctx.weights + len(epilogue.inputs)
         inputs, made = others[ctx.weights : number], others[number:]
         of_moved, of_made = (returned[0], returned[1:]) if self.takes_lists else (None, returned)
-        whole = [
+        filled = [
             torch.zeros_like(value) if grad is None else grad
             for grad, value in zip(of_made, made, strict=True)
         ]
-        of_sums, of_inputs = author_gradient(epilogue, whole, made, inputs)
+        of_sums, of_inputs = author_gradient(epilogue, filled, made, inputs)
         saved = SimpleNamespace(saved_tensors=(x, *weights), out_rows=len(of_sums))
         of_products: Any = of_sums
         if self.takes_lists:
             of_products = [of_moved, *(epilogue.operands(of_sums) if len(weights) > 1 else [of_sums])]
-        found = self.plain.backward(saved, call._replace(epilogue=None), needs[:3], of_products)
-        return *found, of_inputs
+        grads_of_operands = self.plain.backward(saved, call._replace(epilogue=None), needs[:3], of_products)
+        return *grads_of_operands, of_inputs
 
 
 def author_gradient(
@@ -117,11 +117,11 @@ def author_gradient(
         ValueError: A gradient's shape differs from the shape of its tensor.
     """
     assert epilogue.gradient is not None
-    found = epilogue.gradient(tuple(gradients), tuple(outputs), tuple(inputs))
-    if not isinstance(found, tuple) or len(found) != 1 + len(inputs):
+    computed = epilogue.gradient(tuple(gradients), tuple(outputs), tuple(inputs))
+    if not isinstance(computed, tuple) or len(computed) != 1 + len(inputs):
         names = ", ".join(("the sum", *(name for name, _ in epilogue.inputs)))
         raise TypeError(f"epilogue {epilogue.name}: its gradient must return a tuple, of ({names})")
-    of_sums, *of_inputs = found
+    of_sums, *of_inputs = computed
     for (name, _), grad, tensor in zip(epilogue.inputs, of_inputs, inputs, strict=True):
         if grad is not None and grad.shape != tensor.shape:
             raise ValueError(
@@ -331,8 +331,8 @@ def _function_after(
     otherwise: Callable[..., Any] | None,
 ) -> list[Tensor]:
     """Calls the plain op, and applies the function to its results."""
-    found = call_op(op, x, weight, (bias or []) if op.takes_lists else bias, group, call)
-    moved, products = (found[:1], found[1:]) if op.takes_lists else ([], [found])
+    results = call_op(op, x, weight, (bias or []) if op.takes_lists else bias, group, call)
+    moved, products = (results[:1], results[1:]) if op.takes_lists else ([], [results])
     if otherwise is not None:
         made = otherwise(*products)
         return [*moved, *(made if isinstance(made, tuple) else (made,))]

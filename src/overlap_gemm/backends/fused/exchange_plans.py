@@ -29,9 +29,9 @@ from ...tuning.time_model import Facts
 from ..scales.tma_operands import ROW_ELEMENTS, aligned, has_tma_strides, major, padded
 from . import plan_cache as plans
 from .compiled import compiled_gather
-from .gather_calls import first_columns, planned, whole_vector
+from .gather_calls import first_columns, padded_vector, planned
 from .gather_plans import is_pushed, prepared_gate
-from .launch_plan import Plan, Product, Travel
+from .launch_plan import Plan, Product, SideStreamWork
 from .plan_cache import (
     bias_visitor,
     exchange_arguments,
@@ -187,10 +187,10 @@ def _make_plan(
     chunk = chunk_rows(shards.chunk, row_bytes, constants(arch).copy_bytes)
     gathering = Gathering(exchange, shards.total, row_bytes, 0, None, gathered, 1, 1, chunk_rows=chunk)
     gate = prepared_gate(peers) if len(products) > 1 else None
-    travel: Travel | None = None if push else copies_of(workspace, shards, row_bytes, chunk)
+    side_work: SideStreamWork | None = None if push else copies_of(workspace, shards, row_bytes, chunk)
     return Plan(
         executor, pattern, products, workspace, exchange,
-        gathering=gathering, travel=travel, gate=gate,
+        gathering=gathering, side_work=side_work, gate=gate,
         signature=signature_of(dtype, row_bytes, shards, chunk),
     )  # fmt: skip
 
@@ -253,7 +253,7 @@ def all_to_all_gemm(
     extras: list[tuple[Tensor, ...] | None] = [None] * len(used)
     if biases:
         filled = [bias if len(bias) else bias.new_zeros(1) for bias in biases]
-        extras = [(whole_vector(bias, padded(len(bias))),) for bias in filled]
+        extras = [(padded_vector(bias, padded(len(bias))),) for bias in filled]
     visitors, kept = bias_visitor(bool(biases), x.dtype), None
     with late_weights():
         if group.size == 1:

@@ -75,9 +75,9 @@ def sizes(spec: OpSpec, x: Tensor, weight: Tensor, shards: Shards, group: Group)
     rows, columns = x.shape[0], shards.total if spec.gathers_output else weight.shape[0]
     pattern = patterns_of(spec.name)[-1]  # the plan chooses one
     if spec.x == "m":  # x keeps its rows; columns of the product are sent to their owners
-        own = Shards.even(columns, group.size)
-        shape = ExchangeShape(shards.chunk, columns, group.size, own.chunk, pattern)
-        return Sizes(shape, 0, (shards.total, own.size(group.rank)))
+        local = Shards.even(columns, group.size)
+        shape = ExchangeShape(shards.chunk, columns, group.size, local.chunk, pattern)
+        return Sizes(shape, 0, (shards.total, local.size(group.rank)))
     first, end = shards.range(group.rank) if spec.out == "m" else (0, rows)
     shape = ExchangeShape(rows, columns, group.size, shards.chunk, pattern)
     return Sizes(shape, first, (end - first, columns))
@@ -203,13 +203,13 @@ class Fused:
             return None
         if problem.device_type != "cuda":
             return "the emulator is there to be right, not to be fast; ask for it with backend='fused'"
-        if problem.reach is None:
+        if problem.peer_access is None:
             return "the ranks' GPUs have not been probed"
         if problem.promises.leaves:
-            return problem.reach.why_not
-        if reason := problem.reach.why_not or problem.reach.untimed:
+            return problem.peer_access.why_not
+        if reason := problem.peer_access.why_not or problem.peer_access.uncalibrated:
             return reason
-        machine = constants(problem.reach.arch)
+        machine = constants(problem.peer_access.arch)
         return machine.why_uncalibrated_bytes(problem.blocks) if problem.is_scaled else None
 
     def why_after(self, problem: Problem, weight: Tensor) -> str | None:
@@ -271,21 +271,21 @@ class Fused:
         if problem.applying is not None:
             return self._bind_with_epilogue(problem, problem.applying.visitor, x, weight, bias, shards, group)
         op, depth, dtype = problem.spec, problem.k, problem.out_dtype
-        found = sizes(op, x, weight, shards, group)
-        shape, _, (_, columns) = found
+        extents = sizes(op, x, weight, shards, group)
+        shape, _, (_, columns) = extents
 
         def run(x: Tensor, weight: Tensor, bias: Tensor | None, *scales: Tensor) -> Tensor:
             return self.call(op, x, weight, bias, shards, group, depth, scales, dtype, problem.blocks)
 
         run = within(settings(), run)  # settings of this call, for every later call, too
-        if not _fits(found, x, weight, bias):
+        if not _fits(extents, x, weight, bias):
             return run
         majors = major(x, "m"), major(weight, "n")
-        given = group, x.device, x.dtype, shape
+        arguments = group, x.device, x.dtype, shape
         epilogue = bias_visitor(bias is not None, dtype or x.dtype)
-        plan = plan_for(*given, *majors, epilogue, depth, dtype, problem.blocks, weight.dtype)
-        written, own = found.made_by(plan)
-        whole, out_dtype = own == slice(0, written), dtype or x.dtype
+        plan = plan_for(*arguments, *majors, epilogue, depth, dtype, problem.blocks, weight.dtype)
+        written, result = extents.made_by(plan)
+        is_full, out_dtype = result == slice(0, written), dtype or x.dtype
 
         def run_as_planned(x: Tensor, weight: Tensor, bias: Tensor | None, *scales: Tensor) -> Tensor:
             addresses = x.data_ptr() | weight.data_ptr() | (0 if bias is None else bias.data_ptr())
@@ -296,7 +296,7 @@ class Fused:
             if scales:
                 extras = (*_vectors(plan, x, weight, scales, problem.blocks), *(extras or ()))
             plan.launch(x, (weight,), (out,), (extras,))
-            return out if whole else out[own]
+            return out if is_full else out[result]
 
         return run_as_planned
 
@@ -378,8 +378,8 @@ class Fused:
         Returns:
             The result; if the visitor has outputs, a list of the result and the outputs.
         """
-        found = sizes(op, x, weight, shards, group)
-        shape, _, (rows, columns) = found
+        extents = sizes(op, x, weight, shards, group)
+        shape, _, (rows, columns) = extents
         if shape.rows == 0 or columns == 0:
             nothing = x.new_empty(rows, columns, dtype=out_dtype or x.dtype)
             if visitor is None or not visitor.writes:
@@ -389,14 +389,14 @@ class Fused:
         if weight.shape[0] == 0:  # no local columns, but peers have some: B is some matrix that is not read
             weight, bias, scales = x.view(weight.dtype), None, (*scales[:1], *scales[:1])
             visitor = None
-        a, b = aligned(x, found.shard), aligned(weight)
+        a, b = aligned(x, extents.shard), aligned(weight)
         majors = major(a, "m"), major(b, "n")
-        given = group, x.device, x.dtype, shape
+        arguments = group, x.device, x.dtype, shape
         epilogue = bias_visitor(bias is not None, out_dtype or x.dtype)
         epilogue += (visitor,) if visitor is not None else ()
         with late_weights(b is not given_weight):
-            plan = plan_for(*given, *majors, epilogue, depth, out_dtype, blocks, weight.dtype)
-        written, own = found.made_by(plan)
+            plan = plan_for(*arguments, *majors, epilogue, depth, out_dtype, blocks, weight.dtype)
+        written, result = extents.made_by(plan)
         out = x.new_empty(written, columns, dtype=out_dtype or x.dtype)
         extras = _vectors(plan, x, weight, scales, blocks)
         if bias is not None:
@@ -410,7 +410,7 @@ class Fused:
             stored, outputs = written_by_kernel(visitor, config, plan.counts, x, *size)
             extras += (*read_by_kernel(visitor, inputs, *size), *stored)
         plan.launch(a, (b,), (out,), (extras or None,))
-        return [out[own], *(output[own] for output in outputs)] if outputs else out[own]
+        return [out[result], *(output[result] for output in outputs)] if outputs else out[result]
 
 
 def _fits(extents: Sizes, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:

@@ -88,9 +88,9 @@ def bind(
         return all_gather_gemm(x, weights, biases, shards, group, keep, scales, out_dtype, blocks)
 
     run = within(settings(), run)  # settings of this call, for every later call, too
-    whole = all(n and n % ROW_ELEMENTS == 0 for n in columns) and padded(depth, x.itemsize) == depth
+    is_unpadded = all(n and n % ROW_ELEMENTS == 0 for n in columns) and padded(depth, x.itemsize) == depth
     strided = x.is_contiguous() and all(has_tma_strides(weight) for weight in weights)
-    if group.size == 1 or not (rows and len(x) and whole and strided):
+    if group.size == 1 or not (rows and len(x) and is_unpadded and strided):
         return run
     if any(bias.stride(0) != 1 for bias in biases):
         return run
@@ -227,22 +227,23 @@ def all_gather_gemm(
     used = [weight if len(weight) else weight.new_zeros(2 * PAIR, depth) for weight in weights]
     operands, widths = [aligned(weight) for weight in used], [len(weight) // columns_of for weight in used]
     outs = [x.new_empty(rows, padded(width), dtype=dtype) for width in widths]
-    own = _shard(x, alone)
+    shard = _shard(x, alone)
     vectors: list[tuple[Tensor, ...]] = [()] * len(used)
     if blocks:
         layout = layout_of(blocks)
         if alone:
             of_x = layout.of_a(scales[0], x.shape)
         else:
-            of_x = scales_of_blocks(scales[0], blocks, shards.chunk, own.shape[1])
+            of_x = scales_of_blocks(scales[0], blocks, shards.chunk, shard.shape[1])
         each = zip(scales[1], weights, strict=True)
         vectors = [(of_x, layout.of_b(scale, weight.shape)) for scale, weight in each]
     elif scales:
         by_row = aligned_vector(scales[0], len(x)) if alone else scales_of_rows(scales[0], len(x))
         vectors = [(by_row, column) for column in _columns(used, scales[1])]
     if biases:
-        found = [whole_vector(bias, padded(len(weight))) for bias, weight in zip(biases, used, strict=True)]
-        vectors = [(*read, bias) for read, bias in zip(vectors, found, strict=True)]
+        of_weights = zip(biases, used, strict=True)
+        padded_biases = [padded_vector(bias, padded(len(weight))) for bias, weight in of_weights]
+        vectors = [(*read, bias) for read, bias in zip(vectors, padded_biases, strict=True)]
     visitors = bias_visitor(bool(biases), dtype)
     if visitor is not None:
         visitors += (visitor,)
@@ -256,13 +257,13 @@ def all_gather_gemm(
             for weight, out, read in zip(operands, narrowed, extras, strict=True):
                 shape = ExchangeShape.even(rows, len(weight), 1)
                 majors = "k", major(weight, "n")
-                given, how = (group, x.device, x.dtype, shape), (out_dtype, blocks, weight.dtype)
-                plain = plans.plan_for(*given, *majors, visitors, depth, *how)
-                plain.launch(own, (weight,), (out,), (read,))
+                arguments, how = (group, x.device, x.dtype, shape), (out_dtype, blocks, weight.dtype)
+                plain = plans.plan_for(*arguments, *majors, visitors, depth, *how)
+                plain.launch(shard, (weight,), (out,), (read,))
         else:
-            kept = own.new_empty(rows, own.stride(0)) if keep else None
-            plan = plan_for(group, x, own.shape[1], operands, visitors, shards, keep, out_dtype, blocks)
-            plan.launch(own, operands, narrowed, extras, kept)
+            kept = shard.new_empty(rows, shard.stride(0)) if keep else None
+            plan = plan_for(group, x, shard.shape[1], operands, visitors, shards, keep, out_dtype, blocks)
+            plan.launch(shard, operands, narrowed, extras, kept)
     own_widths = [len(weight) // columns_of for weight in weights]
     results = [first_columns(out, width, group) for out, width in zip(outs, own_widths, strict=True)]
     return x if kept is None else first_columns(kept, depth, group), results
@@ -330,7 +331,7 @@ def _columns(weights: Sequence[Tensor], scales: Sequence[Tensor]) -> list[Tensor
         aligned_vector(scale if len(scale) else scale.new_zeros(1), len(weight))
         for scale, weight in zip(scales, weights, strict=True)
     ]
-    return [whole_vector(column, padded(len(column))) for column in columns]
+    return [padded_vector(column, padded(len(column))) for column in columns]
 
 
 def first_columns(matrix: Tensor, columns: int, group: Group) -> Tensor:
@@ -342,7 +343,7 @@ def first_columns(matrix: Tensor, columns: int, group: Group) -> Tensor:
     return first if group.is_virtual else first.contiguous()
 
 
-def whole_vector(vector: Tensor, size: int) -> Tensor:
+def padded_vector(vector: Tensor, size: int) -> Tensor:
     """Returns `vector` padded with zeros to `size`, the elements that the epilogue reads."""
     if len(vector) == size:
         return aligned_vector(vector, size)

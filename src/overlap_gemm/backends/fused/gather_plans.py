@@ -43,7 +43,7 @@ from ..scales.tma_operands import (
     padded,
 )
 from .compiled import compiled_gate, compiled_gather, compiled_relay
-from .launch_plan import Copies, OwnShard, Plan, Product, Relayed, Travel, Weight
+from .launch_plan import Copies, OwnShard, Plan, Product, RelayKernel, SideStreamWork, Weight
 from .plan_cache import (
     both,
     exchange_arguments,
@@ -84,18 +84,18 @@ def plan_for(
         CaptureError: The plan does not exist yet, and a CUDA graph is being captured.
         ValueError: No kernel exists for the caller's settings, or no grid fits on the SMs left to it.
     """
-    peers, asked = peers_for(group, x.device), settings()
+    peers, requested = peers_for(group, x.device), settings()
     kinds = tuple(
         (2 * len(weight[0]), "k", weight[0].dtype)
         if isinstance(weight, tuple)
         else (len(weight), major(weight, "n"), weight.dtype)
         for weight in weights
     )
-    key = (ALL_GATHER_GEMM.name, x.dtype, shards, depth, kinds, epilogue, keep, out_dtype, blocks, asked)
+    key = (ALL_GATHER_GEMM.name, x.dtype, shards, depth, kinds, epilogue, keep, out_dtype, blocks, requested)
     plan: Plan | None = peers.plans.get(key)
     if plan is not None and plan.is_open:
         return plan
-    reserve = peers.reserve_sms if asked.reserve_sms is None else asked.reserve_sms
+    reserve = peers.reserve_sms if requested.reserve_sms is None else requested.reserve_sms
     how = epilogue, keep, reserve, out_dtype, blocks
     return keep_plan(peers, key, lambda: _make_plan(peers, x.dtype, shards, depth, kinds, *how))
 
@@ -115,7 +115,7 @@ def _make_plan(
     from ...gather.gathering import Gathering, ShardScales
 
     executor, group = peers.executor, peers.group
-    chunk, asked = shards.chunk, settings().transport_of(ALL_GATHER_GEMM)
+    chunk, requested = shards.chunk, settings().transport_of(ALL_GATHER_GEMM)
     row_bytes, after = depth * dtype.itemsize, 0
     if out_dtype is not None:
         row_bytes, after = shard_bytes(chunk, depth, blocks)
@@ -128,9 +128,9 @@ def _make_plan(
             own_bytes = num_bytes(blocks, chunk, depth) if blocks else padded(own_rows, 4) * SCALE_BYTES
         own_shard = OwnShard(nbytes, own_bytes, chunk * row_bytes)
         scales_sent = ShardScales(0, own_bytes, after)
-    workspace, way = obtain_way(peers, wanted(asked), lambda way: way.shards_class(group.size * full))
+    workspace, way = obtain_way(peers, wanted(requested), lambda way: way.shards_class(group.size * full))
     arch, puts = peers.agreed.arch, way.puts
-    push = is_pushed(peers, nbytes, asked) and not puts
+    push = is_pushed(peers, nbytes, requested) and not puts
     owners = num_owners(shards.total, chunk)
 
     def product(columns: int, b_major: str, weight_dtype: torch.dtype) -> Product:
@@ -174,19 +174,19 @@ def _make_plan(
     scales = gathered_scales(buffer, owners, chunk, depth, full, blocks) if blocks else None
     gathering = Gathering(exchange, shards.total, row_bytes, 0, None, gathered, 1, 1, scales, scales_sent)
     gate = prepared_gate(peers, puts) if len(products) > 1 else None
-    travel: Travel | None = None
+    side_work: SideStreamWork | None = None
     if puts:
         put = full if after and nbytes else nbytes
         lists = both(shard_puts(group.rank, group.size, full, put))
         place = memory.local.data_ptr() + size.zeroed + group.rank * full
-        travel = Relayed(relay, ALL_GATHER_GEMM.name, lists, place, own_shard if nbytes else None)
+        side_work = RelayKernel(relay, ALL_GATHER_GEMM.name, lists, place, own_shard if nbytes else None)
     elif nbytes and not push:
-        travel = copies_of(workspace, full, own_shard)
+        side_work = copies_of(workspace, full, own_shard)
     signature = signature_of(dtype, row_bytes, shards, after, blocks)
     (pattern,) = patterns_of(ALL_GATHER_GEMM.name)
     return Plan(
         executor, pattern, products, workspace, exchange,
-        gathering=gathering, travel=travel, gate=gate, signature=signature,
+        gathering=gathering, side_work=side_work, gate=gate, signature=signature,
     )  # fmt: skip
 
 

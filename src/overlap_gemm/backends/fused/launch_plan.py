@@ -39,16 +39,16 @@ class Product(NamedTuple):
     num_clusters: int
 
 
-class Travel(Protocol):
+class SideStreamWork(Protocol):
     """Work on a second stream, alongside the products, that sends data of this rank."""
 
-    def stage(self, executor: Executor, second: int, own: tuple[int, int]) -> None:
+    def stage(self, executor: Executor, second: int, addresses: tuple[int, int]) -> None:
         """Queues the work that must run before the products, which fill the SMs.
 
         Copies within a GPU are kernels, so they need SMs.
         """
 
-    def send(self, executor: Executor, second: int, own: tuple[int, int], exchange: Any) -> None:
+    def send(self, executor: Executor, second: int, addresses: tuple[int, int], exchange: Any) -> None:
         """Queues the sending, after the first product; `own`: addresses of the shard's rows and scales."""
 
 
@@ -65,9 +65,9 @@ class OwnShard(NamedTuple):
     scale_bytes: int = 0
     scales: int = 0
 
-    def copy(self, executor: Executor, stream: int, target: int, own: tuple[int, int]) -> None:
+    def copy(self, executor: Executor, stream: int, target: int, addresses: tuple[int, int]) -> None:
         """Queues the copies of rows and scales (`own`: their addresses) to the shard at address `target`."""
-        rows, scales = own
+        rows, scales = addresses
         executor.copy(stream, target, rows, self.row_bytes)
         if self.scale_bytes:
             executor.copy(stream, target + self.scales, scales, self.scale_bytes)
@@ -89,18 +89,18 @@ class Copies:
     coming: int
     shard: OwnShard
 
-    def stage(self, executor: Executor, second: int, own: tuple[int, int]) -> None:
+    def stage(self, executor: Executor, second: int, addresses: tuple[int, int]) -> None:
         """Does nothing: the copies read the shard where it is."""
 
-    def send(self, executor: Executor, second: int, own: tuple[int, int], exchange: Any) -> None:
+    def send(self, executor: Executor, second: int, addresses: tuple[int, int], exchange: Any) -> None:
         """Queues the copies of shard and flag to each peer; see `Travel.send`."""
         for target, flag in self.places:
-            self.shard.copy(executor, second, target, own)
+            self.shard.copy(executor, second, target, addresses)
             executor.copy(second, flag, self.coming, FLAG_BYTES)
 
 
 @dataclass(frozen=True)
-class Relayed:
+class RelayKernel:
     """Puts of a relay kernel (`exchange.relay`): staged tiles, or the local shard.
 
     Attributes:
@@ -117,12 +117,12 @@ class Relayed:
     place: int = 0
     shard: OwnShard | None = None
 
-    def stage(self, executor: Executor, second: int, own: tuple[int, int]) -> None:
+    def stage(self, executor: Executor, second: int, addresses: tuple[int, int]) -> None:
         """Copies the local shard to its place, if there is one; see `Travel.stage`."""
         if self.shard is not None:
-            self.shard.copy(executor, second, self.place, own)
+            self.shard.copy(executor, second, self.place, addresses)
 
-    def send(self, executor: Executor, second: int, own: tuple[int, int], exchange: Any) -> None:
+    def send(self, executor: Executor, second: int, addresses: tuple[int, int], exchange: Any) -> None:
         """Launches the relay kernel; see `Travel.send`."""
         self.relay(OPS[self.op].code, self.puts, exchange, second)
 
@@ -141,7 +141,7 @@ class Plan:
         exchange: The kernels' `Exchange` (`exchange.arguments`), without the fields of a single call.
         gathering: The kernels' `Gathering` (`gather.gathering`), without the fields of a single call; None
             if no operand is gathered.
-        travel: Work that sends on a second stream; None if the kernel sends everything.
+        side_work: Work that sends on a second stream; None if the kernel sends everything.
         gate: Compiled kernel (`gather.gate`) that waits for a shard. It also ends a call of several products
             of which one could not be launched.
         signature: Digest of the facts that the ranks' calls have in common (`runtime.identity`).
@@ -155,7 +155,7 @@ class Plan:
     exchange: Any = None
     _: KW_ONLY
     gathering: Any = None
-    travel: Travel | None = None
+    side_work: SideStreamWork | None = None
     gate: Any = None
     signature: int = 0
     counts: Tensor | None = None
@@ -209,13 +209,13 @@ class Plan:
             with executor.order.lock:
                 exchange = self.next_call(stream)
                 scales = 0 if self.gathering is None else _scales_address(self.gathering, extras[0])
-                if self.travel is None:
+                if self.side_work is None:
                     failure = self._multiply(exchange, a, scales, operands, kept, stream)
                 else:
-                    own, travel = (a.data_ptr(), scales), self.travel
+                    addresses, side_work = (a.data_ptr(), scales), self.side_work
                     with executor.fork() as second:
-                        travel.stage(executor, second, own)
-                        send = partial(travel.send, executor, second, own, exchange)
+                        side_work.stage(executor, second, addresses)
+                        send = partial(side_work.send, executor, second, addresses, exchange)
                         failure = self._multiply(exchange, a, scales, operands, kept, stream, send)
                 if failure:
                     raise failure
@@ -246,21 +246,21 @@ class Plan:
         then. If ranks sent their shards after all launches, they would wait for each other.
         """
         assert self.workspace is not None
-        given, last = exchange, len(self.products) - 1
+        arguments, last = exchange, len(self.products) - 1
         if self.gathering is not None:
             flat = None if kept is None else kept.view(-1)
             after = self.gathering.after
             if after is not None:
                 after = type(after)(scales, *after[1:])
-            given = self.gathering._replace(
+            arguments = self.gathering._replace(
                 exchange=exchange, local_shard=a.data_ptr(), kept=flat, after=after
             )
         is_launched = False
         try:
             for i, (product, tensors) in enumerate(zip(self.products, operands, strict=True)):
                 if last:
-                    given = given._replace(is_first=int(i == 0), is_last=int(i == last))
-                product.gemm(a, *tensors, given, product.num_clusters, stream)
+                    arguments = arguments._replace(is_first=int(i == 0), is_last=int(i == last))
+                product.gemm(a, *tensors, arguments, product.num_clusters, stream)
                 if i == 0:
                     is_launched = True
                     self.workspace.group.progress.events += 1

@@ -29,7 +29,7 @@ from ..epilogues import counts_of
 from ..scales.scaling import FLOAT8
 from . import ways
 from .compiled import compiled_kernel, compiled_relay
-from .launch_plan import Plan, Product, Relayed
+from .launch_plan import Plan, Product, RelayKernel
 from .ways import Way, obtain_way
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16"}
@@ -90,8 +90,8 @@ def plan_for(
         ValueError: No kernel exists for the caller's settings, or no grid fits on the SMs left to it.
         RuntimeError: Puts are needed or configured, and cannot be linked.
     """
-    peers, asked = peers_for(group, device), settings()
-    key = (dtype, shape, a_major, b_major, epilogue, depth, out_dtype, blocks, weight_dtype, asked)
+    peers, requested = peers_for(group, device), settings()
+    key = (dtype, shape, a_major, b_major, epilogue, depth, out_dtype, blocks, weight_dtype, requested)
     plan: Plan | None = peers.plans.get(key)
     if plan is not None:
         return plan
@@ -99,7 +99,7 @@ def plan_for(
     operands |= {"a_major": a_major, "b_major": b_major}
     shape = _with_pattern(peers, kind, shape, depth, blocks, epilogue)
     config = default_config(agreed.arch, kind, shape, agreed.num_sms, depth, **operands)
-    reserve = peers.reserve_sms if asked.reserve_sms is None else asked.reserve_sms
+    reserve = peers.reserve_sms if requested.reserve_sms is None else requested.reserve_sms
     return keep_plan(peers, key, lambda: _make_plan(peers, config, shape, reserve))
 
 
@@ -176,8 +176,10 @@ def _make_plan(peers: Peers, config: GemmConfig, shape: ExchangeShape, reserve: 
         resident = resident_clusters(executor, config.cluster_ctas, reserve)
         gemm = compiled_kernel(executor, config, None, shape.pattern)
         return Plan(executor, shape.pattern, (Product(config, gemm, min(resident, work)),))
-    asked = settings().transport_of(shape.spec.spec)
-    workspace, way = obtain_way(peers, ways.wanted(asked, config), lambda way: way.tiles_class(config, shape))
+    requested = settings().transport_of(shape.spec.spec)
+    workspace, way = obtain_way(
+        peers, ways.wanted(requested, config), lambda way: way.tiles_class(config, shape)
+    )
     if config.is_swap_ab and not way.puts and "launch" not in dict(settings().fields):
         config = replace(config, launch="dependent")  # measured: 3 to 4 % of a call of few rows
 
@@ -190,17 +192,17 @@ def _make_plan(peers: Peers, config: GemmConfig, shape: ExchangeShape, reserve: 
     common = replace(config, a_major="k", b_major="k", epilogue=(), launch="ordered")
     kind = (common, way.device, shape.pattern)
     resident, gemm, relay = peers.prepare(kind, f"compiling {config.name} for {shape.spec.op}", compiled)
-    travel = None
+    side_work = None
     if way.relays:
         puts = tile_puts(config, shape, group.rank, workspace.size.zeroed, workspace.size.buffer)
-        travel = Relayed(relay, shape.spec.op, both(puts))
+        side_work = RelayKernel(relay, shape.spec.op, both(puts))
     return Plan(
         executor,
         shape.pattern,
         (Product(config, gemm, min(resident, work)),),
         workspace,
         exchange_arguments(workspace, way, shape.shard, peers.agreed.timeout_ns, executor),
-        travel=travel,
+        side_work=side_work,
         signature=signature_of(config, shape, way.device),
         counts=counts_of(config, *shape.block, executor.device),
     )

@@ -55,17 +55,17 @@ def needed_classes(
     if group.size == 1:
         return {}
     peers, calls = peers_for(group, device), dict.fromkeys((None, blocks))  # with scales of rows, too
-    asked, machine = settings(), constants(peers.agreed.arch)
+    requested, machine = settings(), constants(peers.agreed.arch)
     by_tiles, by_shards = (
-        TRANSPORTS.get(name or "") for name in (asked.tile_transport, asked.shard_transport)
+        TRANSPORTS.get(name or "") for name in (requested.tile_transport, requested.shard_transport)
     )
     needed: dict[str, SizeClass] = {}
     for kinds in calls:
         kind, types = kind_of(dtype, out_dtype, (), kinds)
         largest = Facts(ops[0], rows, width, None, kind, group.size, blocks=kinds)
         for shape in _shapes(ops, largest, peers.agreed):
-            for config in possible(peers.agreed.arch, kind, (*types.items(), *asked.fields), kinds):
-                few = config.is_swap_ab and "mma" not in dict(asked.fields)
+            for config in possible(peers.agreed.arch, kind, (*types.items(), *requested.fields), kinds):
+                few = config.is_swap_ab and "mma" not in dict(requested.fields)
                 most = replace(shape, rows=min(shape.rows, machine.few_rows)) if few else shape
                 size = wanted(by_tiles, config).tiles_class(config, most)
                 had = needed.get(size.kind, size)

@@ -88,26 +88,26 @@ PUTS = Way(
 """Puts to all peers, P2P-accessible or not: tiles are always staged."""
 
 
-def wanted(asked: TransportSpec | None, config: GemmConfig | None = None) -> Way:
+def wanted(requested: TransportSpec | None, config: GemmConfig | None = None) -> Way:
     """Returns the way of a call if all peers are P2P-accessible.
 
     Args:
-        asked: Requested transport; None: the default.
+        requested: Requested transport; None: the default.
         config: Configuration of the kernel; None for shards, which do not depend on it.
 
     Raises:
         ValueError: Values of 32 bits, by a transport that sends values of 16 bits.
     """
-    if asked is None:
+    if requested is None:
         return LL_WORDS if config is not None and config.sends_ll else STORES
-    if asked.is_flag and config is not None and "f32" in (config.slot_dtype, config.out_dtype):
+    if requested.is_flag and config is not None and "f32" in (config.slot_dtype, config.out_dtype):
         raise ValueError(
-            f"transport={asked.name!r} sends values of 16 bits; got slot_dtype={config.slot_dtype!r}, "
+            f"transport={requested.name!r} sends values of 16 bits; got slot_dtype={config.slot_dtype!r}, "
             f"out_dtype={config.out_dtype!r}"
         )
-    if asked.puts:
+    if requested.puts:
         return PUTS
-    return LL_WORDS if asked.is_flag else STORES
+    return LL_WORDS if requested.is_flag else STORES
 
 
 def obtain_way(peers: Peers, way: Way, class_of: Callable[[Way], SizeClass]) -> tuple[Workspace, Way]:

@@ -79,7 +79,7 @@ class Words:
 
 
 @dataclass(frozen=True)
-class Lines:
+class PaddedScaleRows:
     """Scales that promoted sums are multiplied with (`mainloop.blocks`): for A a line for each block of K.
 
     Attributes:
@@ -130,7 +130,7 @@ class Lines:
 
 def layout_of(blocks: Blocks) -> ScaleLayout:
     """Returns the layout of scales of these blocks."""
-    return Words() if blocks == MX else Lines(blocks[2])
+    return Words() if blocks == MX else PaddedScaleRows(blocks[2])
 
 
 def num_bytes(blocks: Blocks, rows: int, depth: int) -> int:

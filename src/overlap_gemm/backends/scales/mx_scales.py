@@ -48,8 +48,8 @@ def rows_of(scale: Tensor, rows: int, depth: int) -> Tensor:
     """Returns the scales `[rows, ceil(depth / 32)]` from which `atoms_of` made `scale` of any shape."""
     high, wide = ceil_div(rows, ATOM_ROWS), atoms_along(depth)
     atoms = scale.view(torch.uint8).view(high, wide, 32, ATOM_ROWS // 32, ATOM_SCALES)
-    whole = atoms.permute(0, 3, 2, 1, 4).reshape(high * ATOM_ROWS, wide * ATOM_SCALES)
-    return whole[:rows, : ceil_div(depth, WIDTH)].view(scale.dtype)
+    all_rows = atoms.permute(0, 3, 2, 1, 4).reshape(high * ATOM_ROWS, wide * ATOM_SCALES)
+    return all_rows[:rows, : ceil_div(depth, WIDTH)].view(scale.dtype)
 
 
 def words_of(scale: Tensor, shape: Sequence[int], step: int | None = None) -> Tensor:

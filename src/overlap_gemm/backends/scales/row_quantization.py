@@ -69,20 +69,22 @@ def by_one_kernel(
         scales = torch.empty(shape, dtype=torch.float32, device=x.device)[:, :rows].t()
     x_row, x_column = flat.stride()
     is_whole = x_column == 1 or width == 1
-    given = flat, values, scales, rows, width, x_row, 1 if is_whole else x_column
+    arguments = flat, values, scales, rows, width, x_row, 1 if is_whole else x_column
     how = 1 / torch.finfo(dtype).max, least, power_of_two
     kernels = _kernels(x.device)
     with torch.cuda.device(x.device):
         if block is None and (width > HELD or not is_whole):
             (height, along), warps = LONG if is_whole else STRIDED
-            kernels.of_long_rows[(ceil_div(rows, height),)](*given, *how, height, along, num_warps=warps)
+            kernels.of_long_rows[(ceil_div(rows, height),)](*arguments, *how, height, along, num_warps=warps)
         else:
             length = block or 1 << (width - 1).bit_length()
             blocks = max(ALONG // length, 1) if block else 1
             height = max(TILE // (blocks * length), 1)
             grid = (ceil_div(rows, height) * ceil_div(width, blocks * length),)
             warps = height * blocks * length // OF_A_WARP
-            kernels.of_tiles[grid](*given, scales.stride(1), *how, height, blocks, length, num_warps=warps)
+            kernels.of_tiles[grid](
+                *arguments, scales.stride(1), *how, height, blocks, length, num_warps=warps
+            )
     return values, scales.reshape(*x.shape[:-1], scales.shape[1])
 
 

@@ -257,13 +257,13 @@ def with_scales(
     """
 
     def run(x: Tensor, weight: Any, bias: Any, scale_x: Tensor, scale_w: Any) -> Any:
-        whole = operand(x, scale_x, dtype, blocks)
-        wide = whole.new_empty(0).dtype
+        scaled_x = operand(x, scale_x, dtype, blocks)
+        wide = scaled_x.new_empty(0).dtype
         if not isinstance(weight, (list, tuple)):
             bias = None if bias is None else bias.to(wide)
-            return method(whole, operand(weight, scale_w, dtype, blocks), bias).to(dtype)
+            return method(scaled_x, operand(weight, scale_w, dtype, blocks), bias).to(dtype)
         weights = [operand(*one, dtype, blocks) for one in zip(weight, scale_w, strict=True)]
-        gathered, outs = method(whole, weights, [one.to(wide) for one in bias])
+        gathered, outs = method(scaled_x, weights, [one.to(wide) for one in bias])
         rows = x
         if isinstance(gathered, Scaled):
             rows = gathered.values
