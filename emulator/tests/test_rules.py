@@ -31,7 +31,10 @@ def _look(checks, event):
 RULE = Rule(
     "planted",
     judges=r"mbarrier\\.init",
-    rows=(Row("No mbarrier is initialised", suite="planted"),),
+    rows=(
+        Row("No mbarrier is initialised", suite="planted"),
+        Row("None is used", "uses", "`used`", "strict"),
+    ),
     on={MbarrierMade: _look},
     pairs=(Pair("an mbarrier", "|I|", {"|I|": "@%p0 mbarrier.init.shared.b64 [%r11], 1;"}, {"|I|": ""}),),
 )
@@ -52,7 +55,9 @@ def test_a_rule_is_one_file_with_its_pair(tmp_path, monkeypatch):
     case = case_of(rule, one)
     assert findings(case.broken) == ["planted"]
     assert findings(case.fixed) == []
-    assert page(more) == "| No mbarrier is initialised | `planted` | default | `planted` |\n"
+    assert page(more) == (
+        "| No mbarrier is initialised | `planted` |  |  |\n| None is used | `used` | strict | `uses` |\n"
+    )
 
 
 def test_the_page_has_every_rule_as_its_file_says_it():

@@ -55,12 +55,16 @@ def listeners(
 
 
 def page(rules: tuple[Rule, ...] = RULES) -> str:
-    """Returns the rows of a table in `docs/rules.md`, for `RULES` or for `ENDS`."""
+    """Returns the rows of a table in `docs/rules.md`, for `RULES` or for `ENDS`.
+
+    Cells are empty for the default setting, and where the suite has the name of the kind.
+    """
     lines = []
     for rule in rules:
         for row in rule.rows:
-            suite = f"`{row.suite}`" if row.suite else ""
             kinds, setting = row.kinds or f"`{rule.kind}`", row.setting or rule.setting
+            suite = f"`{row.suite}`" if row.suite and f"`{row.suite}`" != kinds else ""
+            setting = "" if setting == "default" else setting
             cells = (row.text, rule.ends, suite) if rule.ends else (row.text, kinds, setting, suite)
             lines.append(f"| {' | '.join(cells)} |\n")
     return "".join(lines)
