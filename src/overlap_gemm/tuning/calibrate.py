@@ -86,6 +86,9 @@ def calibrate(
 ) -> Machine:
     """Returns the constants computed from `probe`'s measurements; the others are `base`'s.
 
+    A step that raises RuntimeError or ValueError changes nothing, even if it has measured a part of its
+    constants; later steps run. All host times are one step.
+
     Args:
         probe: Probe that measures.
         base: Constants that are not measured.

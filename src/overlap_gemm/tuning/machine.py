@@ -1,10 +1,14 @@
-"""Constants of a machine for the time model: measured once (`overlap-gemm tune`), scaled, or expected.
+"""Constants of a machine for the time model: measured (`overlap-gemm tune`), scaled, or estimated.
 
 The file of a machine is JSON with the fields of `Machine`. The first of these that exists is used:
 
-1. `OVERLAP_GEMM_MACHINE`: a path, or the name of a shipped file.
+1. `OVERLAP_GEMM_MACHINE`: a path, or the name of a shipped file. If it has no constants for the
+   architecture, the next source is used, or ValueError is raised if this process's device has it.
 2. A file in the user's configuration folder, named by the device; `tune` writes it.
-3. A file of the package (`machines/`): measured for H200 and H100, expected for B200.
+3. A file of the package (`machines/`): measured for H200 and H100, estimated for B200 (source
+   "expected"). Without a device, as on a laptop, the architecture's first in `SOURCES`: for sm_90a H200.
+
+A file that is damaged, or that the variable names and that does not exist, raises ValueError.
 
 Constants are valid for one device name. For another name they are scaled from a measured device of the same
 architecture, by the figures that the driver reports of both (`scaled`). Scaled constants are a prior: they
@@ -45,6 +49,8 @@ Curve = tuple[tuple[float, float], ...]
 @dataclass(frozen=True, eq=False)
 class Machine:
     """Constants of a GPU and its links. Rates are sustained rates, not a data sheet's.
+
+    Two objects are equal (`==`) only if they are the same object: caches of predictions have one as a key.
 
     Attributes:
         name: Name of the device, for example ``"NVIDIA H200"``.
@@ -167,14 +173,17 @@ class Machine:
         return {name: share for name, share in self.efficiency.items() if name.split()[3:] == words}
 
     def missing_block_timings(self, blocks: Blocks | None) -> str | None:
-        """Returns why kernels with block scales are modelled with the times of row scales, or None."""
+        """Returns why kernels with block scales are modeled with the times of row scales, or None."""
         if blocks is None or self.efficiencies(blocks):
             return None
         return f"kernels with scales of {in_words(blocks)} have not been timed on {self.name}"
 
     @cached_property
     def digest(self) -> str:
-        """Returns a text that is equal for equal constants; ranks compare it before they choose by them."""
+        """Returns a text that is equal if all fields are, also date, version and provenance.
+
+        Ranks compare it before they choose by the constants.
+        """
         return hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()[:12]
 
     def to_json(self) -> str:
@@ -268,9 +277,11 @@ PCIE_RATE = 50e9
 
 @lru_cache(maxsize=16)
 def machine_for(arch: str, device: str | None = None) -> Machine | None:
-    """Returns the constants for the kernels of an architecture, or None. Files are read once.
+    """Returns the constants for the kernels of an architecture, or None.
 
-    They are those of the device's name, measured by this user or shipped, otherwise `scaled` ones.
+    Cached by the arguments: later changes of files and of `OVERLAP_GEMM_MACHINE` have no effect in this
+    process. The constants are those of the device's name, measured by this user or shipped, otherwise
+    `scaled` ones.
 
     Args:
         arch: Target architecture.

@@ -2,8 +2,8 @@
 
 `backends.autotuning` measures. Results are kept with the group, and in a file for later processes. An entry
 is valid for one device name, number of SMs and power limit. The versions of this package, the DSL and torch
-must be those of the measurement. Other entries stay in the file unused. A candidate during whose first call
-the process ended is refused from then on.
+must be those of the measurement, and so must the number of ranks. Other entries stay in the file unused. If
+the process ends (crashes) during the first call of a candidate, later processes refuse that candidate.
 
 | variable | meaning |
 |---|---|
@@ -160,6 +160,9 @@ class Entries(NamedTuple):
 def read(under: Conditions) -> Entries:
     """Returns the file's entries under these conditions; none if there is no file.
 
+    Rank 0 calls it, and sends the entries to the group. Candidates that ended a process on this host are
+    moved into the file.
+
     Raises:
         ValueError: The file is damaged or cannot be read; the message names it.
     """
@@ -176,13 +179,19 @@ def read(under: Conditions) -> Entries:
 
 
 def keep(under: Conditions, kind: str, measured: Measured) -> None:
-    """Writes an entry to the file, in place of one with the same signature and conditions."""
+    """Writes an entry to the file, in place of one with the same signature and conditions.
+
+    Does not raise: if the file cannot be written, or is locked for `LOCK_TIMEOUT`, a warning is logged once.
+    """
     _put({"kind": kind, "conditions": dict(under), **asdict(measured)})
 
 
 @contextmanager
 def trying(under: Conditions, kind: str, candidate: str) -> Iterator[None]:
-    """Records a candidate in a file during the block; the file remains if the process ends in the block."""
+    """Records a candidate in a file during the block; the file remains if the process ends in the block.
+
+    An exception removes it. Only processes on the same host read it (`read`).
+    """
     file, note = measured_file(), {"kind": kind, "conditions": dict(under), "refused": candidate}
     mark = None if file is None else file.with_name(f"{file.name}.{_host()}.{os.getpid()}.trying")
     if mark is not None:

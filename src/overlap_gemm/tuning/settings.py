@@ -155,7 +155,10 @@ def configured(
     tile_transport: str | None = None,
     **fields: Any,
 ) -> Iterator[None]:
-    """Configures the fused backend's kernels within the block. Blocks may be nested.
+    """Configures the fused backend's kernels within the block.
+
+    Blocks may be nested: an argument that is None, or a field that is not passed, keeps the value of the
+    enclosing block.
 
     Args:
         reserve_sms: SMs that kernels leave free, for NCCL on another stream or kernels of another pipeline
@@ -208,7 +211,9 @@ def configured(
 
 @contextmanager
 def promising(*, partials: Partials | None = None, invariant: Invariant | None = None) -> Iterator[None]:
-    """Sets the promises of calls within the block that pass none. Blocks may be nested.
+    """Sets the promises of calls within the block that pass none.
+
+    Blocks may be nested: None keeps the promise of the enclosing block.
 
     Gradients of these calls have the same promises, wherever `backward` is called. For compiled graphs, the
     block around their calls and around `backward` is decisive.
@@ -234,8 +239,9 @@ def promised(promises: Promises, op: OpSpec, world: int) -> Iterator[None]:
     """Restricts the kernels of an op, within the block, to those that keep a call's promises.
 
     Kernels that split K sum it in a different order, and kernels with `fast_accum` do not promote the sums of
-    8-bit products. An op that sums over ranks uses kernels with a rank's leaves of K. An op that gathers has
-    all of K on each rank, in one order.
+    8-bit products. For an op that sums over ranks, K is divided into equal parts (leaves) that do not depend
+    on the number of ranks; the kernel sums this rank's leaves. An op that gathers has all of K on each rank,
+    and sums it in one order.
 
     Args:
         promises: Promises of the call.

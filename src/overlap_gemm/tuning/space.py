@@ -138,7 +138,8 @@ def lower_small_rs_to_ar(facts: Facts, machine: Machine, arch: str, num_sms: int
     In a reduce-scatter each owner's rows, however few, are separate tiles, so a rank reads its weight once
     for every owner. An all-reduce has all rows in one tile, and a rank keeps its local rows of the same sums.
     (16 rows, 8192 columns and K = 28672 on four H200: 74.2 us, and 35.9 us by the all-reduce.) The op is
-    unchanged if `configured` restricts the choice of kernels; `launch` does not restrict it.
+    unchanged if `configured` restricts the choice of kernels: by a field (but not `launch`), an algorithm, or
+    a transport of tiles.
     """
     # "copy_engine" is for all-gather GEMMs only, and may be set on some ranks only.
     named = settings().names_kernels
@@ -349,7 +350,9 @@ def _fitting(
 
 
 def _resident(configs: list[GemmConfig], num_sms: int) -> list[GemmConfig]:
-    """Returns the configurations of which two clusters fit at once, since a relay kernel may take one place.
+    """Returns the configurations of which two clusters fit on the SMs at once.
+
+    A relay kernel, which puts tiles to peers without P2P access, may take the place of one cluster.
 
     If there are none, returns those with the smallest clusters.
     """

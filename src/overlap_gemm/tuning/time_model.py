@@ -3,15 +3,15 @@
 Its inputs are facts that all ranks share, and the constants of a `Machine`, so every rank gets the same
 prediction. `plan`, `explain`, `auto`, `bench` and the documentation's curves use it.
 
-- **Product.** cuBLAS is modelled as the best of our tiles in full waves, with K split if there are fewer
+- **Product.** cuBLAS is modeled as the best of our tiles in full waves, with K split if there are fewer
   tiles than SMs (measured: our plain kernel takes 0.98 to 1.02 of cuBLAS' time).
 - **Fused.** The tiles of all shards are distributed to the resident clusters in waves. Local tiles are
   interleaved with remote ones, so that the link is used evenly. Ping-pong and tcgen05 kernels compute the
   next tile during an epilogue. In a cooperative kernel every epilogue stops the tensor cores, and so does the
   part of a tile that the ring cannot hold.
-- **Few rows** are bound by memory: a tile takes as long as one SM loads it. So there must be many tiles, or
-  parts of their K. The last tile is sent when all operands have been read; rows beyond the operand's end are
-  not sent.
+- **Few rows** are bound by memory: a tile takes as long as one SM needs to load its operands. So there must
+  be many tiles, or parts of their K. The last tile is sent when all operands have been read; rows beyond the
+  operand's end are not sent.
 - **Leaves** of K (`invariant="ranks"`): all but the last one's sums are added to nodes in memory meanwhile.
 - **Tail.** After the last wave, its bytes are sent and its tiles are summed over all sources.
 - **Collectives** are interpolated between measured sizes.
@@ -311,7 +311,8 @@ def fused_time(
 ) -> FusedTime:
     """Returns the time of a fused call (a plain GEMM in a group of one) by the kernel of `config`.
 
-    Costs of other patterns beyond a reduce-scatter's are counted in bytes and arrivals, at the same rates.
+    An all-reduce or an all-gather sends more bytes, or waits for more arrivals, than a reduce-scatter. They
+    are added at the rates and times of a reduce-scatter.
     """
     m, n, k = facts.local
     pattern = pattern or patterns_of(facts.op)[0]

@@ -1,7 +1,7 @@
 """The timing protocol of the package, used by all benchmarks, the demo and tuning.
 
 - **Interleaved.** Each round times every variant once, so that a drift of clocks or load affects all of them.
-  The order rotates from round to round, so that no variant always runs after the same neighbour.
+  The order rotates from round to round, so that no variant always runs after the same neighbor.
 - **Bursts.** A sample is the mean of back-to-back calls after one barrier, not one call between two barriers.
   Models issue calls in this way, and launch overlap counts. All ranks use the same burst length.
 - **Slowest rank.** A sample is the maximum over the ranks: an op is complete when its last rank is.
@@ -123,7 +123,7 @@ def measure(
             collective over `group`, or a `Replay` of several calls. Each is called at least twice before it
             is timed.
         group: Group of the ranks, all of which must call; None: the world, or this process alone if
-            torch.distributed is not initialised.
+            torch.distributed is not initialized.
         device: Device of the callables' work; "cuda" uses events on the current stream.
         rounds: Samples per variant.
         burst_seconds: Approximate duration of a burst, which has at least one call.
@@ -155,7 +155,7 @@ def measure(
 
 
 class _Clock:
-    """Timer of bursts on one device, synchronised with the other ranks."""
+    """Timer of bursts on one device, synchronized with the other ranks."""
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup | None):
         self.device, self.group = device, group
