@@ -145,6 +145,7 @@ def refused(rank, size):
         logits = model(**local, use_cache=False).logits
     assert [call.args[1] for call in gather.call_args_list] == ["the mask of ulysses", "ulysses"]
     torch.testing.assert_close(model(**local, attention_mask=all_tokens, use_cache=False).logits, logits)
+    raises("rank 1 begins at 0 after 3", position_ids=positions - positions[:, :1])
     for family, words, more in (
         ("gemma2", "softcap= of the attention or the model is not supported", {}),
         ("llama4", "some models do not pass them on", {}),
