@@ -15,7 +15,7 @@ import torch
 import torch._inductor.config
 
 import overlap_gemm
-from overlap_gemm.integrations import hugging_face, torch_symm_mem
+from overlap_gemm.integrations import hugging_face, hugging_face_attention, torch_symm_mem
 from tests.support.models import tiny
 
 ROOT = Path(__file__).parents[2]
@@ -87,7 +87,7 @@ def runs(rank, size, text):
         linecache.cache["snippet"] = len(text), None, text.splitlines(keepends=True), "snippet"
         exec(compile(text, "snippet", "exec"), {"__name__": "__main__"})
     overlap_gemm.finalize()
-    for integration in (hugging_face, torch_symm_mem):
+    for integration in (hugging_face, hugging_face_attention, torch_symm_mem):
         integration.uninstall()
     return printed.getvalue()
 

@@ -59,8 +59,7 @@ def check(rank, size, plain, model, batch, group=None, local_of=lambda value: va
 
 
 def installed(group=None):
-    if "ulysses" in ulysses._installed:
-        ulysses.uninstall()
+    ulysses.uninstall()
     ulysses.install(group)
 
 

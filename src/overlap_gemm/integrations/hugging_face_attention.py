@@ -64,20 +64,19 @@ def install(group: GroupLike = None, *, name: str = "ulysses") -> None:
         RuntimeError: The name is registered already.
     """
     if name in AttentionInterface._global_mapping:
-        raise RuntimeError(
-            f"attn_implementation={name!r} is registered already; call uninstall({name!r}) first"
-        )
+        raise RuntimeError(f"attn_implementation={name!r} is registered already; call uninstall() first")
     ulysses = Ulysses(group_name(group), name)
     AttentionInterface.register(name, ulysses.attend)
     AttentionMaskInterface.register(name, ulysses.mask)
     _installed.add(name)
 
 
-def uninstall(name: str = "ulysses") -> None:
-    """Removes an attention that `install` registered. Models with that name raise afterwards."""
-    _installed.remove(name)
-    AttentionInterface._global_mapping.pop(name)
-    AttentionMaskInterface._global_mapping.pop(name)
+def uninstall() -> None:
+    """Removes all names that `install` registered. Models with such a name raise afterwards."""
+    for name in _installed:
+        AttentionInterface._global_mapping.pop(name)
+        AttentionMaskInterface._global_mapping.pop(name)
+    _installed.clear()
 
 
 def shard_inputs(batch: Mapping[str, Tensor], group: GroupLike = None) -> dict[str, Tensor]:
