@@ -10,6 +10,7 @@ from cute_emulator import Emulator
 from overlap_gemm.build import compile_kernel, make_kernel
 from overlap_gemm.config.gemm_config import GemmConfig
 from overlap_gemm.runtime.virtual import VirtualWorld
+from tests.support.emulated.chosen import in_turn
 from tests.support.emulated.float32_sums import float32_sums
 from tests.support.emulated.kernel_cases import KernelCase
 from tests.support.emulated.op_runs import world_of
@@ -57,8 +58,7 @@ def chosen_by_the_model(arch):
         yield world
 
 
-@pytest.mark.parametrize("arch", SHAPES)
-@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize(("depth", "arch"), in_turn(DEPTHS, SHAPES))
 def test_every_kernel_sums_k_in_one_order(arch, depth):
     found = [float32_product(arch, shape, 200, 136, depth) for shape in SHAPES[arch]]
     found += [float32_product(arch, SHAPES[arch][0], rows, 136, depth) for rows in (1, 72)]
@@ -83,8 +83,7 @@ def test_another_order_of_k_shows_in_these_operands(arch):
     assert (case.outs[0] != float32_product(arch, shape, 200, 136, depth)).float().mean() > 0.1
 
 
-@pytest.mark.parametrize("arch", SHAPES)
-@pytest.mark.parametrize("op", ["gemm_reduce_scatter", "gemm_all_reduce"])
+@pytest.mark.parametrize(("op", "arch"), in_turn(["gemm_reduce_scatter", "gemm_all_reduce"], SHAPES))
 def test_rows_of_a_fused_call_do_not_depend_on_the_batch(arch, op):
     """Few rows are swapped products, split along K by default.
 
@@ -115,8 +114,7 @@ def test_rows_of_a_fused_call_do_not_depend_on_the_batch(arch, op):
     assert results[2][1].any()
 
 
-@pytest.mark.parametrize("arch", SHAPES)
-@pytest.mark.parametrize("op", ["gemm_reduce_scatter", "gemm_all_reduce"])
+@pytest.mark.parametrize(("op", "arch"), in_turn(["gemm_reduce_scatter", "gemm_all_reduce"], SHAPES))
 def test_float32_partial_sums_are_rounded_once(arch, op):
     """Of 1 + 2**-8 and 2**-8, which bfloat16 holds apart but not their first: 1 + 2**-7 it does."""
     sums = {None: 1.0, "float32": 1 + 2.0**-7}

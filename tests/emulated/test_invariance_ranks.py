@@ -10,6 +10,7 @@ from overlap_gemm.build import compile_kernel, make_kernel
 from overlap_gemm.config.gemm_config import GemmConfig
 from overlap_gemm.testing.cases import LAYOUTS, Case
 from overlap_gemm.testing.emulated import joined_results
+from tests.support.emulated.chosen import in_turn
 from tests.support.emulated.kernel_cases import KernelCase
 from tests.support.emulated.op_runs import SMALL, world_of
 from tests.support.invariance import adversarial, rows_and_what_is_below, same_bits
@@ -70,8 +71,7 @@ def vars_of(config):
     }
 
 
-@pytest.mark.parametrize("arch", SMALL)
-@pytest.mark.parametrize("op", SUMS)
+@pytest.mark.parametrize(("op", "arch"), in_turn(SUMS, SMALL))
 def test_bits_do_not_depend_on_the_number_of_ranks_nor_on_the_kernel(arch, op):
     case = Case(op, 75, 72, 8 * LEAF, torch.bfloat16, bias=False)
     results = []
@@ -116,8 +116,7 @@ def test_rows_have_the_same_bits_in_batches_of_any_size(arch):
     assert all(same_bits(one[:2], other) for one, other in zip(many, few, strict=True))
 
 
-@pytest.mark.parametrize("arch", SMALL)
-@pytest.mark.parametrize("op", ["all_gather_gemm", "gemm_all_gather"])
+@pytest.mark.parametrize(("op", "arch"), in_turn(["all_gather_gemm", "gemm_all_gather"], SMALL))
 def test_input_gradients_of_gathering_ops_sum_columns_by_the_tree(arch, op):
     case, layout = Case(op, 24, 8 * LEAF, 72, torch.bfloat16, bias=False), LAYOUTS[op]
     inputs, results = adversarial(case), {}
