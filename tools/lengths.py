@@ -21,6 +21,6 @@ def too_long() -> list[str]:
 
 
 if __name__ == "__main__":
-    found = too_long()
-    print("\n".join(found) or f"no file has more than {LONGEST} lines")
-    sys.exit(bool(found))
+    lines = too_long()
+    print("\n".join(lines) or f"no file has more than {LONGEST} lines")
+    sys.exit(bool(lines))

@@ -84,7 +84,7 @@ class Text(NamedTuple):
 
 @cache
 def replaced() -> tuple[str, ...]:
-    """Returns the left sides of the guide's lexicon, but those that it says are wrong in one sense alone."""
+    """Returns the entries of the guide's lexicon that are to be replaced, without those with a remark."""
     table = GUIDE.read_text().split("## Lexicon")[1].split("\n\n")[0].splitlines()[3:]
     cells = [cell.strip() for row in table for cell in row.strip("|").split("|")[::2]]
     return tuple(
@@ -196,9 +196,9 @@ def folder_of(file: str) -> str:
     return "/".join(parts[:depth]) or "."
 
 
-def counts(found: list[Finding]) -> dict[str, dict[str, int]]:
+def counts(listed: list[Finding]) -> dict[str, dict[str, int]]:
     """Returns the number of findings by folder and rule."""
-    tally = Counter((folder_of(finding.file), finding.rule) for finding in found)
+    tally = Counter((folder_of(finding.file), finding.rule) for finding in listed)
     table: dict[str, dict[str, int]] = {}
     for (folder, rule), number in sorted(tally.items()):
         table.setdefault(folder, {})[rule] = number
@@ -219,24 +219,24 @@ def wrong_subjects(commits: str) -> list[str]:
 
 
 def main() -> None:
-    """See the module."""
+    """Runs the command line that the module describes."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--list", metavar="FOLDER", help="print the findings in files whose path begins so")
     parser.add_argument("--update", action="store_true", help="lower the counts")
     parser.add_argument("--commits", metavar="RANGE", help="check subjects of commits instead")
-    given = parser.parse_args()
-    if given.commits:
-        wrong = wrong_subjects(given.commits)
+    arguments = parser.parse_args()
+    if arguments.commits:
+        wrong = wrong_subjects(arguments.commits)
         sys.exit("\n".join(wrong) or None)
-    found = findings()
-    if given.list is not None:
-        for finding in found:
-            if finding.file.startswith(given.list):
+    listed = findings()
+    if arguments.list is not None:
+        for finding in listed:
+            if finding.file.startswith(arguments.list):
                 print(f"{finding.file}:{finding.line}: {finding.rule}: {finding.text}")
         return
-    now = counts(found)
+    now = counts(listed)
     allowed = json.loads(BASELINE.read_text()) if BASELINE.exists() else now
     more = [
         f"{folder}: {rule}: {number}, and {allowed.get(folder, {}).get(rule, 0)} are allowed"
@@ -244,7 +244,7 @@ def main() -> None:
         for rule, number in rules.items()
         if number > allowed.get(folder, {}).get(rule, 0)
     ]
-    if given.update:
+    if arguments.update:
         least = {
             folder: {rule: min(number, now.get(folder, {}).get(rule, 0)) for rule, number in rules.items()}
             for folder, rules in allowed.items()

@@ -2,10 +2,11 @@
 
     python tools/release.py --repository https://example.org/us/overlap_gemm --python python3.13
 
-The distributions `overlap-gemm`, `cute-emulator` and `overlap-gemm-tools` are built from the last commit, not
-from the working tree, in a copy whose README files have absolute links and whose metadata have the project's
-URLs. Their wheels are installed into a new environment of each `--python` and tried there. `--out` then holds
-wheels, source distributions, `SHA256SUMS` and a bill of materials (CycloneDX) of each environment.
+The distributions are `overlap-gemm`, `cute-emulator` and `overlap-gemm-tools`. They are built from a copy of
+the last commit, not from the working tree. In the copy, README files have absolute links, and the metadata
+have the project's URLs. The wheels are installed into a new environment of each `--python` and tried there.
+`--out` then has wheels, source distributions, `SHA256SUMS` and a bill of materials (CycloneDX) of each
+environment.
 
 `--tag` makes the release's commit first: it dates CHANGELOG.md and tags it. The upload is printed as a
 command.
@@ -126,10 +127,10 @@ def stage(folder: Path, repository: str, version: str) -> None:
 def make_environment(folder: Path, python: str, *packages: str) -> Path:
     """Makes a virtual environment with packages; returns its Python."""
     subprocess.run([python, "-m", "venv", str(folder)], check=True)
-    found = folder / "bin" / "python"
+    interpreter = folder / "bin" / "python"
     if packages:
-        install(found, *packages)
-    return found
+        install(interpreter, *packages)
+    return interpreter
 
 
 def install(python: Path, *arguments: str) -> None:
@@ -204,7 +205,7 @@ def tag(version: str) -> None:
 
 
 def main() -> None:
-    """See the module."""
+    """Runs the command line that the module describes."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -213,37 +214,39 @@ def main() -> None:
     parser.add_argument("--torch", default="torch", help="requirement of torch for the trials")
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "release")
     parser.add_argument("--tag", action="store_true", help="date CHANGELOG.md, commit and tag first")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     versions = {version_of(ROOT, distribution) for distribution in PACKAGES}
     if len(versions) > 1:
         sys.exit(f"the distributions must have one version; they have {', '.join(sorted(versions))}")
     (version,) = versions
     if subprocess.run(["git", "status", "--porcelain"], cwd=ROOT, capture_output=True, check=True).stdout:
         sys.exit("the working tree has changes that are not committed")
-    if given.tag:
+    if arguments.tag:
         tag(version)
-    shutil.rmtree(given.out, ignore_errors=True)
-    given.out.mkdir(parents=True)
+    shutil.rmtree(arguments.out, ignore_errors=True)
+    arguments.out.mkdir(parents=True)
     with tempfile.TemporaryDirectory() as scratch:
         source = Path(scratch) / "source"
-        stage(source, given.repository.rstrip("/"), version)
+        stage(source, arguments.repository.rstrip("/"), version)
         tools = make_environment(Path(scratch) / "tools", sys.executable, *TOOLS)
         for place in PLACES:
-            build = [str(tools), "-m", "build", "--outdir", str(given.out), str(source / place)]
+            build = [str(tools), "-m", "build", "--outdir", str(arguments.out), str(source / place)]
             subprocess.run(build, check=True)
-        files = sorted(map(str, given.out.iterdir()))
+        files = sorted(map(str, arguments.out.iterdir()))
         subprocess.run([str(tools), "-m", "twine", "check", "--strict", *files], check=True)
-        for name in given.python or [sys.executable]:
+        for name in arguments.python or [sys.executable]:
             python = make_environment(Path(scratch) / Path(name).name, name)
-            try_wheels(python, given.out, given.torch)
-            bill = given.out / f"sbom-{Path(name).name}.cdx.json"
+            try_wheels(python, arguments.out, arguments.torch)
+            bill = arguments.out / f"sbom-{Path(name).name}.cdx.json"
             describe = [str(tools), "-m", "cyclonedx_py", "environment", str(python), "-o", str(bill)]
             subprocess.run(describe, check=True)
-    write_sums(given.out)
-    print(f"\n{given.out}: built, checked and tried. What is left, by hand:")
-    if not given.tag:
+    write_sums(arguments.out)
+    print(f"\n{arguments.out}: built, checked and tried. What is left, by hand:")
+    if not arguments.tag:
         print("  python tools/release.py --tag ...   # dates CHANGELOG.md, commits, tags, builds again")
-    print(f"  git push --follow-tags && python -m twine upload {given.out}/*.whl {given.out}/*.tar.gz")
+    print(
+        f"  git push --follow-tags && python -m twine upload {arguments.out}/*.whl {arguments.out}/*.tar.gz"
+    )
 
 
 if __name__ == "__main__":

@@ -108,7 +108,7 @@ def test_wrong_arguments_are_named():
     assert bench("--rounds", 0).exit_code == 2
     assert "are for 8-bit operands" in bench("--scales", "rows").output
     assert "is not available" in bench("--backends", "auto,fast").output
-    assert "torch is timed in any case" in " ".join(bench("--backends", "auto,torch").output.split())
+    assert "torch is a baseline" in " ".join(bench("--backends", "auto,torch").output.split())
 
 
 @pytest.mark.parametrize("scales", get_args(Scales))
@@ -204,7 +204,7 @@ def test_the_summary_names_the_shape_that_auto_does_worst():
     bad["graph"]["seconds"] = {**bad["graph"]["seconds"], "torch-symm": 3.0}
     lines = summary({"results": [good, bad]})
     assert [line.split(":")[0] for line in lines] == ["graph", "eager"]
-    assert "at least 0.80 of the best way measured (GEMM-RS 2048,8192,8192), in 1 of 2 shapes" in lines[0]
+    assert "at least 0.80 of the best measured speed (GEMM-RS 2048,8192,8192), in 1 of 2 shapes" in lines[0]
     assert "at least 1.00 of" in lines[1] and "in 0 of 2 shapes" in lines[1]
     assert "the model errs by 100%" in lines[0], "predicted microseconds, measured seconds"
 

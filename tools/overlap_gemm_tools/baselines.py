@@ -1,9 +1,16 @@
-"""What the library is measured against: nothing of ours, each on its own.
+"""Baselines of benchmarks: calls of torch and quack-kernels that use nothing of this library.
 
-`product` is torch's matmul of a rank's operands (of 8-bit ones its scaled product); `collective`
-torch.distributed's own, alone; `torch` both, one after the other; `torch-symm` torch's fused ops on symmetric
-memory; `quack` the all-gather GEMM of quack-kernels.
-Multicast objects are never made: on a shared machine they can take the GPUs out of service.
+| name         | call                                                                     |
+|--------------|--------------------------------------------------------------------------|
+| `product`    | torch's matmul of a rank's operands; its scaled matmul if they are 8-bit |
+| `collective` | the collective of torch.distributed, alone                               |
+| `torch`      | `product` and `collective`, one after the other                          |
+| `torch-symm` | torch's fused op on symmetric memory                                     |
+| `one-shot`   | `product`, then torch's one-shot all-reduce on symmetric memory          |
+| `two-shot`   | `product`, then torch's two-shot all-reduce on symmetric memory          |
+| `quack`      | the all-gather GEMM of quack-kernels                                     |
+
+No multicast object is created: on a shared machine they can take the GPUs out of service.
 """
 
 from importlib.util import find_spec
@@ -29,7 +36,13 @@ from overlap_gemm.testing.workload import Call, OpTensors, Workload
 
 
 def baselines(workload: Workload, operands: OpTensors, group: Group) -> dict[str, Call]:
-    """The calls that use nothing of this library, by name; those that take every shape of it first."""
+    """Returns the baselines of a workload by name, those that support every shape first.
+
+    Args:
+        workload: Op, shape and types.
+        operands: Operands of this rank.
+        group: Ranks of the op.
+    """
     multiplied = workload.gathered(operands) if workload.spec.gathers_operand else operands
     if workload.spec.deals_depth:
         rows, _, depth = workload.spec.product(workload.m, workload.n, workload.k, group.size)
@@ -44,10 +57,15 @@ def baselines(workload: Workload, operands: OpTensors, group: Group) -> dict[str
 
 
 def product(workload: Workload, operands: OpTensors, fast: bool = False) -> Call:
-    """Torch's product of these; `fast` is `use_fast_accum`, of 8-bit operands.
+    """Returns a call of torch's matmul.
 
-    Where torch has none with scales of blocks, that with the first block's for each row and column; so also
-    of MX types.
+    If torch has no matmul with these scales of blocks, the call uses the first block's scale of each row and
+    column instead. The same holds for MX types. The number of operations is equal, the result is not.
+
+    Args:
+        workload: Op, shape and types.
+        operands: Operands to multiply, as they are.
+        fast: `use_fast_accum` of 8-bit operands.
     """
     x, weight, scale_x, scale_w = operands
     if scale_x is None or scale_w is None:
@@ -71,12 +89,12 @@ def _collective(workload: Workload, multiply: Call, operands: OpTensors, group: 
         return lambda: _gathered(operands, workload.m, group)
     if workload.spec.operand_is_sent:
         return lambda: _rows_of_columns(operands.x, workload.k, group)
-    found = cast(Tensor, multiply())
+    result = cast(Tensor, multiply())
     if workload.spec.gathers_output:
-        return lambda: _blocks(found, workload, group)
+        return lambda: _blocks(result, workload, group)
     if not workload.spec.sums:
-        return lambda: _columns_of_rows(found, workload, group)
-    return lambda: _summed(found, workload, group)
+        return lambda: _columns_of_rows(result, workload, group)
+    return lambda: _summed(result, workload, group)
 
 
 def _both(workload: Workload, operands: OpTensors, group: Group) -> Tensor:
@@ -84,35 +102,38 @@ def _both(workload: Workload, operands: OpTensors, group: Group) -> Tensor:
         operands = _gathered(operands, workload.m, group)
     elif workload.spec.operand_is_sent:
         operands = operands._replace(x=_rows_of_columns(operands.x, workload.k, group))
-    found = cast(Tensor, product(workload, operands)())
+    result = cast(Tensor, product(workload, operands)())
     if workload.spec.operand_is_sent:
-        return found
+        return result
     if workload.spec.result_move == ("all_to_all", "m", "n"):
-        return _columns_of_rows(found, workload, group)
-    return (_side_by_side if workload.spec.gathers_output else _summed)(found, workload, group)
+        return _columns_of_rows(result, workload, group)
+    return (_side_by_side if workload.spec.gathers_output else _summed)(result, workload, group)
 
 
 def _gathered(operands: OpTensors, rows: int, group: Group) -> OpTensors:
-    """All ranks' rows of x, and their scales."""
+    """Returns the operands with the gathered x, and its gathered scales."""
     _require_even(rows, group)
     x, scale = operands.x, operands.scale_x
-    if x.dtype in FLOAT8:  # which collectives do not know
-        whole = _all(x.view(torch.uint8), rows, group).view(x.dtype)
+    if x.dtype in FLOAT8:  # collectives have no 8-bit floating-point types
+        gathered = _all(x.view(torch.uint8), rows, group).view(x.dtype)
     else:
-        whole = _all(x, rows, group)
+        gathered = _all(x, rows, group)
     if scale is not None and scale.dtype == mx.SCALE:
         if len(x) % ATOM_ROWS:
-            raise ValueError(f"scales of {len(x)} rows are no whole atoms of {ATOM_ROWS}, which are gathered")
+            raise ValueError(
+                f"MX scales are gathered by atoms of {ATOM_ROWS} rows: the rows of x of a rank must be "
+                f"a multiple of {ATOM_ROWS}, got {len(x)}"
+            )
         scale = _all(scale.view(torch.uint8)[:, None], group.size * len(scale), group)[:, 0].view(mx.SCALE)
     elif scale is not None and scale.numel() > 1:
         scale = _all(scale, rows, group)
-    return operands._replace(x=whole, scale_x=scale)
+    return operands._replace(x=gathered, scale_x=scale)
 
 
-def _all(own: Tensor, rows: int, group: Group) -> Tensor:
-    whole = own.new_empty(rows, own.shape[1])
-    group.all_gather(whole, own)
-    return whole
+def _all(local: Tensor, rows: int, group: Group) -> Tensor:
+    gathered = local.new_empty(rows, local.shape[1])
+    group.all_gather(gathered, local)
+    return gathered
 
 
 def _columns_of_rows(product: Tensor, workload: Workload, group: Group) -> Tensor:
@@ -135,37 +156,43 @@ def _rows_of_columns(x: Tensor, columns: int, group: Group) -> Tensor:
 
 
 def _blocks(product: Tensor, workload: Workload, group: Group) -> Tensor:
-    """Every rank's columns, a block after the other."""
+    """Gathers every rank's columns, one block of rows after the other."""
     _require_even(workload.n, group)
     return _all(product, group.size * product.shape[0], group)
 
 
 def _side_by_side(product: Tensor, workload: Workload, group: Group) -> Tensor:
-    """Every rank's columns side by side."""
+    """Gathers every rank's columns next to each other, as the output has them."""
     blocks = _blocks(product, workload, group).view(group.size, *product.shape)
     return blocks.movedim(0, 1).reshape(product.shape[0], -1)
 
 
 def _summed(product: Tensor, workload: Workload, group: Group) -> Tensor:
-    """What the rank gets of the sum; `product` is written to."""
+    """Returns the part of the sum that the op returns on this rank; overwrites `product`."""
     if workload.spec.out is None:
         dist.all_reduce(product, group=group.process_group)
         return product
     _require_even(product.shape[0], group)
-    own = product.new_empty(product.shape[0] // group.size, product.shape[1])
-    reduce_scatter_single(own, product, group=group.process_group)
-    return own
+    shard = product.new_empty(product.shape[0] // group.size, product.shape[1])
+    reduce_scatter_single(shard, product, group=group.process_group)
+    return shard
 
 
 def _require_even(extent: int, group: Group) -> None:
     if extent % group.size:
-        raise ValueError(f"{extent} is not divisible by P={group.size}, as this collective wants it")
+        raise ValueError(f"this collective needs an extent divisible by P={group.size}, got {extent}")
 
 
 def symmetric(workload: Workload, operands: OpTensors, group: Group, fast: bool = False) -> dict[str, Call]:
-    """Torch's ops on symmetric memory: fused, or for an all-reduce its two ways after the product.
+    """Returns the baselines that use torch's symmetric memory, by name; torch's fused op has no block scales.
 
-    Its fused ops have no scales of blocks. `fast` is `use_fast_accum`, of 8-bit operands.
+    For `gemm_all_reduce` torch has no fused op: its one-shot and two-shot all-reduce follow the product.
+
+    Args:
+        workload: Op, shape and types.
+        operands: Operands of this rank.
+        group: Ranks of the op.
+        fast: `use_fast_accum` of 8-bit operands.
     """
     ops, name = torch.ops.symm_mem, symmetric_name(group)
     spec, (x, weight, scale_x, scale_w), dtype = workload.spec, operands, workload.out_dtype
@@ -215,11 +242,11 @@ def symmetric(workload: Workload, operands: OpTensors, group: Group, fast: bool 
 
 
 QUACK_KERNEL = (128, 256, 2, 1)
-"""Tile and cluster of quack's GEMM: its fastest on H200, and what its own benchmark takes."""
+"""Tile and cluster of quack's GEMM: the fastest on H200, and the ones of quack's benchmark."""
 
 
 def _quack(workload: Workload, x: Tensor, weight: Tensor, group: Group) -> dict[str, Call]:
-    """The all-gather GEMM of quack-kernels, where it is installed; it knows the group of all ranks only."""
+    """Returns the all-gather GEMM of quack-kernels, if installed; it supports the group of all ranks only."""
     if find_spec("quack") is None or group.size != dist.get_world_size():
         return {}
     runner: Any = None
@@ -233,8 +260,8 @@ def _quack(workload: Workload, x: Tensor, weight: Tensor, group: Group) -> dict[
             _require_even(workload.m, group)
             runner = AllGatherRunner(len(x), workload.k, x.dtype, device=x.device)
         out = x.new_empty(workload.m, len(weight))
-        with runner.gather(x) as (whole, arrivals):
-            gemm(whole, weight, out, None, None, *QUACK_KERNEL, ag_args=arrivals)
+        with runner.gather(x) as (gathered_x, arrivals):
+            gemm(gathered_x, weight, out, None, None, *QUACK_KERNEL, ag_args=arrivals)
         return out
 
     return {"quack": gathered}

@@ -1,4 +1,4 @@
-"""`overlap-gemm bench`: ops and what they are measured against, as a table, as data and as a picture."""
+"""`overlap-gemm bench`: times ops and their baselines; prints a table, writes JSON and a picture."""
 
 import json
 import sys
@@ -40,14 +40,15 @@ def bench(
     shapes: Annotated[
         Path | None, typer.Option(help="JSON file of named shapes instead, such as benchmarks/shapes.json.")
     ] = None,
-    only: Annotated[str, typer.Option(help="Of the file, the shapes whose name contains this.")] = "",
+    only: Annotated[str, typer.Option(help="Only shapes of the file whose name contains this.")] = "",
     dtype: DTypeOption = None,
     scales: Annotated[
-        Scales | None, typer.Option(help="What has a scale, of 8-bit operands alone. [default: rows]")
+        Scales | None,
+        typer.Option(help="Scales of 8-bit operands: one per tensor, row or block. [default: rows]"),
     ] = None,
     backends: Annotated[
         str | None,
-        typer.Option(help="Ours, separated by commas. [default: auto,fused on GPUs, else auto,decomposed]"),
+        typer.Option(help="Backends, comma-separated. [default: auto,fused on GPUs, else auto,decomposed]"),
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Samples per variant.")] = 7,
     graph: Annotated[
@@ -57,13 +58,13 @@ def bench(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the results here.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the results here (PNG, SVG, PDF).")] = None,
 ) -> None:
-    """Time ops against torch's product, collective, both, and fused ops; say what the model predicted.
+    """Times ops, torch's product, collective and fused ops, and prints the times with the model's prediction.
 
     Run it under a launcher: `bash launch/torchrun.sh -n 2 overlap-gemm bench`, or with mpirun.sh. Shapes are
-    those of the unsharded product [M, K] x [N, K]^T. The bound is max(product, bytes out / link rate), with
-    the link's rate measured by copies at the start (no symmetric memory: the collective's time instead).
-    OpTensors of 8 bits are quantised before. Where torch has no product with scales of blocks (it has on
-    Hopper), and for MX types, that with scales of rows stands for it: as many operations.
+    those of the unsharded product [M, K] x [N, K]^T. The bound is max(product, bytes out / link rate). The
+    link rate is measured by copies at the start; without symmetric memory the collective's time is used
+    instead. 8-bit operands are quantised before the timing. For MX types, and where torch has no product with
+    scales of blocks (Hopper has one), torch's product has scales of rows: it has as many operations.
     """
     ops, wanted = chosen_ops(op or []), chosen_backends(backends)
     world = overlap_gemm.init(device=device)
@@ -105,17 +106,17 @@ def bench(
 
 
 def chosen_backends(names: str | None) -> list[str]:
-    """Our backends among names separated by commas.
+    """Returns the backends of a comma-separated list.
 
     Raises:
-        BadParameter: one of torch's.
-        ValueError: one that there is not.
+        BadParameter: A name is that of a baseline.
+        ValueError: A name is not that of a backend.
     """
     wanted = names.split(",") if names else []
     for name in wanted:
         check_name(name)
     if torchs := set(wanted) & set(OTHERS):
-        what = f"{', '.join(torchs)} is timed in any case, by calling torch"
+        what = f"{', '.join(torchs)} is a baseline, which is always timed: leave it out"
         raise typer.BadParameter(what, param_hint="--backends")
     return wanted
 
@@ -123,7 +124,7 @@ def chosen_backends(names: str | None) -> list[str]:
 def read_shapes(
     file: Path, m: list[int] | None, dtype: torch.dtype, scales: Scales | None = None
 ) -> Iterator[Workload]:
-    """The workloads of a list of objects with name, op, m (a list), n and k; `m` overrides theirs."""
+    """Yields the workloads of a JSON list of objects with name, op, m (a list), n and k; `m` overrides it."""
     for shape in json.loads(file.read_text()):
         for rows in m or shape["m"]:
             yield Workload(shape["name"], shape["op"], rows, shape["n"], shape["k"], dtype, scales)
@@ -139,14 +140,22 @@ def measure_all(
     console: Console,
     keep: Callable[[dict[str, Any]], object] = lambda report: None,
 ) -> dict[str, Any]:
-    """Times workloads under a progress bar; the report as plain data. Collective. See `run`.
+    """Times workloads (`run`) under a progress bar; returns the report as plain data. Collective.
 
-    `keep` gets the report after each workload: what was measured is not lost with a later one.
+    Args:
+        workloads: Workloads, in the order of the report.
+        backends: Names of backends.
+        group: Ranks of the ops.
+        world: This process among all ranks.
+        rounds: Samples per variant.
+        modes: Modes to time.
+        console: Console of rank 0.
+        keep: Called with the report after each workload, so that a later failure loses no measurement.
     """
     try:
         rates = link_rates(group, world.device)
-    except RuntimeError as error:  # GPUs that do not reach each other: on every rank alike
-        console.print(f"no link rate, collectives stand for it: {str(error).splitlines()[0]}")
+    except RuntimeError as error:  # no peer access: raised on every rank
+        console.print(f"no link rate; the collective's time is used instead: {str(error).splitlines()[0]}")
         rates = {}
     report: dict[str, Any] = {
         "command": " ".join(["overlap-gemm", *map(_without_folder, sys.argv[1:])]),
@@ -163,11 +172,11 @@ def measure_all(
             progress.update(task, description=f"{workload.op} {workload.name} {workload.m}")
             measured = run(workload, backends, group, world.device, rounds, modes, rates)
             report["results"].append(row(workload, measured, group.size))
-            for found in measured.skipped:
-                skipped.setdefault((found.way, workload.op), []).append(found)
+            for one in measured.skipped:
+                skipped.setdefault((one.name, workload.op), []).append(one)
             report["skipped"] = [
-                f"{way} of {op} {every[0].shape} ({len(every)} shapes): {every[0].why}"
-                for (way, op), every in skipped.items()
+                f"{name} of {op} {every[0].shape} ({len(every)} shapes): {every[0].why}"
+                for (name, op), every in skipped.items()
             ]
             keep(report)
             progress.advance(task)
@@ -186,17 +195,20 @@ def run(
     """Times every variant of a workload in every mode. Collective over the group.
 
     Args:
-        workload: What.
-        backends: Ours.
-        group: The ranks.
-        device: Where this rank's tensors are.
+        workload: Op, shape and types.
+        backends: Names of backends.
+        group: Ranks of the op.
+        device: Device of this rank's tensors.
         rounds: Samples per variant.
-        modes: Whether calls are timed, or replays of graphs of them.
-        rates: What `link_rates` found.
+        modes: Modes to time: calls, or replays of CUDA graphs of calls.
+        rates: Result of `link_rates`; None if not measured.
+
+    Raises:
+        RuntimeError: Torch cannot compute the product, which the bound needs.
     """
     sets = [workload.operands(group, device) for _ in range(workload.num_sets(group, device))]
     operands = sets[0]
-    if "auto" in backends and device.type == "cuda":  # as a program that warms up, and says all extents
+    if "auto" in backends and device.type == "cuda":  # as in a program that warms up and passes all extents
         workload.warm_up(group, device)
 
     def taking_turns(made: Callable[[OpTensors], Mapping[str, Call]]) -> dict[str, Call]:
@@ -207,21 +219,21 @@ def run(
     calls |= taking_turns(lambda of_set: {name: workload.by(name, of_set, group) for name in backends})
     usable, skipped = _those_that_work(workload, calls, group)
     if "product" not in usable:
-        raise RuntimeError(f"torch has no product to compare with: {skipped[0].why}")
+        raise RuntimeError(f"{workload.op}: the bound needs torch's product, which failed: {skipped[0].why}")
     link = workload.facts(group.size).bytes_out / max(rates.values()) if rates else None
-    found = Measured([name for name in backends if name in usable], link=link, skipped=skipped)
+    measured = Measured([name for name in backends if name in usable], link=link, skipped=skipped)
     for mode in modes:
         variants, taken = usable, {}
-        for name in found.backends:
+        for name in measured.backends:
             taken[name] = _taken(workload, name, operands, group, mode)
         if mode == GRAPH:
-            # What is taken under capture may differ, and cannot be compiled there.
+            # Under capture `auto` may select another backend, whose kernels must be compiled before.
             first = {name: workload.by(name, operands, group) for name in taken.values()}
             _those_that_work(workload, first, group)
             variants, failed = _those_that_work(workload, usable, group, captured)
-            found.skipped += [Skipped(f"{one.way}, captured,", one.shape, one.why) for one in failed]
-        found.taken[mode] = taken
-        loads = found.loads[mode] = []
+            measured.skipped += [Skipped(f"{one.name}, captured,", one.shape, one.why) for one in failed]
+        measured.taken[mode] = taken
+        loads = measured.loads[mode] = []
         timings = measure(
             variants,
             group=group.process_group,
@@ -231,17 +243,17 @@ def run(
             after_round=partial(_note_load, loads, device) if device.type == "cuda" else None,
         )
         if link is None and "collective" in usable:
-            link = found.link = timings.median("collective")
-        found.timings[mode] = timings.with_bound(link or 0.0)
+            link = measured.link = timings.median("collective")
+        measured.timings[mode] = timings.with_bound(link or 0.0)
         facts = workload.facts(group.size)
         if device.type == "cuda" and facts.dtype != "f32" and (arch := this_arch()) is not None:
             sms = torch.cuda.get_device_properties(device).multi_processor_count
-            found.predicted[mode] = predict(facts, arch, sms, mode == GRAPH)
-    return found
+            measured.predicted[mode] = predict(facts, arch, sms, mode == GRAPH)
+    return measured
 
 
 def _without_folder(argument: str) -> str:
-    """Returns an argument; of an absolute path the name, since folders are those of one machine."""
+    """Returns an argument; for an absolute path its last component, because folders name a machine."""
     return Path(argument).name if Path(argument).is_absolute() else argument
 
 
@@ -255,18 +267,18 @@ def _note_load(loads: list[Load], device: torch.device) -> None:
 
 
 def _taken(workload: Workload, name: str, operands: OpTensors, group: Group, mode: Mode) -> str:
-    """The backend behind `name`, which for "auto" may depend on whether the call is captured."""
+    """Returns the backend that runs for `name`; for "auto" it may depend on whether the call is captured."""
     if mode == EAGER:
         return workload.taken_by(name, operands, group)
     with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
-        torch.zeros(1, device=operands.x.device)  # torch warns of a graph that is empty
+        torch.zeros(1, device=operands.x.device)  # torch warns about an empty graph
         return workload.taken_by(name, operands, group)
 
 
 def _those_that_work(
     workload: Workload, calls: Mapping[str, Call], group: Group, prepare: Callable[[Call], Call] | None = None
 ) -> tuple[dict[str, Call], list[Skipped]]:
-    """The calls that every rank could make once (or `prepare`), and why not each other one."""
+    """Runs each call once, after `prepare`; returns those that work on every rank, and the failures."""
     usable: dict[str, Call] = {}
     skipped = []
     for name, call in calls.items():

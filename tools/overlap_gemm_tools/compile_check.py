@@ -1,4 +1,4 @@
-"""`overlap-gemm compile-check`: every kernel configuration, compiled and looked at, without a GPU."""
+"""`overlap-gemm compile-check`: compiles kernel configurations and checks PTX and SASS, without a GPU."""
 
 from __future__ import annotations
 
@@ -33,8 +33,9 @@ GATHERS = {
     for sends in (False, True)
 }
 KERNELS = ("GEMM", *EXCHANGES, *GATHERS)
-"""The kernels of a configuration, by the names under which they are reported: how each exchanges tiles, or
-whether its warps send and keep shards.
+"""Names of the kernels of a configuration: the plain GEMM, one for each pattern, one for each gather.
+
+A name with "sending" is that of a kernel whose warps send the local shard, and copy what is gathered.
 """
 
 
@@ -49,12 +50,12 @@ class Checked:
     """One compiled kernel.
 
     Attributes:
-        config: its configuration.
-        op: what it carries out: a name of `KERNELS`.
-        report: what the DSL's own ptxas says.
-        instructions: PTX instructions of the kernel.
-        inner_loop: those of the mainloop's inner loop.
-        findings: what is wrong with it.
+        config: Configuration of the kernel.
+        op: Name in `KERNELS`.
+        report: Report of the ptxas in the DSL.
+        instructions: Number of PTX instructions.
+        inner_loop: Number of PTX instructions in the mainloop's inner loop.
+        findings: Descriptions of defects.
     """
 
     config: GemmConfig
@@ -66,7 +67,7 @@ class Checked:
 
 
 def check(config: GemmConfig, op: str) -> Checked:
-    """Compiles a configuration and applies the lint rules to its text, code and assembler's report."""
+    """Compiles a kernel and applies the lint rules to its PTX, SASS and ptxas report."""
     from overlap_gemm.build import compile_kernel, make_gather_kernel, make_kernel
     from overlap_gemm.transports import LL, PeerBulk
 
@@ -74,7 +75,7 @@ def check(config: GemmConfig, op: str) -> Checked:
         spec, sends = GATHERS[op]  # and keeps
         kernel = make_gather_kernel(config, PeerBulk(), push=sends, keep=sends, op=spec)
     elif op in EXCHANGES:
-        # As `backends.fused.ways.wanted` has it where nobody asks for other ways.
+        # The transport that calls use by default.
         transport = LL() if config.sends_ll else PeerBulk()
         kernel = make_kernel(config, transport, pattern=EXCHANGES[op])
     else:
@@ -85,7 +86,7 @@ def check(config: GemmConfig, op: str) -> Checked:
 
 
 def figures_of(checked: Checked) -> dict[str, int]:
-    """What must not grow unseen: registers, spills, barriers, shared memory, the inner loop."""
+    """Returns the figures that tests/compiled compares with recorded ones, so that growth is noticed."""
     return {
         "registers": checked.report.registers,
         "barriers": checked.report.barriers,
@@ -97,9 +98,10 @@ def figures_of(checked: Checked) -> dict[str, int]:
 
 
 def representative(configs: Sequence[GemmConfig]) -> list[GemmConfig]:
-    """Of each way to multiply, and each size of operands, the largest tile in its smallest cluster.
+    """Returns one configuration for each MMA, operand width and kind of block scales.
 
-    It needs the most registers. Then the same as dependents (`kernel.dependent_launch`) of 16-bit operands.
+    It has the largest tile, in the smallest cluster, because that needs the most registers. Those of 16-bit
+    operands are repeated as dependent launches (`kernel.dependent_launch`).
     """
 
     def size(config: GemmConfig) -> tuple[int, int]:
@@ -119,9 +121,9 @@ def representative(configs: Sequence[GemmConfig]) -> list[GemmConfig]:
 
 
 def checked_configs(arch: str) -> list[GemmConfig]:
-    """Every configuration of an architecture for bfloat16, and for e4m3 with scales of rows and columns.
+    """Returns every configuration of an architecture for bfloat16 and for e4m3.
 
-    And, where there are kernels of them, with scales of blocks.
+    Configurations of e4m3 have scales of rows and columns, or scales of blocks if there are such kernels.
     """
     scaled = [replace(config, epilogue=(SCALES,)) for config in every_config(arch, "e4m3")]
     blocked = [config for blocks in BLOCKS for config in every_config(arch, "e4m3", blocks=blocks)]
@@ -130,14 +132,17 @@ def checked_configs(arch: str) -> list[GemmConfig]:
 
 def compile_check(
     arch: Annotated[list[str] | None, typer.Option(help="Architectures; default: all.")] = None,
-    match: Annotated[str, typer.Option(help="All configurations whose name contains this.")] = "",
-    every: Annotated[bool, typer.Option("--all", help="All configurations, which takes minutes.")] = False,
+    match: Annotated[
+        str, typer.Option(help="Only configurations whose name contains this, all of them.")
+    ] = "",
+    every: Annotated[bool, typer.Option("--all", help="Check all configurations; takes minutes.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
 ) -> None:
-    """Compiles kernels of each kind; fails on spills, C75xx warnings, synchronisation too weak for a peer.
+    """Compiles kernels of each kind, and fails if one has a defect.
 
-    And on warps that use registers they gave away. What is read is the report of the assembler in the
-    installed DSL, and its code, which runs; for sm_90a by nvdisasm (wheel nvidia-cuda-nvdisasm).
+    Defects are spills, C75xx warnings of ptxas, synchronisation too weak for a peer, and warps that use
+    registers they have released. The report and the code are those of the ptxas in the installed DSL. The
+    code for sm_90a is read by nvdisasm (wheel nvidia-cuda-nvdisasm).
     """
     console = rank_zero_console(0)
     archs = arch or list(ARCHS)
@@ -149,7 +154,7 @@ def compile_check(
         raise typer.BadParameter(f"no configuration's name contains {match!r}")
     if not (every or match):
         configs = representative(configs)
-    table = Table(title="kernels as ptxas sees them")
+    table = Table(title="kernels as compiled by ptxas")
     for heading in (
         "configuration",
         "op",

@@ -1,4 +1,4 @@
-"""`overlap-gemm emulate`: a fused op on virtual ranks in the emulator, checked against float64."""
+"""`overlap-gemm emulate`: runs a fused op on virtual ranks in the emulator and compares it with float64."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from overlap_gemm.tuning.settings import Algorithm
 if TYPE_CHECKING:
     Op = str
     Transport = str
-else:  # the registries' names, for the command line
+else:  # names in the registries, for the command line
     Op, Transport = Literal[tuple(OPS)], Literal[tuple(TRANSPORTS)]
 
 HALVES = {name: dtype for dtype, name in DTYPES.items()}
-"""Operand types by the names of `GemmConfig`."""
+"""Operand types of torch, by their names in `GemmConfig`."""
 
 
 def emulate(
-    op: Annotated[Op, typer.Argument(help="The op to run.")] = GEMM_REDUCE_SCATTER.name,
+    op: Annotated[Op, typer.Argument(help="Op to run.")] = GEMM_REDUCE_SCATTER.name,
     arch: Annotated[Arch, typer.Option(help="Architecture to compile for and to emulate.")] = "sm_100a",
     world_size: Annotated[int, typer.Option(min=1, help="Virtual ranks, P.")] = 2,
     m: Annotated[int, typer.Option(min=1, help="Rows over all ranks.")] = 512,
@@ -38,17 +38,19 @@ def emulate(
     cta_group: Annotated[int | None, typer.Option(min=1, max=2, help="sm_100: CTAs per MMA.")] = None,
     transport: Annotated[
         Transport | None,
-        typer.Option(help="As for `configured`: nvshmem puts; default: as a call takes it."),
+        typer.Option(help="Transport, as in `configured`; default: the one that a call selects."),
     ] = None,
     beyond_reach: Annotated[
         bool, typer.Option("--beyond-reach", help="No peer is P2P-accessible: NVSHMEM puts over a network.")
     ] = False,
     algorithm: Annotated[
-        Algorithm | None, typer.Option(help="Of gemm_all_reduce; default: by the model.")
+        Algorithm | None, typer.Option(help="Algorithm of gemm_all_reduce; default: selected by the model.")
     ] = None,
     mode: Annotated[Mode, typer.Option(help="When asynchronous operations complete.")] = "random",
-    seed: Annotated[int, typer.Option(help="Of the emulator's choices and of the data.")] = 0,
-    launches: Annotated[int, typer.Option(min=1, help="Calls on changing data, queued together.")] = 2,
+    seed: Annotated[int, typer.Option(help="Seed of the data and of the emulator's random choices.")] = 0,
+    launches: Annotated[
+        int, typer.Option(min=1, help="Number of calls, on different data, queued together.")
+    ] = 2,
     num_sms: Annotated[
         int | None, typer.Option(min=1, help="SMs of the device; few make each CTA compute many tiles.")
     ] = None,
@@ -56,7 +58,7 @@ def emulate(
         Path | None, typer.Option(help="Write a Perfetto trace (.json) or a timeline picture (.png).")
     ] = None,
 ) -> None:
-    """Runs a fused op on P virtual ranks in the emulator. Exit code 0 only if it is right."""
+    """Runs a fused op on P virtual ranks in the emulator. The exit code is 0 only if the result is right."""
     case = Case(op, m, n, k, HALVES[dtype], seed=seed)
     fields = overrides(tile, cluster, cta_group)
     if algorithm is not None:
@@ -73,7 +75,7 @@ def emulate(
 
 
 def overrides(tile: str | None, cluster: str | None, cta_group: int | None) -> dict[str, Any]:
-    """Fields of `GemmConfig` that the options name."""
+    """Returns the fields of `GemmConfig` that the options set."""
     fields: dict[str, Any] = {}
     if tile is not None:
         fields["tile"] = pair("--tile", tile)
@@ -85,10 +87,10 @@ def overrides(tile: str | None, cluster: str | None, cta_group: int | None) -> d
 
 
 def pair(option: str, text: str) -> tuple[int, int]:
-    """``"128x64"`` -> (128, 64).
+    """Returns the two numbers of an option's value: (128, 64) for ``"128x64"``.
 
     Raises:
-        BadParameter: anything else.
+        BadParameter: The value does not have this form.
     """
     parts = text.lower().split("x")
     if len(parts) != 2 or not all(part.isdigit() for part in parts):

@@ -1,8 +1,8 @@
-"""What can be checked of a compiled kernel without running it.
+"""Checks of a compiled kernel that do not run it: of its PTX, of the report of ptxas, and of its SASS.
 
-Some mistakes never show in a run (a release at ``.gpu`` scope, ``wait_group.read`` where the hardware
-happens to wait for both), some only in speed (spills, serialised wgmma). Both are visible in its PTX and in
-what ptxas says about it; its machine code is read by `sass`.
+Some mistakes have no effect on the result in practice: a release at ``.gpu`` scope, or ``wait_group.read`` on
+hardware that waits for both. Others only reduce the speed: spills, serialised wgmma. The SASS is checked by
+`sass`.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from .sass import disassemble, sass_findings
 
 @dataclass(frozen=True)
 class PtxasReport:
-    """What ``ptxas -v`` reports for a kernel.
+    """Report of ``ptxas -v`` about a kernel.
 
     Attributes:
-        registers: registers per thread.
-        barriers: named barriers, barrier 0 included.
-        stack_bytes: stack frame per thread.
-        spill_bytes: spill stores plus spill loads.
-        warnings: performance warnings (C75xx: wgmma serialised, setmaxnreg ignored, ...).
+        registers: Registers per thread.
+        barriers: Number of named barriers, including barrier 0.
+        stack_bytes: Bytes of the stack frame of a thread.
+        spill_bytes: Bytes of spill stores plus bytes of spill loads.
+        warnings: Performance warnings (C75xx: wgmma serialised, setmaxnreg ignored, ...).
     """
 
     registers: int
@@ -39,13 +39,13 @@ class PtxasReport:
 
 @dataclass(frozen=True)
 class Inspected:
-    """A compiled kernel's text, and what its assembler said.
+    """PTX, machine code and ptxas report of a compiled kernel.
 
     Attributes:
-        ptx: the module.
-        cubin: its machine code, as a file.
-        report: of the assembler in the installed DSL, which makes the code that runs: CUDA 12's in its
-            default flavour, CUDA 13's with its extra ``cu13``. No other ptxas is asked.
+        ptx: PTX of the module.
+        cubin: Content of its cubin file.
+        report: Report of the ptxas in the installed DSL, which generates the code that runs. It is that of
+            CUDA 12, or of CUDA 13 with the DSL's extra ``cu13``.
     """
 
     ptx: str
@@ -53,41 +53,43 @@ class Inspected:
     report: PtxasReport
 
     def findings(self, exchanges: bool) -> list[str]:
-        """All that is wrong with the kernel; empty if nothing is.
+        """Returns descriptions of all defects of the kernel; empty if it has none.
 
         Args:
-            exchanges: see `ptx_findings`.
+            exchanges: Whether the kernel exchanges tiles with peers.
 
         Raises:
-            RuntimeError: warps move registers, and there is no nvdisasm to read what they do then.
+            RuntimeError: The kernel has ``setmaxnreg``, and nvdisasm, which reads its SASS, is not installed.
         """
         used = sass_findings(disassemble(self.cubin)) if "setmaxnreg" in self.ptx else []
         return ptx_findings(self.ptx, exchanges) + ptxas_findings(self.report) + used
 
 
 def inspect(build: Callable[[str], Any], options: str = "") -> Inspected:
-    """Compiles a kernel and keeps what is to be looked at.
+    """Compiles a kernel; returns its PTX, machine code and ptxas report.
 
     Args:
-        build: compiles it, given options of ``cute.compile``.
-        options: further ones.
+        build: Function that compiles the kernel with options of ``cute.compile``.
+        options: Further options.
 
     Raises:
-        RuntimeError: the DSL gave no report of its assembler.
+        RuntimeError: The DSL wrote no report of ptxas.
     """
     # The DSL names its files without the configuration: a folder per compile keeps them apart.
     with tempfile.TemporaryDirectory() as folder:
         remarks = Path(folder) / "remarks.yaml"
-        asked = f"--keep-ptx --keep-cubin --dump-dir={folder} --remark-filter ptxas --remark-output {remarks}"
-        built = build(f"{asked} {options}".strip())
+        outputs = (
+            f"--keep-ptx --keep-cubin --dump-dir={folder} --remark-filter ptxas --remark-output {remarks}"
+        )
+        built = build(f"{outputs} {options}".strip())
         text = remarks.read_text() if remarks.exists() else ""
     if "registers" not in text:
-        raise RuntimeError(f"nvidia-cutlass-dsl {version('nvidia-cutlass-dsl')} gave no report of its ptxas")
+        raise RuntimeError(f"nvidia-cutlass-dsl {version('nvidia-cutlass-dsl')} wrote no report of its ptxas")
     return Inspected(built.__ptx__, built.__cubin__, report_of(text))
 
 
 def report_of(text: str) -> PtxasReport:
-    """Reads what ``ptxas -v`` wrote; the largest of each figure."""
+    """Parses the output of ``ptxas -v``; returns the largest value of each figure."""
 
     def largest(pattern: str) -> int:
         return max((int(n) for n in re.findall(pattern, text)), default=0)
@@ -102,7 +104,7 @@ def report_of(text: str) -> PtxasReport:
 
 
 def ptxas_findings(report: PtxasReport) -> list[str]:
-    """What is wrong with a kernel according to ptxas; empty if nothing is."""
+    """Returns descriptions of the defects that ptxas reports; empty if there are none."""
     findings = list(report.warnings)
     if report.spill_bytes or report.stack_bytes:
         findings.append(f"{report.spill_bytes} bytes spilled, {report.stack_bytes} bytes of stack")
@@ -110,15 +112,15 @@ def ptxas_findings(report: PtxasReport) -> list[str]:
 
 
 def ptx_findings(ptx: str, exchanges: bool) -> list[str]:
-    """What is wrong with a kernel's synchronisation according to its text; empty if nothing is.
+    """Returns descriptions of the defects in a kernel's synchronisation; empty if there are none.
 
     Args:
-        ptx: the module.
-        exchanges: whether the kernel exchanges tiles with peers: must release, acquire and bound its waits.
+        ptx: PTX of the module.
+        exchanges: Whether the kernel exchanges tiles with peers: it must release, acquire and bound waits.
     """
     findings: list[str] = []
     lines = [line.split("//")[0].strip() for line in ptx.splitlines()]
-    unwaited = False  # a bulk group committed in the text and no full wait after it
+    unwaited = False  # whether a bulk group has been committed with no full wait after it
     for number, line in enumerate(lines, 1):
         release = re.search(r"\b(?:(?:st|red)\.release|fence\.acq_rel)\.(\w+)", line)
         if line.startswith("cp.async.bulk.commit_group"):
@@ -126,7 +128,7 @@ def ptx_findings(ptx: str, exchanges: bool) -> list[str]:
         elif re.match(r"cp\.async\.bulk\.wait_group\s", line):
             unwaited = False
         elif line.startswith("cp.async.bulk.wait_group.read"):
-            findings.append(f"line {number}: wait_group.read does not say that the data is written")
+            findings.append(f"line {number}: wait_group.read does not imply that the data is written")
         elif release:
             if release[1] != "sys":
                 findings.append(f"line {number}: released at .{release[1]} scope; a peer needs .sys")
@@ -142,13 +144,13 @@ def ptx_findings(ptx: str, exchanges: bool) -> list[str]:
         acquires = sum("ld.acquire.sys" in line for line in lines)
         traps = sum(line.startswith("trap") for line in lines)
         registers = sum("atom" in line and ".cas." in line for line in lines) - traps
-        # Data that is its own flag has bounds of its own, and no acquire.
+        # A wait for LL packets has a bound, and no acquire.
         waits = polls - acquires
         bounds = traps > waits + registers if words else traps == waits + registers
         if not acquires or acquires - waits not in (0, 1) or not bounds:
             findings.append(
-                f"{polls} polls, {acquires} acquires, {traps} bounds: a wait is 2, 1 and 1 of them, a look "
-                f"1, 1 and 0, of which there is one at most"
+                f"{polls} polls, {acquires} acquires, {traps} bounds: a wait has 2, 1 and 1 of them; a test "
+                f"without a wait, of which a kernel has at most one, has 1, 1 and 0"
             )
         if not any("st.release.sys" in line for line in lines):
             findings.append("nothing is released to a peer")
@@ -158,38 +160,39 @@ def ptx_findings(ptx: str, exchanges: bool) -> list[str]:
 
 
 def _shuffles_for_barriers(lines: list[str]) -> list[str]:
-    """Shuffles that tell a warp what one lane's atomic has acquired, with no barrier of the warp after them.
+    """Returns a finding for each shuffle after one lane's acquire that no barrier of the warp follows.
 
-    A shuffle orders no memory: what other lanes release then would come before what that lane has acquired.
+    The shuffle distributes the result of an atomic with acquire. It orders no memory: a later release by
+    another lane would not be ordered after the acquire.
     """
     findings: list[str] = []
-    acquired, told = False, 0
+    acquired, shuffled = False, 0
     for number, line in enumerate(lines, 1):
         if line.startswith("bar.warp.sync"):
-            acquired, told = False, 0
+            acquired, shuffled = False, 0
         elif line.startswith("shfl.sync") and acquired:
-            acquired, told = False, number
-        elif line.startswith("bra"):  # whoever comes to the next line jumps there
+            acquired, shuffled = False, number
+        elif line.startswith("bra"):  # the next line is reached by jumps only
             acquired = False
         elif line.startswith(("atom.", "ret")) or ".release" in line:
-            if told:
+            if shuffled:
                 findings.append(
-                    f"line {told}: a shuffle tells of an acquire, and no bar.warp.sync follows it"
+                    f"line {shuffled}: a shuffle tells of an acquire, and no bar.warp.sync follows it"
                 )
-            acquired, told = line.startswith("atom.global.acq_rel"), 0
+            acquired, shuffled = line.startswith("atom.global.acq_rel"), 0
     return findings
 
 
 def count_instructions(ptx: str) -> int:
-    """Instructions of the module."""
+    """Returns the number of instructions of the module."""
     return sum(bool(re.match(r"\t(@\S+ +\t?)?[a-z][\w.]*[\s;]", line)) for line in ptx.splitlines())
 
 
 def inner_loop_instructions(ptx: str) -> int:
-    """Instructions of the mainloop's inner loop: the shortest loop that holds an MMA.
+    """Returns the number of instructions of the mainloop's inner loop: the shortest loop with an MMA.
 
     Raises:
-        ValueError: no loop of the module holds one.
+        ValueError: The module has no loop with an MMA.
     """
     lines = [line.split("//")[0].strip() for line in ptx.splitlines()]
     labels = {line[:-1]: i for i, line in enumerate(lines) if re.fullmatch(r"[\w$]+:", line)}

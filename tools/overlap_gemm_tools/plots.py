@@ -1,4 +1,4 @@
-"""The picture of a benchmark: what of its bound every way reaches."""
+"""Picture of a benchmark: share of the bound that each backend and baseline reaches."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +14,7 @@ mpl.rcParams["font.size"] = 8
 
 
 def draw_bounds(report: Mapping[str, Any], file: Path) -> None:
-    """Draws a benchmark report: how much of its bound each way reaches, and what the model said."""
+    """Draws a benchmark report: time of the bound / time of each variant, measured and predicted."""
     results = report["results"]
     mode = GRAPH if any(GRAPH in result for result in results) else EAGER
     names = list(
@@ -34,22 +34,22 @@ def draw_bounds(report: Mapping[str, Any], file: Path) -> None:
         places = [place + (slot + 0.5) * height - 0.425 for place in shares]
         axes.barh(places, list(shares.values()), height, color=PALETTE[slot % len(PALETTE)], label=name)
         expected = [
-            (at, results[place][mode]["seconds"]["bound"] / found["predicted"])
+            (at, results[place][mode]["seconds"]["bound"] / ours["predicted"])
             for at, place in zip(places, shares, strict=True)
-            if (found := results[place][mode]["ours"].get(name)) and found["predicted"]
+            if (ours := results[place][mode]["ours"].get(name)) and ours["predicted"]
         ]
         axes.plot([x for _, x in expected], [y for y, _ in expected], "k|", markersize=5)
     axes.set_yticks(range(len(results)), [_label(result) for result in results])
     axes.invert_yaxis()
     axes.axvline(1, color="black", linewidth=0.5)
-    axes.set_xlabel(f"bound / time, {mode} (1: the bound is reached; black: where the model expected it)")
-    axes.set_title(f"How near each way comes to its bound: longer is better\n{where(report)}", loc="left")
+    axes.set_xlabel(f"bound / time, {mode} (1: as fast as the bound; black: predicted by the model)")
+    axes.set_title(f"Speed relative to the bound: longer is better\n{where(report)}", loc="left")
     figure.legend(loc="outside lower center", ncols=len(names))
     figure.savefig(file, dpi=150)
 
 
 def where(report: Mapping[str, Any]) -> str:
-    """What a benchmark ran on, for a picture's title."""
+    """Returns machine, link, version of torch and date of a benchmark, for a picture's title."""
     machine = report["machine"]
     dated = [f"torch {machine['torch']}"] * ("torch" in machine) + [machine["date"]] * ("date" in machine)
     return ", ".join([f"{machine['ranks']} x {machine['processor']}", machine["carrier"], *dated])

@@ -1,7 +1,9 @@
-"""What a benchmark found for one workload, as plain data and as rows of a table.
+"""Results of a benchmark, as plain data and as rows of a table.
 
-One way of quoting: `of_bound` is the bound's time divided by ours, 1 is perfect; `against` is our time
-divided by the best other's, below 1 is faster. Both are medians over the rounds, with their quartiles.
+Two ratios are reported, as medians over the rounds with their quartiles:
+
+- `of_bound`: time of the bound / time of a backend; 1 is the best possible.
+- `against`: time of a backend / time of the best baseline; a backend that is faster has less than 1.
 """
 
 from collections.abc import Mapping
@@ -22,21 +24,26 @@ EAGER: Mode = "eager"
 GRAPH: Mode = "graph"
 
 OTHERS = ("torch", "torch-symm", "one-shot", "two-shot", "quack")
-"""What a user could call instead of ours."""
-
+"""Baselines that a user could call instead of this library."""
 
 UNSTEADY = 0.05
-"""Spread of a way's rounds from which on its time is flagged."""
+"""Spread of a variant's rounds above which its time is flagged."""
 
 ENOUGH = 0.98
-"""Of the best way's speed, what `auto` shall reach."""
+"""Least share of the best variant's speed that `auto` is expected to reach."""
 
 
 @dataclass(frozen=True)
 class Skipped:
-    """A way that could not be timed on a shape `M,N,K`, and why."""
+    """A variant that could not be timed.
 
-    way: str
+    Attributes:
+        name: Name of the variant.
+        shape: Shape as ``M,N,K``.
+        why: Reason.
+    """
+
+    name: str
     shape: str
     why: str
 
@@ -46,13 +53,13 @@ class Measured:
     """A workload's measurements.
 
     Attributes:
-        backends: Ours that could be timed.
-        link: Seconds of the op's bytes at the link's measured rate, None where it was not measured.
-        skipped: What could not be timed.
-        taken: By mode, the backend behind each of ours.
-        timings: By mode; with variants "product" and "bound".
-        predicted: By mode, where the model knows the machine.
-        loads: By mode, the state of rank 0's GPU after each round.
+        backends: Backends that could be timed.
+        link: Seconds of the op's bytes at the link's measured rate; None if the rate was not measured.
+        skipped: Variants that could not be timed.
+        taken: For each mode, the backend that runs under each of these names.
+        timings: For each mode, times of all variants, "product" and "bound" among them.
+        predicted: For each mode, the model's times; None if it has no constants of this machine.
+        loads: For each mode, the state of rank 0's GPU after each round.
     """
 
     backends: list[str]
@@ -64,30 +71,30 @@ class Measured:
     loads: dict[Mode, list[Load]] = field(default_factory=dict)
 
 
-def row(workload: Workload, found: Measured, ranks: int) -> dict[str, Any]:
-    """One workload's results as plain data; times in seconds."""
+def row(workload: Workload, measured: Measured, ranks: int) -> dict[str, Any]:
+    """Returns the results of one workload as plain data; times are in seconds."""
     return {
         **asdict(workload),
         "dtype": str(workload.dtype).removeprefix("torch."),
         "ranks": ranks,
-        "link": found.link,
-        **{mode: _mode(workload, found, mode, ranks) for mode in found.timings},
+        "link": measured.link,
+        **{mode: _mode(workload, measured, mode, ranks) for mode in measured.timings},
     }
 
 
-def _mode(workload: Workload, found: Measured, mode: Mode, ranks: int) -> dict[str, Any]:
-    timings = found.timings[mode]
-    predicted = found.predicted.get(mode)
+def _mode(workload: Workload, measured: Measured, mode: Mode, ranks: int) -> dict[str, Any]:
+    timings = measured.timings[mode]
+    predicted = measured.predicted.get(mode)
     others = [name for name in OTHERS if name in timings.seconds]
     best = min(others, key=timings.median) if others else None
     ours = {}
-    for name in found.backends:
+    for name in measured.backends:
         if name not in timings.seconds:  # could not be captured
             continue
         seconds = timings.median(name)
-        expected = predicted.seconds.get(found.taken[mode][name]) if predicted is not None else None
+        expected = predicted.seconds.get(measured.taken[mode][name]) if predicted is not None else None
         ours[name] = {
-            "taken": found.taken[mode][name],
+            "taken": measured.taken[mode][name],
             "of_bound": timings.ratio("bound", name),
             "of_bound_quartiles": timings.ratio_range("bound", name),
             "against": None if best is None else timings.ratio(name, best),
@@ -99,8 +106,8 @@ def _mode(workload: Workload, found: Measured, mode: Mode, ranks: int) -> dict[s
     return {
         "seconds": {name: timings.median(name) for name in timings.seconds},
         "unsteady": sorted(name for name in timings.seconds if timings.spread(name) > UNSTEADY),
-        "clocks_mhz": [load.clock for load in found.loads.get(mode, ())],
-        "power_w": [load.power for load in found.loads.get(mode, ())],
+        "clocks_mhz": [load.clock for load in measured.loads.get(mode, ())],
+        "power_w": [load.power for load in measured.loads.get(mode, ())],
         "best_other": best,
         "ours": ours,
         "predicted": None
@@ -110,22 +117,22 @@ def _mode(workload: Workload, found: Measured, mode: Mode, ranks: int) -> dict[s
 
 
 def summary(report: Mapping[str, Any]) -> list[str]:
-    """A line per mode: how near `auto` comes to the best measured way, and the model to the truth."""
+    """Returns a line per mode: speed of `auto` relative to the best variant, and errors of the model."""
     lines = []
     for mode in (GRAPH, EAGER):
         shares, errors = [], []
         for result in report["results"]:
             if mode not in result or "auto" not in result[mode]["ours"]:
                 continue
-            found = result[mode]
-            ways = {name: s for name, s in found["seconds"].items() if name in (*OTHERS, *found["ours"])}
+            measured, ours = result[mode], result[mode]["ours"]
+            times = {name: s for name, s in measured["seconds"].items() if name in (*OTHERS, *ours)}
             shape = f"{OPS[result['op']].label} {result['m']},{result['n']},{result['k']}"
-            shares.append((min(ways.values()) / ways["auto"], shape))
-            errors += [(abs(o["error"]), shape) for o in found["ours"].values() if o["error"] is not None]
+            shares.append((min(times.values()) / times["auto"], shape))
+            errors += [(abs(o["error"]), shape) for o in ours.values() if o["error"] is not None]
         if shares:
             below = sum(share < ENOUGH for share, _ in shares)
             share, shape = min(shares)
-            line = f"{mode}: auto reaches at least {share:.2f} of the best way measured ({shape}), "
+            line = f"{mode}: auto reaches at least {share:.2f} of the best measured speed ({shape}), "
             line += f"in {below} of {len(shares)} shapes less than {ENOUGH}"
             if errors:
                 middle = sorted(errors)[len(errors) // 2][0]
@@ -135,7 +142,7 @@ def summary(report: Mapping[str, Any]) -> list[str]:
 
 
 def table(report: Mapping[str, Any]) -> Table:
-    """The results, two lines a row: CUDA graphs above eager calls, where there are both."""
+    """Returns the table of the results: a line per mode in each row, CUDA graphs above eager calls."""
     machine = report["machine"]
     results = report["results"]
     modes = [mode for mode in (GRAPH, EAGER) if any(mode in result for result in results)]
@@ -153,7 +160,7 @@ def table(report: Mapping[str, Any]) -> Table:
     )
     drawn.add_column("op, shape M,N,K", no_wrap=True)
     columns = (
-        "way",
+        "backend",
         "product",
         "bound",
         "best other",
@@ -174,23 +181,23 @@ def table(report: Mapping[str, Any]) -> Table:
     return drawn
 
 
-def _cells(found: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    def time(way: str) -> str:
-        return _us(found["seconds"][way]) + "~" * (way in found.get("unsteady", ()))
+def _cells(measured: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    def time(variant: str) -> str:
+        return _us(measured["seconds"][variant]) + "~" * (variant in measured.get("unsteady", ()))
 
     first = [time("product"), time("bound")]
-    best = found["best_other"]
+    best = measured["best_other"]
     first.append("-" if best is None else f"{best} {time(best)}")
-    if name not in found["ours"]:
+    if name not in measured["ours"]:
         return (f"{name} -", *first, "-", "-", "-", "-")
-    ours = found["ours"][name]
-    way = name if ours["taken"] == name else f"{name}: {ours['taken']}"
+    ours = measured["ours"][name]
+    backend = name if ours["taken"] == name else f"{name}: {ours['taken']}"
     against = "-"
     if ours["against"] is not None:
         low, high = ours["against_quartiles"]
         against = f"{ours['against']:.2f} ({low:.2f}-{high:.2f})"
     error = "-" if ours["error"] is None else f"{ours['error']:+.0%}"
-    return (way, *first, time(name), f"{ours['of_bound']:.2f}", against, error)
+    return (backend, *first, time(name), f"{ours['of_bound']:.2f}", against, error)
 
 
 def _us(seconds: float) -> str:

@@ -1,10 +1,10 @@
-"""What can be checked of a kernel's machine code: that warps which gave registers away use none of them.
+"""Check of a kernel's machine code: producers use no register that they have released.
 
-Where `setmaxnreg` moves registers from producers to consumers (sm_90a), a producer may use those below its
-new count alone; what it reads or writes above is undefined. No rule of PTX says that ptxas heeds this in
-code that both kinds of warps run, as the receive role is: one copy after both branches, which has to get
-along with the fewer registers of the two. ptxas does so in every kernel that we have read, and every kernel
-that moves registers is read: what else producers run is held to the same.
+`setmaxnreg` moves registers from producers to consumers (sm_90a). Afterwards a producer may use only
+registers below its new count; an access above is undefined. The receive role is code that both kinds of warps
+run, after both branches, so it must use the smaller count. PTX does not guarantee that ptxas respects this.
+It does in every kernel compiled so far, and every kernel with `setmaxnreg` is checked, with all code that
+producers may run.
 
 Instructions come from NVIDIA's ``nvdisasm`` (wheel ``nvidia-cuda-nvdisasm``, or a CUDA toolkit's).
 """
@@ -21,9 +21,9 @@ from pathlib import Path
 from cuda.pathfinder import find_nvidia_binary_utility
 
 JUMPS = ("BRA", "BRX", "BRXU", "CALL", "JMP", "JMX", "JMXU")
-"""Must name where they lead: what a register says is not known here."""
+"""Opcodes of jumps. Their operands must name the targets: the content of a register is not known here."""
 ENDS = ("BPT.TRAP", "EXIT", "RET")
-"""Never go on to the next one; of a call it is the caller that goes on."""
+"""Opcodes after which the next instruction is not executed; after RET the caller continues."""
 
 LABEL = re.compile(r"([.$\w]+):")
 INSTRUCTION = re.compile(r"\s+/\*([0-9a-f]+)\*/\s+(?:@(\S+)\s+)?([A-Z][\w.]*)\s*(.*?)\s*;.*")
@@ -35,10 +35,11 @@ class Instruction:
     """One instruction.
 
     Attributes:
-        opcode: with its modifiers.
-        operands: as text.
-        predicate: under which it is executed; empty: always.
-        targets: which instructions its operands name: it goes there, or (BSSY) has a later one go there.
+        opcode: Opcode with modifiers.
+        operands: Operands as text.
+        predicate: Predicate of the execution; empty: none.
+        targets: Indices of the instructions that its operands name: targets of a jump, or (BSSY) of a later
+            instruction.
     """
 
     opcode: str
@@ -48,24 +49,24 @@ class Instruction:
 
     @property
     def root(self) -> str:
-        """The opcode without modifiers."""
+        """Returns the opcode without modifiers."""
         return self.opcode.partition(".")[0]
 
     @property
     def registers(self) -> list[int]:
-        """Numbers of the registers that it names: of several in a row, the first."""
+        """Returns the numbers of the registers in the operands; for a group of registers, the first."""
         return [int(number) for number in re.findall(r"(?<!\w)R(\d+)", self.operands)]
 
 
 def disassemble(cubin: bytes) -> list[Instruction]:
-    """The instructions of a module of one kernel.
+    """Returns the instructions of a module with one kernel.
 
     Raises:
-        RuntimeError: there is no nvdisasm, or it cannot read the module.
+        RuntimeError: nvdisasm is not installed, or cannot read the module.
     """
     tool = find_nvidia_binary_utility("nvdisasm")
     if tool is None:
-        raise RuntimeError("no nvdisasm found: install nvidia-cuda-nvdisasm, or set CUDA_HOME to a toolkit")
+        raise RuntimeError("nvdisasm is missing: install nvidia-cuda-nvdisasm, or set CUDA_HOME to a toolkit")
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "kernel.cubin"
         file.write_bytes(cubin)
@@ -76,38 +77,39 @@ def disassemble(cubin: bytes) -> list[Instruction]:
 
 
 def instructions(text: str) -> list[Instruction]:
-    """Those of a disassembled section.
+    """Returns the instructions of a disassembled section.
 
     Raises:
-        RuntimeError: an instruction does not follow the one before: a line of the text was not understood.
+        RuntimeError: The address of an instruction is not the next one: a line before it was not parsed.
     """
     labels: dict[str, int] = {}
-    found: list[tuple[str, str, str]] = []
+    parsed: list[tuple[str, str, str]] = []
     for line in text.splitlines():
         if label := LABEL.fullmatch(line):
-            labels[label[1]] = len(found)
+            labels[label[1]] = len(parsed)
         elif one := INSTRUCTION.fullmatch(line):
-            if int(one[1], 16) != len(found) * INSTRUCTION_BYTES:
-                raise RuntimeError(f"{len(found)} instructions are read before {line.strip()}")
-            found.append((one[3], one[4], one[2] or ""))
+            if int(one[1], 16) != len(parsed) * INSTRUCTION_BYTES:
+                raise RuntimeError(f"{len(parsed)} instructions are read before {line.strip()}")
+            parsed.append((one[3], one[4], one[2] or ""))
     return [
         Instruction(*one, tuple(labels[name] for name in re.findall(r"`\(([.$\w]+)\)", one[1])))
-        for one in found
+        for one in parsed
     ]
 
 
 def sass_findings(code: Sequence[Instruction]) -> list[str]:
-    """What is wrong with a kernel whose producers give registers away; empty if nothing is.
+    """Returns descriptions of the defects of a kernel whose producers release registers; empty if none.
 
-    A group of up to 8 registers begins at a multiple of its length, and counts are multiples of 8: so the
-    group's first one tells. Larger groups are the MMA's, which must not be there.
+    A group of up to 8 registers begins at a multiple of its length, and counts are multiples of 8. So it is
+    enough to compare the first register of a group. Only the MMA, which a producer must not run, has larger
+    groups.
 
     Raises:
-        ValueError: an instruction leads elsewhere in a way that is not known here.
+        ValueError: The target of a jump is not known.
     """
-    given = [index for index, one in enumerate(code) if one.opcode.startswith("USETMAXREG.DEALLOC")]
-    findings = [] if given else ["no registers are given away"]
-    for index in given:
+    releases = [index for index, one in enumerate(code) if one.opcode.startswith("USETMAXREG.DEALLOC")]
+    findings = [] if releases else ["no registers are released"]
+    for index in releases:
         count = int(code[index].operands, 16)
         ran = [code[i] for i in reached(code, index)]
         highest = max((number for one in ran for number in one.registers), default=0)
@@ -119,21 +121,21 @@ def sass_findings(code: Sequence[Instruction]) -> list[str]:
 
 
 def reached(code: Sequence[Instruction], index: int) -> list[int]:
-    """Which instructions may follow the one at ``index``, without passing one that takes registers back."""
-    found, ahead = set(), [index + 1]
+    """Returns the indices of the code that may follow ``index``, up to a change of the register count."""
+    seen, ahead = set(), [index + 1]
     while ahead:
         at = ahead.pop()
-        if at not in found and not code[at].opcode.startswith("USETMAXREG"):
-            found.add(at)
+        if at not in seen and not code[at].opcode.startswith("USETMAXREG"):
+            seen.add(at)
             ahead += _next(code, at)
-    return sorted(found)
+    return sorted(seen)
 
 
 def _next(code: Sequence[Instruction], index: int) -> list[int]:
-    """Which instructions may follow one at once; rather too many than too few."""
+    """Returns the indices of a superset of the instructions that may directly follow one."""
     one = code[index]
     if one.root in JUMPS and not one.targets:
-        raise ValueError(f"no rule where {one.opcode} {one.operands} leads")
+        raise ValueError(f"the target of {one.opcode} {one.operands} is not known: an operand must name it")
     if one.opcode.startswith(ENDS):
         return [index + 1] if one.predicate else []
     always = one.root in ("BRA", "JMP") and not one.predicate and "," not in one.operands
