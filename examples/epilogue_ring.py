@@ -1,9 +1,10 @@
-"""The epilogue->communication ring in a small kernel: squares of one rank, added up by the next.
+"""The ring from epilogue to communication in a small kernel: each rank adds the previous rank's squares.
 
-Four epilogue warps compute (here: square) and fill shared-memory stages; one lane of a fifth warp sends each
-stage to the next rank with a bulk store, and releases a flag per tile once the tile is written. While a tile
-travels, the epilogue warps already compute the next one. At the end they wait for what the rank before has
-sent, and add it.
+- Four epilogue warps square x and fill shared-memory stages.
+- One lane of a fifth warp, the comm lane, sends each stage to the next rank with a bulk store. It releases a
+  flag for each tile when the tile is written there.
+- While a tile is sent, the epilogue warps compute the next one. At the end they wait for the previous rank's
+  flags and add its tiles.
 
 Runs on a CPU, in the emulator: ``python examples/epilogue_ring.py``.
 """
@@ -31,7 +32,14 @@ TIMEOUT_NS = 10**9
 
 
 class Addresses(NamedTuple):
-    """Where a rank keeps what its peers reach by address."""
+    """Addresses in a rank's symmetric memory.
+
+    Attributes:
+        inbox: Tiles that the previous rank sends.
+        flags: A flag for each tile of the inbox.
+        claim: Word that the first failing wait claims.
+        record: Failure record.
+    """
 
     inbox: Int64
     flags: Int64
@@ -41,7 +49,16 @@ class Addresses(NamedTuple):
 
 @dataclass(frozen=True)
 class PushToPeer:
-    """What the comm lane does with this CTA's tiles (a ``TileSender``)."""
+    """Sender of this CTA's tiles to the next rank, called by the comm lane (a ``TileSender``).
+
+    Attributes:
+        stages: Stages of the ring.
+        inbox: Address of the next rank's inbox.
+        flags: Address of the next rank's flags.
+        first: First tile of this CTA.
+        stride: Distance between tiles of this CTA.
+        num_tiles: Number of tiles of this CTA.
+    """
 
     stages: Any
     inbox: Any
@@ -51,11 +68,11 @@ class PushToPeer:
     num_tiles: Any
 
     def has(self, tile):
-        """Whether this CTA has so many tiles."""
+        """Returns whether this CTA has a tile of this number."""
         return tile < self.num_tiles
 
     def locate(self, tile):
-        """Address of the tile in the peer's inbox."""
+        """Returns the address of the tile in the next rank's inbox."""
         return self.inbox + Int64(self.first + tile * self.stride) * (SUBTILES * SUBTILE * 4)
 
     def send(self, place, subtile, stage):
@@ -63,13 +80,13 @@ class PushToPeer:
         bulk_store(self.stages[(None, stage)], place + subtile * (SUBTILE * 4))
 
     def publish(self, tile, place):
-        """The tile is written: tell the peer."""
+        """Releases the tile's flag at the next rank; the ring calls it when the tile is written."""
         release_flag(self.flags + 8 * Int64(self.first + tile * self.stride), 1)
 
 
 @cute.kernel
-def square_and_push(x: cute.Tensor, inbox: cute.Tensor, out: cute.Tensor, peer: Addresses, own: Addresses):
-    """``out = x + (the x of the rank before) ** 2``; tensors are (values, threads, subtiles, tiles)."""
+def square_and_push(x: cute.Tensor, inbox: cute.Tensor, out: cute.Tensor, peer: Addresses, local: Addresses):
+    """Computes ``out = x + (x of the previous rank) ** 2``; shapes are (values, threads, subtiles, tiles)."""
     thread, _, _ = cute.arch.thread_idx()
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     first, _, _ = cute.arch.block_idx()
@@ -95,12 +112,12 @@ def square_and_push(x: cute.Tensor, inbox: cute.Tensor, out: cute.Tensor, peer: 
                 cute.autovec_copy(values, by_thread[(None, thread, state.index)])
                 ring.commit(state)
                 state.advance()
-        # What the rank before has pushed into our inbox is complete tile by tile.
-        bound = WaitBound(Int64(TIMEOUT_NS), own.record, own.claim)
+        # The previous rank signals each tile of the inbox separately.
+        bound = WaitBound(Int64(TIMEOUT_NS), local.record, local.claim)
         for tile in cutlass.range(num_tiles, unroll=1):
             index = first + tile * stride
             if cute.arch.lane_idx() == 0:
-                wait_flag(own.flags + 8 * Int64(index), 1, bound, FailureSite(tile=index, index=index))
+                wait_flag(local.flags + 8 * Int64(index), 1, bound, FailureSite(tile=index, index=index))
             cute.arch.sync_warp()
             for subtile in cutlass.range(SUBTILES, unroll=1):
                 at = (None, thread, subtile, index)
@@ -123,12 +140,12 @@ def launch(
     inbox: cute.Tensor,
     out: cute.Tensor,
     peer: Addresses,
-    own: Addresses,
+    local: Addresses,
     num_ctas: Int32,
     stream: CUstream,
 ):
-    """One rank's launch."""
-    square_and_push(x, inbox, out, peer, own).launch(
+    """Launches the kernel of one rank."""
+    square_and_push(x, inbox, out, peer, local).launch(
         grid=(num_ctas, 1, 1), block=(32 * (NUM_EPILOGUE_WARPS + 1), 1, 1), stream=stream
     )
 
@@ -138,9 +155,8 @@ def main(ranks: int = 2, tiles: int = 5, num_ctas: int = 2, **options: Any) -> N
     with Emulator("sm_90a", ranks, **options) as emulator:
         shape = (tiles, SUBTILES, 32 * NUM_EPILOGUE_WARPS, VALUES)
         inboxes = emulator.symmetric(shape, torch.float32)
-        words = emulator.symmetric(
-            (tiles + 8,), torch.int64
-        )  # a flag per tile, the claim, the failure record
+        # A flag per tile, the claim, the failure record.
+        words = emulator.symmetric((tiles + 8,), torch.int64)
         for tensor in words.tensors:
             tensor.zero_()
         xs = [torch.randn(shape, generator=torch.Generator().manual_seed(rank)) for rank in range(ranks)]
@@ -166,4 +182,4 @@ def main(ranks: int = 2, tiles: int = 5, num_ctas: int = 2, **options: Any) -> N
 
 if __name__ == "__main__":
     main()
-    print("every rank has added the squares of the rank before it")
+    print("every rank has added the squares of the previous rank")

@@ -1,10 +1,14 @@
-"""Trains a small Llama on all ranks, evaluates it on one: equal bits, with `invariant="ranks"`.
+"""Trains a small Llama on all ranks and evaluates it on one, with equal bits by `invariant="ranks"`.
 
     torchrun --nproc-per-node 2 examples/same_bits.py
 
-Prints how many logits differ between the model on P ranks and on one, and how far log-probabilities of
-sampled tokens ("rollout", one sequence at a time, on one rank) lie from those of the training step (the whole
-batch, on P ranks). `--invariant none` shows what it is without the promise.
+Prints two figures:
+
+- the number of logits that differ between the model on P ranks and on one;
+- the largest difference of log-probabilities of sampled tokens between rollout and training. The rollout runs
+  one sequence at a time on one rank; the training step runs the full batch on P ranks.
+
+`--invariant none` shows both without the invariance.
 """
 
 import argparse
@@ -26,14 +30,14 @@ CONFIG = LlamaConfig(
 def model_on(
     ranks: list[int], dtype: torch.dtype, device: torch.device, invariant: str | None
 ) -> torch.nn.Module:
-    """The same weights on these ranks, whoever calls."""
+    """Returns the model on these ranks, with the same weights on every caller."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(CONFIG).to(device, dtype)
     return parallelize(model, DeviceMesh(device.type, ranks), invariant=invariant)
 
 
 def log_probabilities(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    """Of each token after the first, given those before it."""
+    """Returns the log-probability of each token after the first."""
     logits = model(input_ids=tokens[:, :-1]).logits.float()
     return logits.log_softmax(-1).gather(-1, tokens[:, 1:, None])[..., 0]
 
@@ -51,7 +55,7 @@ def rollout(model: torch.nn.Module, prompt: torch.Tensor, length: int) -> torch.
 
 
 def compare(dtype: torch.dtype, world: overlap_gemm.World, invariant: Any, steps: int = 3) -> bool:
-    """Returns whether all bits are equal; rank 0 prints."""
+    """Trains for some steps; returns whether all bits are equal. Rank 0 prints the figures."""
     ranks = list(range(world.size))
     model = model_on(ranks, dtype, world.device, invariant)
     alone = model_on([world.rank], dtype, world.device, invariant)
@@ -77,18 +81,20 @@ def compare(dtype: torch.dtype, world: overlap_gemm.World, invariant: Any, steps
 
 
 def main() -> None:
-    """Compares in float32 and bfloat16."""
+    """Compares the bits in float32 and in bfloat16."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
         "--invariant", default="ranks", choices=["none", "batch", "ranks", "ranks:4", "ranks:2"]
     )
-    given = parser.parse_args().invariant
+    invariant = parser.parse_args().invariant
     world = overlap_gemm.init()
-    same = [compare(t, world, None if given == "none" else given) for t in (torch.float32, torch.bfloat16)]
+    same = [
+        compare(t, world, None if invariant == "none" else invariant) for t in (torch.float32, torch.bfloat16)
+    ]
     overlap_gemm.finalize()
-    if given.startswith("ranks") and not all(same):
+    if invariant.startswith("ranks") and not all(same):
         raise SystemExit("bits differ")
 
 

@@ -1,8 +1,9 @@
-"""A TMA store in the epilogue warp, a comm warp after it: the form NVIDIA/cutlass issue #2900 asks for.
+"""A TMA store by an epilogue warp, followed by a comm warp: the structure that NVIDIA/cutlass #2900 requests.
 
-Epilogue warps square a subtile in shared memory; one of their lanes stores it to this rank's memory with TMA
-and hands it to the comm warp once it is really written. The comm warp reads it back and copies it to the next
-rank, and releases a flag there after each tile, while the epilogue is at the next subtiles.
+- Epilogue warps square a subtile in shared memory. One of their lanes stores it to local memory with TMA. It
+  signals the comm warp when the subtile is written.
+- The comm warp reads the subtile back and copies it to the next rank, where it releases a flag after each
+  tile. Meanwhile the epilogue computes the next subtiles.
 
 Runs on a CPU, in the emulator: ``python examples/tma_store_pipeline.py``.
 """
@@ -22,9 +23,9 @@ from cute_emulator import Emulator
 from overlap_gemm.pipelines import PipelineTmaStoreAsync, global_pointer, release_flag
 
 NUM_EPILOGUE_WARPS = 4
-ROWS, COLUMNS = 32, 32  # a subtile, 4 KiB: what one TMA store moves
+ROWS, COLUMNS = 32, 32  # a subtile, 4 KiB: one TMA store
 SUBTILES = 4  # subtiles side by side in a tile
-NUM_STAGES, INFLIGHT = 6, 2  # subtiles the epilogue may be ahead; stores left in flight
+NUM_STAGES, INFLIGHT = 6, 2  # subtiles that the epilogue may be ahead; stores in flight
 NUM_BUFFERS = INFLIGHT + 1
 EPILOGUE_BARRIER = 1
 VALUES = ROWS * COLUMNS // (32 * NUM_EPILOGUE_WARPS)  # fp32 values per epilogue thread and subtile
@@ -34,7 +35,7 @@ VALUES = ROWS * COLUMNS // (32 * NUM_EPILOGUE_WARPS)  # fp32 values per epilogue
 def square_store_send(
     x: cute.Tensor, tma: cute.CopyAtom, y_tma: cute.Tensor, y: cute.Tensor, peer: Int64, peer_flags: Int64
 ):
-    """``y = x ** 2`` with TMA stores; then each 32 x 128 tile of ``y`` goes to the same place at ``peer``."""
+    """Computes ``y = x ** 2`` with TMA stores; then copies each 32 x 128 tile of ``y`` to ``peer``."""
     thread, _, _ = cute.arch.thread_idx()
     warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), cute.arch.lane_idx()
     first, _, _ = cute.arch.block_idx()
@@ -45,7 +46,7 @@ def square_store_send(
     layout = cute.make_layout((ROWS, COLUMNS, NUM_BUFFERS), stride=(COLUMNS, 1, ROWS * COLUMNS))
     buffers = smem.allocate_tensor(Float32, layout, byte_alignment=128)
     epilogue = pipeline.NamedBarrier(EPILOGUE_BARRIER, 32 * NUM_EPILOGUE_WARPS)
-    one_lane = pipeline.CooperativeGroup(pipeline.Agent.Thread)  # it speaks for the comm warp
+    one_lane = pipeline.CooperativeGroup(pipeline.Agent.Thread)  # one arrival for the comm warp
     producer, consumer = PipelineTmaStoreAsync.create(
         num_stages=NUM_STAGES, inflight=INFLIGHT, consumer_group=one_lane
     ).make_participants()
@@ -80,9 +81,9 @@ def square_store_send(
                 for r in cutlass.range(0, ROWS, 4, unroll=1):  # four rows at a time, 16 bytes a lane
                     row, column = index * ROWS + r + lane // 8, subtile * COLUMNS + lane % 8 * 4
                     copy = peer + Int64(row * SUBTILES * COLUMNS + column) * 4
-                    own = cute.domain_offset((row, column), y)
+                    local = cute.domain_offset((row, column), y)
                     values = cute.make_rmem_tensor(4, Float32)
-                    cute.autovec_copy(cute.make_tensor(own.iterator.align(16), cute.make_layout(4)), values)
+                    cute.autovec_copy(cute.make_tensor(local.iterator.align(16), cute.make_layout(4)), values)
                     cute.autovec_copy(
                         values, cute.make_tensor(global_pointer(Float32, copy, 16), cute.make_layout(4))
                     )
@@ -95,7 +96,7 @@ def square_store_send(
 
 @cute.jit
 def launch(x: cute.Tensor, y: cute.Tensor, peer: Int64, peer_flags: Int64, num_ctas: Int32, stream: CUstream):
-    """One rank's launch."""
+    """Launches the kernel of one rank."""
     box = cute.make_layout((ROWS, COLUMNS), stride=(COLUMNS, 1))
     tma, y_tma = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), y, box, (ROWS, COLUMNS))
     square_store_send(x, tma, y_tma, y, peer, peer_flags).launch(
@@ -104,7 +105,7 @@ def launch(x: cute.Tensor, y: cute.Tensor, peer: Int64, peer_flags: Int64, num_c
 
 
 def main(ranks: int = 2, tiles: int = 7, num_ctas: int = 2, **options: Any) -> None:
-    """Runs ``ranks`` emulated GPUs and checks what every rank computed and received."""
+    """Runs ``ranks`` emulated GPUs and checks the computed and the received tensor of every rank."""
     with Emulator("sm_90a", ranks, **options) as emulator:
         shape = (tiles * ROWS, SUBTILES * COLUMNS)
         received = emulator.symmetric(shape, torch.float32)
@@ -125,4 +126,4 @@ def main(ranks: int = 2, tiles: int = 7, num_ctas: int = 2, **options: Any) -> N
 
 if __name__ == "__main__":
     main()
-    print("every rank holds the squares of the rank before it")
+    print("every rank has the squares of the previous rank")

@@ -3,7 +3,7 @@
     pip install trl
     bash launch/torchrun.sh python examples/models/dpo.py --model Qwen/Qwen3-8B --out /tmp/preferred
 
-Pairs are a file of JSON lines with prompt, chosen and rejected (`--pairs`); without it two of them.
+`--pairs` is a file of JSON lines with prompt, chosen and rejected; the default is two pairs in this file.
 """
 
 import argparse
@@ -27,7 +27,7 @@ PAIRS = [
 
 
 class TensorParallelDPOTrainer(ShardedCheckpoints, DPOTrainer):
-    """TRL's trainer with checkpoints of sharded optimizers."""
+    """Trainer of TRL that saves checkpoints of sharded optimizers."""
 
 
 def arguments() -> argparse.Namespace:

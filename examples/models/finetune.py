@@ -1,8 +1,8 @@
-"""Fine-tunes all weights of a published model with transformers' Trainer; checkpoints can be resumed from.
+"""Fine-tunes all weights of a published model with transformers' Trainer, with checkpoints to resume from.
 
     bash launch/torchrun.sh python examples/models/finetune.py --model Qwen/Qwen3-8B --out /tmp/tuned
 
-Texts are a file of lines (`--texts`); without it a few sentences of this page's.
+`--texts` is a file with a text in each line; the default is a few sentences in this file.
 """
 
 import argparse

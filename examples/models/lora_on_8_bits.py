@@ -1,8 +1,8 @@
-"""LoRA on a base that stays in the 8 bits of its checkpoint; merged, quantised again and saved.
+"""LoRA on a base model in the 8 bits of its checkpoint, which is then merged, quantised and saved.
 
     bash launch/torchrun.sh python examples/models/lora_on_8_bits.py --model Qwen/Qwen3-8B-FP8 --out /tmp/8
 
-Writes the adapter to OUT/adapter, and to OUT/merged a checkpoint of the base's own form.
+Writes the adapter to OUT/adapter, and a checkpoint in the format of the base model to OUT/merged.
 """
 
 import argparse

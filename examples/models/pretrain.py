@@ -1,8 +1,8 @@
-"""Pre-trains a Llama from scratch: drawn straight into shards, trained, saved in transformers' format.
+"""Pre-trains a Llama from scratch: initialises it as shards, trains it, saves it in transformers' format.
 
     bash launch/torchrun.sh python examples/models/pretrain.py --out /tmp/llama
 
-Tokens are a file of numpy's (`--tokens`, one long row of ids); without it a text that repeats itself.
+`--tokens` is a numpy file with one row of token ids; the default is a repeated text.
 """
 
 import argparse

@@ -2,7 +2,7 @@
 
     OVERLAP_GEMM_VLLM=1 python examples/models/serve.py --model Qwen/Qwen3-8B --ranks 8
 
-What fine-tuning and merging have saved (`examples/models/finetune.py`, `lora_on_8_bits.py`) is served alike.
+The output of `examples/models/finetune.py` or `lora_on_8_bits.py` is served in the same way.
 """
 
 import argparse

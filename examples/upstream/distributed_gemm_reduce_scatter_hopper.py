@@ -28,40 +28,42 @@
 
 """GEMM + reduce-scatter in one Hopper kernel, with a pipeline from the epilogue to a communicating warp.
 
-Each of P ranks multiplies its own A (M x K) by its own B (N x K). The P products are added, and rank r keeps
-rows [r * M / P, (r + 1) * M / P) of the sum. While the tensor cores compute a tile, the tile before it is
-sent to the rank that owns its rows, and tiles that have arrived from all ranks are added.
+Each of P ranks multiplies its A (M x K) by its B (N x K). The P products are added, and rank r gets rows
+[r * M / P, (r + 1) * M / P) of the sum. The tensor cores compute one tile while the previous tile is sent to
+the rank that owns its rows. Tiles that have arrived from all ranks are added at the same time.
 
-    load warp         TMA of A and B                                             -> PipelineTmaAsync
-    MMA warps         wgmma; epilogue: registers to a stage in shared memory     -> PipelineAsync ("ring")
-    comm warp         one lane: bulk store of the stage to the owner's memory; a flag when a tile is written
-    reduce warps      flags of all P ranks; sum of P partial tiles in rank order; output
+    | load warp    | TMA of A and B                                            | -> PipelineTmaAsync       |
+    | MMA warps    | wgmma; epilogue: registers to a stage in shared memory    | -> PipelineAsync ("ring") |
+    | comm warp    | one lane: bulk store of the stage to the owner's memory; a flag when a tile is written |
+    | reduce warps | wait for flags of P ranks; add P partial tiles in rank order; store the output         |
 
-How does an epilogue hand tiles to a communicating warp? A TMA store completes on no mbarrier; only the thread
-that issued it can wait for it, because bulk async-groups belong to a thread. So a pipeline cannot have a TMA
-store on one side and another warp's wait for this store on the other. The answer is to let the communicating
-warp issue the store: then the hand-over is a stage in shared memory, and an ordinary PipelineAsync:
+How does an epilogue pass tiles to a communicating warp? A TMA store completes on no mbarrier. Only the thread
+that issued the store can wait for it, because bulk async-groups belong to a thread. So no pipeline can have
+the TMA store in its producer and the wait for this store in another warp. Here the communicating warp issues
+the store. Then the epilogue passes a stage in shared memory, by an ordinary PipelineAsync:
 
-    MMA warps (producer)                         comm lane (consumer)
-    --------------------                         --------------------
-    producer_acquire       <----- empty -----    consumer_release
-    write the stage (stmatrix)
-    fence.proxy.async, by each thread
-    producer_commit        ----- full ------>    consumer_wait
-                                                 bulk store to the owner, commit_group
-                                                 wait_group.read 1: the stage before this one can be released
-                                                 after the last stage of a tile: wait_group 0, then the flag
+    | MMA warps (producer)                    | comm lane (consumer)                                        |
+    |-----------------------------------------|-------------------------------------------------------------|
+    | producer_acquire     <----- empty ----- | consumer_release                                            |
+    | write the stage (stmatrix)              |                                                             |
+    | fence.proxy.async, by each thread       |                                                             |
+    | producer_commit      ----- full ------> | consumer_wait                                               |
+    |                                         | bulk store to the owner, commit_group                       |
+    |                                         | wait_group.read 1: the previous stage can be released       |
+    |                                         | after the last stage of a tile: wait_group 0, then the flag |
 
 The two waits are different. `wait_group.read` returns when the store has *read* shared memory, which is
-enough to overwrite the stage. The flag says that the tile is *written*: this takes `wait_group` without
-`.read`. The flag is released at `.sys` scope, because the thread that acquires it runs on another GPU.
+enough to overwrite the stage. The flag signals that the tile is *written*, which requires `wait_group`
+without `.read`. The flag is released at `.sys` scope, because the thread that acquires it runs on another
+GPU.
 
-Progress: only the reduce warps wait for other ranks, and no role waits for the reduce warps. So every tile is
-sent, if all CTAs of the launch are resident: the grid is as large as fits.
+Progress: only the reduce warps wait for other ranks, and no role waits for the reduce warps. All CTAs of the
+launch are resident, because the grid is not larger than the GPU can hold. So every tile is sent.
 
-Reuse: a flag holds the number of the last launch ("epoch") and is never reset. Slots for arriving tiles exist
-twice, for odd and even epochs. A rank starts launch e + 2 after it has seen flags of launch e + 1 from every
-rank, and a rank raises those after its launch e, with all its reads of slots, has ended.
+Reuse: a flag has the number of the last launch ("epoch") and is never reset. There are two sets of slots for
+arriving tiles, one for odd and one for even epochs. A rank starts launch e + 2 after it has acquired flags of
+launch e + 1 from every rank. Each rank releases those flags after the end of its launch e, and so after all
+its reads of slots in launch e.
 
 To run this example on two GPUs of a machine:
 
@@ -71,18 +73,18 @@ To run this example on two GPUs of a machine:
       --mnkl 8192,8192,4096,1 --tile_shape_mn 128,256 --cluster_shape_mn 2,1  \
       --ab_dtype BFloat16 --c_dtype BFloat16 --warmup_iterations 10 --iterations 50
 
-and on one GPU, whose SMs are divided among virtual ranks:
+and on one GPU, with its SMs divided among virtual ranks:
 
 .. code-block:: bash
 
     python distributed_gemm_reduce_scatter_hopper.py --virtual_ranks 2 --mnkl 1000,520,200,1
 
 Constraints:
-* M, N and K are the extents of one rank's product; L is 1
-* A and B are fp16 or bf16, K-major; C is fp16 or bf16, N-major
-* M is a multiple of P; N and K are multiples of 8; the last tiles of M / P, N and K may be ragged
-* CTA tile shape M must be 64/128, N must be 64/128/256; cluster shape must be (1,1), (2,1) or (1,2)
-* At most 32 ranks, each with access to the memory of the others (NVLink or PCIe P2P)
+* M, N and K are the extents of one rank's product; L is 1.
+* A and B are fp16 or bf16, K-major; C is fp16 or bf16, N-major.
+* M is a multiple of P; N and K are multiples of 8; the last tiles of M / P, N and K may be partial.
+* CTA tile shape M must be 64/128, N must be 64/128/256; cluster shape must be (1,1), (2,1) or (1,2).
+* At most 32 ranks, each with access to the memory of the others (NVLink or PCIe P2P).
 """
 
 import argparse
@@ -106,7 +108,7 @@ from cutlass.torch import dtype as torch_dtype
 
 
 def gmem_ptr(dtype, address, align):
-    """Pointer to an address of any rank's memory."""
+    """Returns a pointer to an address in any rank's memory."""
     return cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=align)
 
 
@@ -169,7 +171,7 @@ class HopperGemmReduceScatterKernel:
         self.ab_stages = min(6, (capacity - self.ring_stages * self.subtile_bytes) // self.ab_bytes)
 
     def slots_and_flags(self, shape, world):
-        """Bytes of slots and number of flags that each rank needs for an output of this shape."""
+        """Returns (bytes of slots, number of flags) of each rank for an output of this shape."""
         num_tiles = self._num_tiles(shape)
         return 2 * world * num_tiles * self.tile_bytes, num_tiles * world
 
@@ -254,33 +256,33 @@ class HopperGemmReduceScatterKernel:
     # ------------------------------------------------------------------------------------------------
 
     def _cluster_tiles(self, shape):
-        """Number of cluster tiles of an owner's output, along M and N."""
+        """Returns the number of cluster tiles of an owner's output, along M and N."""
         m, n = self.tile_m * self.cluster_shape_mn[0], self.tile_n * self.cluster_shape_mn[1]
         return (shape[0] + m - 1) // m, (shape[1] + n - 1) // n
 
     def _num_tiles(self, shape):
-        """Number of CTA tiles of an owner's output."""
+        """Returns the number of CTA tiles of an owner's output."""
         tiles_m, tiles_n = self._cluster_tiles(shape)
         return tiles_m * tiles_n * self.cluster_size
 
     def _positions(self, out, world):
-        """Positions of this cluster in the work list, the cluster tiles of all owners: first, end, step."""
+        """Returns (first, end, step) of this cluster's positions in the list of all owners' cluster tiles."""
         _, _, first = cute.arch.block_idx()
         _, _, step = cute.arch.grid_dim()
         return first, self._num_tiles(out.shape) // self.cluster_size * world, step
 
     def _owner_and_index(self, position, rank, world):
-        """Owner of a position's tile, and the tile's index among the owner's.
+        """Returns the owner of the tile at a position, and the index of the tile among the owner's tiles.
 
-        Owners take turns, so that the link is busy from the first wave to the last. Rank r begins with owner
-        r + 1, so that the ranks send to different ones.
+        Owners alternate, so that the link is busy from the first wave to the last. Rank r begins with owner
+        r + 1, so that the ranks send to different owners.
         """
         return (rank + 1 + position) % world, position // world
 
     def _tile_coord(self, index, m, n, out):
-        """Coordinate of a CTA tile: of CTA (m, n) of the cluster that computes cluster tile `index`.
+        """Returns the coordinate of the tile of CTA (m, n) in the cluster of cluster tile `index`.
 
-        Bands of tiles along M are walked column by column, so that a wave finds A and B in L2.
+        Tiles are numbered in bands along M, column by column in a band, so that a wave shares A and B in L2.
         """
         tiles_m, tiles_n = self._cluster_tiles(out.shape)
         first = index // (self.band * tiles_n) * self.band
@@ -290,11 +292,11 @@ class HopperGemmReduceScatterKernel:
         return tile_m * self.cluster_shape_mn[0] + m, tile_n * self.cluster_shape_mn[1] + n
 
     def _cta_tile(self, index, m, n):
-        """Number of the CTA tile of CTA (m, n) of the cluster that computes cluster tile `index`."""
+        """Returns the number of the tile of CTA (m, n) in the cluster of cluster tile `index`."""
         return (index * self.cluster_shape_mn[1] + n) * self.cluster_shape_mn[0] + m
 
     def _slot_offset(self, epoch, source, world, tile, out):
-        """Offset in bytes of the slot (parity of the epoch, source, tile)."""
+        """Returns the offset in bytes of the slot (parity of the epoch, source, tile)."""
         slot = ((epoch % 2) * world + source) * self._num_tiles(out.shape) + tile
         return cutlass.Int64(slot) * self.tile_bytes
 
@@ -316,7 +318,7 @@ class HopperGemmReduceScatterKernel:
         rank: cutlass.Int32,
         epoch: cutlass.Int32,
     ):
-        """One CTA: sets up the pipelines, then runs each warp's role."""
+        """Sets up the pipelines of a CTA, then runs the role of each warp."""
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp_idx == self.load_warp_id:
             cpasync.prefetch_descriptor(tma_a)
@@ -374,8 +376,8 @@ class HopperGemmReduceScatterKernel:
 
     @cute.jit
     def load(self, ab, tma_a, mA, sA, tma_b, mB, sB, out, rank):
-        """The load warp: A and B of each tile, `tile_k` at a time."""
-        m, n, _ = cute.arch.block_idx()  # of the CTA in its cluster
+        """Loads A and B of each tile, `tile_k` at a time, into empty stages; run by the load warp."""
+        m, n, _ = cute.arch.block_idx()  # coordinate of the CTA in its cluster
         gA = cute.local_tile(mA, (self.tile_m, self.tile_k), (None, None, None))
         gB = cute.local_tile(mB, (self.tile_n, self.tile_k), (None, None))
         tAsA, tAgA = cpasync.tma_partition(
@@ -428,7 +430,7 @@ class HopperGemmReduceScatterKernel:
 
     @cute.jit
     def multiply(self, ab, ring, tiled_mma, sA, sB, sC, k_extent, out, slots):
-        """The MMA warp groups: a tile's product, then its epilogue, which fills the ring."""
+        """Computes each tile, then fills the ring with its subtiles; run by the MMA warps."""
         tidx, _, _ = cute.arch.thread_idx()
         thread = tidx - 32 * self.num_producer_warps
         thr_mma = tiled_mma.get_slice(thread)
@@ -487,9 +489,9 @@ class HopperGemmReduceScatterKernel:
 
     @cute.jit
     def communicate(self, ring, sRing, out, slots, flags, rank, epoch):
-        """One lane of the comm warp: stores each tile in its owner's slot, then raises the tile's flag.
+        """Stores each tile in its owner's slot, then releases its flag; run by one lane of the comm warp.
 
-        Always the same lane: no other thread can wait for its stores.
+        It is always the same lane, because no other thread can wait for its stores.
         """
         world = cute.size(slots)
         m, n, _ = cute.arch.block_idx()
@@ -526,10 +528,10 @@ class HopperGemmReduceScatterKernel:
 
     @cute.jit
     def reduce(self, out, slots, flags, rank, epoch, warp_idx):
-        """The reduce warps: add the partial tiles of all ranks in rank order, so that results repeat.
+        """Adds the partial tiles of all ranks in rank order and stores the sums; run by the reduce warps.
 
-        A unit of work is a subtile. All CTAs take units in turn, whatever tiles they compute, so that many
-        CTAs share the last tiles.
+        The order is fixed, so results are repeatable. A unit of work is a subtile. Units are distributed
+        among all CTAs independently of the tiles that they compute, so that many CTAs share the last tiles.
         """
         world = cute.size(slots)
         rows, columns = out.shape[0], out.shape[1]
@@ -590,7 +592,7 @@ class HopperGemmReduceScatterKernel:
 
 
 def symmetric(shape, dtype, world):
-    """Zeroed symmetric memory: the tensors of this process' ranks, and a table of all ranks' addresses."""
+    """Returns zeroed symmetric memory: tensors of this process' ranks, and the addresses of all ranks."""
     if dist.is_initialized():
         device = torch.device("cuda", torch.cuda.current_device())
         tensors = [symm_mem.empty(shape, dtype=dtype, device=device)]
@@ -606,7 +608,7 @@ def symmetric(shape, dtype, world):
 
 
 def operands(mnk, dtype, rank, launch):
-    """A and B of a rank: small integers, so that products in fp32 are exact in any order."""
+    """Returns A and B of a rank: small integers, so that sums in fp32 are exact in any order."""
     m, n, k = mnk
     generator = torch.Generator("cuda").manual_seed(1000 * launch + rank)
 
@@ -617,7 +619,7 @@ def operands(mnk, dtype, rank, launch):
 
 
 def reference(mnk, ab_dtype, c_dtype, rank, world, launch):
-    """Output of a rank: partial products rounded to C's type, added in fp32 in rank order."""
+    """Returns the output of a rank: partial products rounded to C's type, added in fp32 in rank order."""
     rows = mnk[0] // world
     total = 0.0
     for source in range(world):
@@ -628,12 +630,12 @@ def reference(mnk, ab_dtype, c_dtype, rank, world, launch):
 
 
 def as_cute(tensor, leading_dim):
-    """The DSL's view of a tensor, with dynamic extents."""
+    """Returns the DSL's view of a tensor, with dynamic extents."""
     return from_dlpack(tensor, assumed_align=16).mark_layout_dynamic(leading_dim=leading_dim)
 
 
 def time_us(call, warmup_iterations, iterations):
-    """Mean time of a call in the current stream, on the slowest rank."""
+    """Returns the mean time of a call in the current stream, on the slowest rank."""
     for _ in range(warmup_iterations):
         call()
     torch.cuda.synchronize()
@@ -712,7 +714,7 @@ def run(
         streams = [torch.cuda.current_stream()]
 
     def arguments(number):
-        """Operands, outputs and kernel arguments of this process' ranks for one set of random numbers."""
+        """Returns operands, outputs and kernel arguments of this process' ranks for a seed."""
         inputs = [operands((m, n, k), ab_dtype, rank, number) for rank in local_ranks]
         outs = [torch.full((m // world, n), float("nan"), dtype=c_type, device="cuda") for _ in local_ranks]
         shards = [(a.view(world, m // world, k).permute(1, 2, 0), b) for a, b in inputs]
@@ -737,8 +739,8 @@ def run(
             torch.cuda.current_stream().wait_stream(stream)
 
     if not skip_ref_check:
-        # Nothing but the kernel itself orders these launches between ranks. The third one writes to the slots
-        # of the first one.
+        # Only the kernel itself orders these launches between ranks. The third one overwrites the slots of
+        # the first one.
         launches = [arguments(number) for number in range(3)]
         for _, _, of_launch in launches:
             launch(of_launch)

@@ -29,15 +29,15 @@
 """A flag after a TMA store needs `cp.async.bulk.wait_group`, not `cp.async.bulk.wait_group.read`.
 
 CTA 0 stores a buffer to global memory with a bulk store, waits, and releases a flag. CTA 1 acquires the flag
-and copies the buffer. By the PTX ISA (cp.async.bulk.wait_group)
+and copies the buffer. The PTX ISA (cp.async.bulk.wait_group) defines two waits:
 
-* with `.read` the wait ends when the source has been read; writes may still be on their way;
-* without `.read` the wait ends when the writes are visible to the executing thread, whose release of the flag
+* With `.read` the wait ends when the source has been read. Writes may not be complete.
+* Without `.read` the wait ends when the writes are visible to the executing thread. Its release of the flag
   then makes them visible to the thread that acquires the flag.
 
 So `--wait read` is a data race. For sm_90a the assembler of nvidia-cutlass-dsl 4.8.1 compiles both waits to
-the same instruction (DEPBAR.LE SB0, 0x0), so a GPU is not expected to show the race. Nothing promises that
-this stays so. An emulator that checks the order of accesses reports the race, with both lines:
+the same instruction (`DEPBAR.LE SB0, 0x0`). So a GPU is not expected to show the race, but no document
+guarantees this. An emulator that checks the order of accesses reports the race, with both lines:
 
 .. code-block:: bash
 
@@ -74,7 +74,7 @@ def send_and_receive(
     launch: cutlass.Int32,
     reads_only: cutlass.Constexpr,
 ):
-    """CTA 0 stores x in the mailbox, CTA 1 copies the mailbox to out."""
+    """Stores x in the mailbox, by CTA 0, and copies the mailbox to out, by CTA 1."""
     thread, _, _ = cute.arch.thread_idx()
     cta, _, _ = cute.arch.block_idx()
     stage = memory.SmemAllocator().allocate_tensor(cutlass.Float32, cute.make_layout(ELEMENTS), 128)
@@ -136,7 +136,7 @@ def run(wait: str, launches: int = 3) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="The wait between a TMA store and the flag behind it.")
+    parser = argparse.ArgumentParser(description="Shows the wait between a TMA store and its flag.")
     parser.add_argument("--wait", choices=["full", "read"], default="full", help="Wait before the flag")
     parser.add_argument("--launches", type=int, default=3, help="Number of launches")
     args = parser.parse_args()

@@ -74,7 +74,7 @@ needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs
 @needs_hopper
 @pytest.mark.parametrize(NAMES, SMALL)
 def test_virtual_ranks(virtual_ranks, mnkl, tile_shape_mn, cluster_shape_mn, ab_dtype, c_dtype, monkeypatch):
-    """Every rank's output has the bits of the reference, three launches in a row."""
+    """Compares every rank's output bit by bit with the reference, in three launches."""
     monkeypatch.syspath_prepend(EXAMPLE.parent)
     from distributed_gemm_reduce_scatter_hopper import run
 
@@ -85,7 +85,7 @@ def test_virtual_ranks(virtual_ranks, mnkl, tile_shape_mn, cluster_shape_mn, ab_
 @needs_two_gpus
 @pytest.mark.parametrize("mnkl", TARGETS)
 def test_two_gpus(mnkl, capsys):
-    """The reference's bits, and the times of the product, the collective and the kernel."""
+    """Compares the bits with the reference; prints times of the product, the collective and the kernel."""
     shape = ",".join(map(str, mnkl))
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", EXAMPLE, "--mnkl", shape]
