@@ -1,9 +1,9 @@
-"""Whether the driver takes a launch that is cooperative and a programmatic dependent at once.
+"""Trial of launches that are cooperative and programmatic dependents at once.
 
     python benchmarks/cooperative_dependent.py
 
 The DSL sets both attributes on any launch (`kernel.launch(cooperative=, use_pdl=)`). Prints, for each of the
-four combinations, what the driver said, and how long 200 launches in a CUDA graph took, each.
+four combinations, the answer of the driver, and how long 200 launches in a CUDA graph took, each.
 """
 
 import cutlass
@@ -37,7 +37,7 @@ def add_one(
 
 
 def microseconds(cooperative: bool, dependent: bool) -> float:
-    """Of one of 200 launches in a graph; raises what the driver says."""
+    """Returns the time of one of 200 launches in a graph; raises the driver's error."""
     values = torch.zeros(132 * 128, dtype=torch.int32, device="cuda")
     view, stream = from_dlpack(values), torch.cuda.Stream()
     launch = cute.compile(add_one, view, cooperative, dependent, CUstream(stream.cuda_stream))
@@ -62,7 +62,7 @@ if __name__ == "__main__":
     for cooperative in (False, True):
         for dependent in (False, True):
             try:
-                said = f"{microseconds(cooperative, dependent):.2f} us a launch"
-            except Exception as error:  # noqa: BLE001 - what it says is the result
-                said = f"refused: {type(error).__name__}: {error}"
-            print(f"cooperative={cooperative} dependent={dependent}: {said}", flush=True)
+                outcome = f"{microseconds(cooperative, dependent):.2f} us a launch"
+            except Exception as error:  # noqa: BLE001 - the error is the result
+                outcome = f"refused: {type(error).__name__}: {error}"
+            print(f"cooperative={cooperative} dependent={dependent}: {outcome}", flush=True)

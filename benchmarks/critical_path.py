@@ -88,12 +88,12 @@ STRETCHES = (
 
 @dataclass(frozen=True)
 class Cost:
-    """What a warp executed in a stretch.
+    """Counts of the instructions that a warp executed in a stretch.
 
     Attributes:
-        instructions: all of it, the end itself not counted.
-        divisions: of them, integer divisions and remainders.
-        lookups: of them, loads of a single value from global memory.
+        instructions: All instructions, without the end of the stretch.
+        divisions: Integer divisions and remainders among them.
+        lookups: Loads of a single value from global memory among them.
     """
 
     instructions: int = 0
@@ -101,7 +101,7 @@ class Cost:
     lookups: int = 0
 
     def plus(self, opcode: str) -> Cost:
-        """With one more."""
+        """Returns the counts with one more instruction."""
         return Cost(
             self.instructions + 1,
             self.divisions + opcode.startswith(("div.", "rem.")),
@@ -111,30 +111,30 @@ class Cost:
 
 @dataclass
 class CriticalPaths:
-    """Every stretch that was executed.
+    """Stretches that were executed.
 
     Attributes:
-        found: name of a stretch -> what it cost, each time.
+        costs: Name of a stretch -> its counts, each time.
     """
 
-    found: dict[str, list[Cost]] = field(default_factory=dict)
+    costs: dict[str, list[Cost]] = field(default_factory=dict)
     _running: dict[tuple[int, str], Cost] = field(default_factory=dict, repr=False)
 
     def executed(self, warp: Any, opcode: str) -> None:
-        """A warp has executed an instruction."""
+        """Records an instruction that a warp has executed."""
         for stretch in STRETCHES:
             key = (id(warp), stretch.name)
             if key in self._running:
                 if stretch.end.match(opcode):
-                    self.found.setdefault(stretch.name, []).append(self._running.pop(key))
+                    self.costs.setdefault(stretch.name, []).append(self._running.pop(key))
                 else:
                     self._running[key] = self._running[key].plus(opcode)
             if stretch.begin.match(opcode):
                 self._running[key] = Cost()
 
     def worst(self, name: str) -> Cost:
-        """The most of each count, over all times; of a stretch that was never executed nothing."""
-        costs = self.found.get(name, [Cost()])
+        """Returns the maximum of each count over all times; zeros for a stretch that was never executed."""
+        costs = self.costs.get(name, [Cost()])
         return Cost(*map(max, zip(*map(astuple, costs), strict=True)))
 
 
@@ -180,10 +180,10 @@ def listening(listener: Callable[[Any, str], None]) -> Iterator[None]:
 
 
 def measure(arch: str, name: str) -> dict[str, dict[str, int]]:
-    """The worst of each stretch of an op: name -> counts; several tiles and units per CTA."""
+    """Returns the worst counts of an op by stretch; each CTA has several tiles and units."""
     paths = CriticalPaths()
     call(arch, name, paths.executed)
-    return {each.name: asdict(paths.worst(each.name)) for each in STRETCHES if each.name in paths.found}
+    return {each.name: asdict(paths.worst(each.name)) for each in STRETCHES if each.name in paths.costs}
 
 
 def call(
@@ -193,19 +193,19 @@ def call(
     ranks: int = RANKS,
 ) -> None:
     """Calls an op on all ranks; tells ``listener`` what they execute."""
-    op, (m, n, k), ways = OPS[name]
+    op, (m, n, k), options = OPS[name]
     case, layout = Case(op, m, n, k, torch.bfloat16, bias=False), LAYOUTS[op]
-    given = operands(case)
+    tensors = operands(case)
     lengths = {"all_gather_gemm": {"rows": m}, "gemm_all_gather": {"columns": n}}.get(op, {})
     with (
         listening(listener),
-        configured(**KERNELS[arch], **ways),
+        configured(**KERNELS[arch], **options),
         Emulator(arch, ranks, num_sms=SMS) as emulator,
         VirtualWorld(ranks, emulator=emulator) as world,
     ):
         for rank, group in enumerate(world.names):
-            x = layout.part(given.x, layout.x, rank, ranks)
-            weight = layout.part(given.weight, layout.weight, rank, ranks)
+            x = layout.part(tensors.x, layout.x, rank, ranks)
+            weight = layout.part(tensors.weight, layout.weight, rank, ranks)
             getattr(overlap_gemm, op)(x, weight, group=group, backend="fused", **lengths)
         world.synchronize()
 
@@ -214,16 +214,16 @@ def main() -> None:
     """Measures all of them."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--json", type=Path, help="Write the counts to this file.")
-    asked = parser.parse_args()
-    found = {}
+    arguments = parser.parse_args()
+    results = {}
     for arch in KERNELS:
         for name in OPS:
-            found[f"{arch} {name}"] = measure(arch, name)
-            for stretch, cost in found[f"{arch} {name}"].items():
+            results[f"{arch} {name}"] = measure(arch, name)
+            for stretch, cost in results[f"{arch} {name}"].items():
                 counts = ", ".join(f"{value:4} {what}" for what, value in cost.items())
                 print(f"{arch:8} {name:28} {stretch:34} {counts}", flush=True)
-    if asked.json:
-        asked.json.write_text(json.dumps(found, indent=1) + "\n")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
-"""How fast the emulator is: warp instructions per second and seconds per GEMM, on one core.
+"""Speed of the emulator: warp instructions per second and seconds per GEMM, on one core.
 
 ::
 
     OPENBLAS_NUM_THREADS=1 python benchmarks/emulator_speed.py [--rounds 5] [--json FILE]
 
-Compiles this library's kernels (no GPU needed), runs each once to translate its PTX, then `--rounds` times in
-interleaved rounds, and prints medians of the process's CPU time, which other jobs on the machine disturb
-least, and of wall time; and of CPU time with every check off, since the checks are on by default. Results are
-compared with torch: a fast wrong run is no result.
+Compiles this library's kernels (no GPU needed), and runs each once to translate its PTX. Then it runs each
+`--rounds` times in interleaved rounds, and prints medians of the process's CPU time, which other jobs on the
+machine disturb least; of wall time; and of CPU time without checks. Results are compared with torch.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ class Workload:
     instructions: int = 0
 
     def measure(self) -> None:
-        """One round."""
+        """Runs one round."""
         wall, cpu = time.perf_counter(), time.process_time()
         self.instructions = self.run(True)
         self.cpu.append(time.process_time() - cpu)
@@ -98,7 +97,7 @@ def checks(on: bool) -> dict[str, tuple[str, ...]]:
 
 
 def operands(m: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A (M, K), B (N, K) and a poisoned C (M, N), bf16."""
+    """Returns A (M, K), B (N, K) and a poisoned C (M, N), bf16."""
     generator = torch.Generator().manual_seed(m + n + k)
     a, b = (torch.randn(rows, k, generator=generator).bfloat16() for rows in (m, n))
     return a, b, torch.full((m, n), torch.nan, dtype=torch.bfloat16)
@@ -114,7 +113,7 @@ def require_close(out: torch.Tensor, exact: torch.Tensor, what: str) -> None:
 def plain_gemm(
     config: GemmConfig, m: int, n: int, k: int, ranks: int = 1, target: float | None = None
 ) -> Workload:
-    """A plain GEMM on every rank, co-scheduled."""
+    """Returns a plain GEMM on every rank, co-scheduled."""
     with Emulator(config.arch):
         compiled = compile_kernel(make_kernel(config))
     data = [operands(m, n, k) for _ in range(ranks)]
@@ -139,7 +138,7 @@ def plain_gemm(
 
 
 def reduce_scatter(m: int, n: int, k: int, ranks: int, target: float | None = None) -> Workload:
-    """GEMM reduce-scatter through the public op, K = `k` on every rank."""
+    """Returns a GEMM reduce-scatter by the public op, with K = `k` on every rank."""
     data = [operands(m, n, k)[:2] for _ in range(ranks)]
     exact = sum(a.float() @ b.float().t() for a, b in data)
     outs: list[torch.Tensor] = []
@@ -163,7 +162,7 @@ def reduce_scatter(m: int, n: int, k: int, ranks: int, target: float | None = No
 
 
 def workloads() -> list[Workload]:
-    """What is measured."""
+    """Returns the measured workloads."""
     cube = (1024, 1024, 1024)
     pair = {"mma": "2cta", "cluster": (2, 1)}
     return [
@@ -178,7 +177,7 @@ def workloads() -> list[Workload]:
 
 
 def machine() -> dict[str, object]:
-    """What the numbers depend on."""
+    """Returns properties of the machine and versions of libraries."""
     return {
         "processor": processor(),
         "cores": os.cpu_count(),
@@ -191,7 +190,7 @@ def machine() -> dict[str, object]:
 
 
 def main() -> None:
-    """The command line."""
+    """Measures, prints and stores the workloads."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(

@@ -1,10 +1,14 @@
-"""Plain products of e4m3 operands with scales of rows and columns, beside torch's, on one GPU.
+"""Plain products of e4m3 operands with scales of rows and columns, and torch's, on one GPU.
 
     python benchmarks/fp8_gemm.py OUT.json [SECONDS]
 
-Each of our kernels is compiled here, checked against float32, captured in a CUDA graph and timed in turn with
-`torch._scaled_mm` (scales of rows, of a tensor, both settings of `use_fast_accum`), `F.scaled_mm` (of blocks)
-and, where `deep_gemm` can be imported, DeepGEMM's product (of blocks); operands rotate between two copies.
+Each of our kernels is compiled, checked against float32, captured in a CUDA graph, and timed in turn with
+
+- `torch._scaled_mm`, with scales of rows or of a tensor, and both settings of `use_fast_accum`
+- `F.scaled_mm`, with scales of blocks
+- DeepGEMM's product, with scales of blocks, if `deep_gemm` can be imported
+
+Operands rotate between two copies.
 DeepGEMM's wheels of 2026 are made for torch 2.13 and later, whose tensors lie otherwise in memory: with torch
 2.11 build it from its source.
 Figures are medians of a call in microseconds, and the median ratio to torch's row-wise fast product.
@@ -69,15 +73,15 @@ TURNS = 5
 
 
 def config_of(mma: Any, tile: tuple[int, int], cluster: tuple[int, int], fast: bool) -> GemmConfig:
-    """The configuration of an e4m3 kernel with scales of rows and columns."""
+    """Returns the configuration of an e4m3 kernel with scales of rows and columns."""
     scaled = (SCALES,)
     return GemmConfig("sm_90a", tile, cluster, mma, in_dtype="e4m3", epilogue=scaled, fast_accum=fast)
 
 
 def tensor(x: torch.Tensor) -> Any:
-    """As the DSL's own calling path takes it."""
-    given = from_dlpack(x, assumed_align=16)
-    return given.mark_layout_dynamic() if x.ndim == 1 else given.mark_layout_dynamic(1)
+    """Returns a tensor as an argument of the DSL's kernels."""
+    argument = from_dlpack(x, assumed_align=16)
+    return argument.mark_layout_dynamic() if x.ndim == 1 else argument.mark_layout_dynamic(1)
 
 
 def main() -> None:
@@ -191,16 +195,18 @@ def main() -> None:
                 compiled(tensor(a), tensor(b), tensor(out), extras, None, clusters, stream)  # noqa: B023
 
             capture(config.name, with_blocks, of_blocks)
-        found = []
+        timings = []
         for turn in range(
             TURNS
         ):  # in another order each time: what a kernel draws is in the next one's clock
             names = sorted(graphs)
             random.Random(turn).shuffle(names)
-            found.append(measure({n: graphs[n] for n in names}, device="cuda", rounds=3, burst_seconds=0.015))
-        median = {name: statistics.median(t.median(name) for t in found) * 1e6 for name in graphs}
+            timings.append(
+                measure({n: graphs[n] for n in names}, device="cuda", rounds=3, burst_seconds=0.015)
+            )
+        median = {name: statistics.median(t.median(name) for t in timings) * 1e6 for name in graphs}
         ratio = {
-            name: statistics.median(t.ratio(name, "torch row-wise fast") for t in found) for name in graphs
+            name: statistics.median(t.ratio(name, "torch row-wise fast") for t in timings) for name in graphs
         }
         results.append(
             {"shape": [m, n, k], "us": {x: round(t, 2) for x, t in median.items()},

@@ -3,8 +3,8 @@
     python benchmarks/host_time.py                                   # one CPU process: our own share of it
     bash launch/torchrun.sh -n 4 python benchmarks/host_time.py      # GPUs: whole calls, launches included
 
-On a CPU the kernel of `fused` is replaced by one that does nothing, in an emulated world of two ranks, and
-the portable backends multiply matrices so small that `torch.mm` of them is the floor, printed beside. On GPUs
+On a CPU the kernel of `fused` is replaced by one that does nothing, in an emulated world of two ranks. The
+portable backends multiply small matrices; their `torch.mm` is printed as the lower bound. On GPUs
 calls are issued without waiting for the device, few enough that its queue does not fill up.
 """
 
@@ -26,7 +26,7 @@ CALLS, ROUNDS = 50, 20
 
 
 def host_seconds(call: Callable[[], object], synchronize: Callable[[], None]) -> tuple[float, float]:
-    """The least and the median time of a call over the rounds."""
+    """Returns the least and the median time of a call over the rounds."""
     rounds = []
     for _ in range(ROUNDS):
         synchronize()
@@ -47,8 +47,8 @@ def report(name: str, call: Callable[[], object], synchronize: Callable[[], None
         print(f"{name:58} {least * 1e6:8.1f} {middle * 1e6:8.1f}", flush=True)
 
 
-def ways(backends: tuple[str, ...], x: torch.Tensor, weight: torch.Tensor, **said: object) -> None:
-    """Every op by every backend that has it, without a gradient and with one that the weight wants."""
+def time_ops(backends: tuple[str, ...], x: torch.Tensor, weight: torch.Tensor, **options: object) -> None:
+    """Times every op by every backend that has it, without and with a gradient of the weight."""
     wait = torch.cuda.synchronize if x.is_cuda else (lambda: None)
     ranks = dist.get_world_size() if x.is_cuda else 1
     wanting = weight.detach().clone().requires_grad_()
@@ -63,9 +63,9 @@ def ways(backends: tuple[str, ...], x: torch.Tensor, weight: torch.Tensor, **sai
         for backend in backends:
             if backend == "fused" and op != "gemm_reduce_scatter":
                 continue
-            for name, own in zip(("", ", weight wants a gradient"), weights, strict=True):
-                how = {"backend": backend, **extents, **said}
-                report(f"{op}, {backend}{name}", lambda c=call, o=own, h=how: c(x, o, **h), wait)
+            for name, w in zip(("", ", weight wants a gradient"), weights, strict=True):
+                how = {"backend": backend, **extents, **options}
+                report(f"{op}, {backend}{name}", lambda c=call, o=w, h=how: c(x, o, **h), wait)
 
 
 def main() -> None:
@@ -76,17 +76,17 @@ def main() -> None:
     if world.device.type == "cuda":
         x = torch.randn(512, 1024 // world.size, device=world.device, dtype=torch.bfloat16)
         weight = torch.randn(1024, 1024 // world.size, device=world.device, dtype=torch.bfloat16)
-        ways(("auto", "torch", "sequential", "fused"), x, weight)
+        time_ops(("auto", "torch", "sequential", "fused"), x, weight)
     else:
         torch.set_num_threads(1)
         x, weight = torch.randn(16, 16).bfloat16(), torch.randn(16, 16).bfloat16()
-        ways(("torch", "sequential"), x, weight)
+        time_ops(("torch", "sequential"), x, weight)
         nothing = mock.patch.object(plans, "compiled_kernel", lambda *_: lambda *_: None)
         with nothing, Emulator("sm_90a", 2) as emulator, VirtualWorld(2, emulator=emulator) as ranks:
             call = overlap_gemm.gemm_reduce_scatter
             how = {"group": ranks.names[0], "backend": "fused"}
-            for name, own in (("", weight), (", weight wants a gradient", weight.clone().requires_grad_())):
-                report(f"gemm_reduce_scatter, fused, no kernel{name}", lambda o=own: call(x, o, **how), int)
+            for name, w in (("", weight), (", weight wants a gradient", weight.clone().requires_grad_())):
+                report(f"gemm_reduce_scatter, fused, no kernel{name}", lambda o=w: call(x, o, **how), int)
     overlap_gemm.finalize()
 
 

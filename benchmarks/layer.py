@@ -1,4 +1,4 @@
-"""The projections of one Llama layer, forward and backward: ours beside torch's tensor-parallel styles.
+"""The projections of one Llama layer, forward and backward: ours and torch's tensor-parallel styles.
 
     bash launch/torchrun.sh -n 4 python benchmarks/layer.py --json benchmarks/results/h200x4-layer.json
 
@@ -65,7 +65,7 @@ class Projections(nn.Module):
 
 
 def ours(module: nn.Module, mesh: DeviceMesh, rows: int) -> Callable[[Tensor], Tensor]:
-    """Overlapping styles."""
+    """Applies overlapping styles."""
     column, row = (
         OverlapColwiseParallel(input_layouts=Shard(0), rows=rows),
         OverlapRowwiseParallel(output_layouts=Shard(0)),
@@ -74,20 +74,20 @@ def ours(module: nn.Module, mesh: DeviceMesh, rows: int) -> Callable[[Tensor], T
 
 
 def ours_compiled(module: nn.Module, mesh: DeviceMesh, rows: int) -> Callable[[Tensor], Tensor]:
-    """The same, compiled: what is between the projections is fused as it is for `async_tp`."""
+    """Applies them and compiles, which fuses operations between projections as for `async_tp`."""
     if mesh.device_type != "cuda":
         raise RuntimeError("compiled layers are timed on GPUs")
     return torch.compile(ours(module, mesh, rows), dynamic=False)
 
 
 def torchs(module: nn.Module, mesh: DeviceMesh, rows: int) -> Callable[[Tensor], Tensor]:
-    """Torch's own styles."""
+    """Applies torch's styles."""
     column, row = ColwiseParallel(input_layouts=Shard(0)), RowwiseParallel(output_layouts=Shard(0))
     return parallelize_module(module, mesh, {"qkv": column, "gate_up": column, "o": row, "down": row})
 
 
 def async_tp(module: nn.Module, mesh: DeviceMesh, rows: int) -> Callable[[Tensor], Tensor]:
-    """Torch's own styles, compiled so that its fused ops on symmetric memory take their place."""
+    """Applies torch's styles, compiled into its fused ops on symmetric memory."""
     if mesh.device_type != "cuda":
         raise RuntimeError("asynchronous tensor parallelism needs GPUs")
     import torch._inductor.config as inductor
@@ -115,7 +115,7 @@ def main(
         Path | None, typer.Option(help="What rank 0's streams do in each last pass, for timeline.py.")
     ] = None,
 ) -> None:
-    """Time the projections of Llama layers, tokens per second and memory."""
+    """Measures times of the projections of Llama layers, tokens per second and memory."""
     world = overlap_gemm.init()
     console = rank_zero_console(world.rank)
     mesh = init_device_mesh(world.device.type, (world.size,))
@@ -147,7 +147,7 @@ def main(
 def run(
     model: str, rows: int, mesh: DeviceMesh, device: torch.device, rounds: int, traces: dict[str, Any] | None
 ) -> Iterator[dict[str, Any]]:
-    """One result per pass; the spans of the last one go into `traces`."""
+    """Yields one result per pass; the spans of the last one are added to `traces`."""
     if rows % mesh.size():
         raise typer.BadParameter(
             f"{rows} rows are not divisible by {mesh.size()} ranks, as torch's styles want"
@@ -181,7 +181,7 @@ def run(
 
 
 def step(layer: Callable[[Tensor], Tensor], x: Tensor, forward_only: bool) -> Callable[[], object]:
-    """One pass over a layer."""
+    """Returns a function that passes over a layer."""
 
     def forward() -> object:
         with torch.no_grad():
@@ -197,7 +197,7 @@ def step(layer: Callable[[Tensor], Tensor], x: Tensor, forward_only: bool) -> Ca
 
 
 def peak_memory(call: Callable[[], object], device: torch.device) -> float:
-    """GiB that a call needs at once beyond what is there before it; 0 on a CPU, which does not tell."""
+    """Returns the peak of GiB that a call allocates in addition; 0 on a CPU."""
     if device.type != "cuda":
         return 0.0
     call()
@@ -217,7 +217,7 @@ def row(
     memory: dict[str, float],
     skipped: dict[str, str],
 ) -> dict[str, Any]:
-    """One result as plain data."""
+    """Returns one result as plain data."""
     others = [name for name in timings.seconds if name != "ours"]
     return {
         "model": model,
@@ -240,7 +240,7 @@ def row(
 
 
 def table(report: dict[str, Any]) -> Table:
-    """The results, a line per way."""
+    """Returns a table of the results, a line for each implementation."""
     machine = report["machine"]
     drawn = Table(
         title=f"{machine['ranks']} x {machine['processor']}; {report['protocol']}",
@@ -253,15 +253,15 @@ def table(report: dict[str, Any]) -> Table:
         drawn.add_column(heading, justify="right", no_wrap=True)
     for result in report["results"]:
         title = f"{result['model']}, {result['rows']}, {result['passes']}"
-        for name, found in result["ways"].items():
+        for name, measured in result["ways"].items():
             against = result["ours_against"].get(name)
             low, high = against["quartiles"] if against else (0, 0)
             drawn.add_row(
                 title,
                 name,
-                f"{found['seconds'] * 1e3:.3g}",
-                f"{found['tokens_per_second']:,.0f}",
-                f"{found['memory_gib']:.2f}",
+                f"{measured['seconds'] * 1e3:.3g}",
+                f"{measured['tokens_per_second']:,.0f}",
+                f"{measured['memory_gib']:.2f}",
                 f"{against['ratio']:.2f} ({low:.2f}-{high:.2f})" if against else "",
             )
             title = ""

@@ -29,13 +29,13 @@ def draw_ratios(report: Mapping[str, Any], file: Path) -> None:
     figure = Figure(figsize=(8, 1.5 + 0.3 * len(kinds)), layout="constrained")
     axes = figure.add_subplot()
     for shift, mode, colour in ((-0.15, GRAPH, PALETTE[2]), (0.15, EAGER, PALETTE[1])):
-        found = [
+        points = [
             (ours["against"], kinds.index((result["op"], result["m"] <= FEW)) + shift)
             for result in report["results"]
             if (ours := result.get(mode, {}).get("ours", {}).get("auto")) and ours["against"] is not None
         ]
-        if found:
-            ratios, places = (list(column) for column in zip(*found, strict=True))
+        if points:
+            ratios, places = (list(column) for column in zip(*points, strict=True))
             label = "captured in CUDA graphs" if mode == GRAPH else "called eagerly"
             axes.plot(ratios, places, "o", color=colour, markersize=4, alpha=0.7, label=label)
     axes.set_yticks(

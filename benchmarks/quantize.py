@@ -1,4 +1,4 @@
-"""`overlap_gemm.quantize_rows` on one GPU: eager, compiled by Inductor, and whoever else is installed.
+"""`overlap_gemm.quantize_rows` on one GPU: eager, compiled by Inductor, and by other installed libraries.
 
     python benchmarks/quantize.py OUT.json [SECONDS]
 
@@ -7,7 +7,7 @@ Three kinds of results, in the order in which they are wanted should the time no
 - ``rows``, ``width``: `us` of each way, and the fraction of a copy's bandwidth: bytes read and written, over
   the time of `Tensor.copy_` of as many. `first_call_s` is that of the first call, which makes the kernels.
   "transposed" is of as many elements, with the rows along the other dimension.
-- ``shape`` (M, N, K): the whole of what fp8 is for, bfloat16 rows quantised and multiplied by
+- ``shape`` (M, N, K): the purpose of fp8, bfloat16 rows quantised and multiplied by
   `torch._scaled_mm`, alongside the bfloat16 product.
 - ``host_us``: of one row, called as it is, which is the host's time.
 
@@ -40,11 +40,11 @@ Call = Callable[[torch.Tensor], Any]
 
 def others() -> dict[str, Call]:
     """Quantisers of other libraries, by row, where they are installed."""
-    found: dict[str, Call] = {}
+    quantisers: dict[str, Call] = {}
     try:
         from vllm import _custom_ops
 
-        found["vllm"] = lambda x: _custom_ops.scaled_fp8_quant(x, use_per_token_if_dynamic=True)
+        quantisers["vllm"] = lambda x: _custom_ops.scaled_fp8_quant(x, use_per_token_if_dynamic=True)
     except ImportError:
         pass
     try:
@@ -58,25 +58,25 @@ def others() -> dict[str, Call]:
                 scaling_granularity=ScalingGranularity.AXISWISE, axiswise_dim=-1,
             )  # fmt: skip
 
-        found["torchao compiled"] = torch.compile(torchao, dynamic=False)
+        quantisers["torchao compiled"] = torch.compile(torchao, dynamic=False)
     except ImportError:
         pass
-    return found
+    return quantisers
 
 
 def medians(calls: dict[str, Call], inputs: list[torch.Tensor]) -> dict[str, float]:
     """Microseconds of a call, each on all inputs in turn."""
 
     def rotating(call: Call) -> Replay:
-        given = itertools.cycle(inputs)
-        return captured(lambda: call(next(given)), len(inputs))
+        rotation = itertools.cycle(inputs)
+        return captured(lambda: call(next(rotation)), len(inputs))
 
     timings = measure({name: rotating(call) for name, call in calls.items()}, device="cuda", rounds=ROUNDS)
     return {name: round(timings.median(name) * 1e6, 2) for name in calls}
 
 
 def torchs_operations(x: torch.Tensor) -> Any:
-    """What `quantize_rows` is where there is no kernel, called eagerly."""
+    """Returns the result of `quantize_rows` without a kernel, eagerly."""
     return by_torch(x, torch.float8_e4m3fn, None, False)
 
 
@@ -122,17 +122,17 @@ def quantisers(rows: int, width: int) -> dict[str, Any]:
 
 
 def host(rows: int, width: int) -> dict[str, Any]:
-    """The host's time of a call, as long as the GPU has little to do."""
+    """Returns the host's time of a call that gives the GPU little to do."""
     x = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16)
     fused = torch.compile(quantize_rows, dynamic=False)
     calls = {"eager": quantize_rows, "eager, torch's operations": torchs_operations, "compiled": fused}
-    given = {name: lambda call=call: call(x) for name, call in calls.items()}
-    timings = measure(given, device="cuda", rounds=ROUNDS)
+    bound = {name: lambda call=call: call(x) for name, call in calls.items()}
+    timings = measure(bound, device="cuda", rounds=ROUNDS)
     return {"host_us": {name: round(timings.median(name) * 1e6, 2) for name in calls}}
 
 
 def products(m: int, n: int, k: int) -> dict[str, Any]:
-    """The product with and without quantising its left operand, beside bfloat16's."""
+    """Returns times of the product with and without quantising its left operand, and of bfloat16's."""
     inputs = [torch.randn(m, k, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
     weight = torch.randn(n, k, device="cuda", dtype=torch.bfloat16)
     values, scale = quantize_rows(weight)
@@ -175,7 +175,7 @@ RUNS: list[tuple[Callable[..., dict[str, Any]], tuple[int, ...]]] = [
 
 
 def main() -> None:
-    """Every run until the seconds are over."""
+    """Measures until the seconds are over."""
     began, limit = time.time(), float(sys.argv[2]) if len(sys.argv) > 2 else 200
     torch._dynamo.config.recompile_limit = 100  # else the rest runs eagerly
     results: list[dict[str, Any]] = [{"device": torch.cuda.get_device_name(), "torch": torch.__version__}]

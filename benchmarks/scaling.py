@@ -1,8 +1,8 @@
-"""What a rank stores at others, and executes, for P to 8, counted in the emulator; the model to P = 72.
+"""Bytes that a rank stores at peers, and instructions, for P to 8, in the emulator; the model to P = 72.
 
     python benchmarks/scaling.py benchmarks/results/scaling.json benchmarks/results/scaling.png
 
-One product of global sizes on P virtual ranks, every op; bytes as multiples of the tensor that travels (twice
+One product of global sizes on P virtual ranks, every op; bytes as multiples of the communicated tensor (twice
 for an all-reduce in two shots), instructions as multiples of the plain GEMM's on one rank.
 """
 
@@ -32,15 +32,15 @@ MOST = 72
 
 
 def run(op: str, arch: str, ranks: int) -> dict[str, float]:
-    """One right launch: the most that a rank stores at others, in bytes, and instructions of each rank."""
+    """Runs one launch; returns the largest bytes that a rank stores at peers, and instructions a rank."""
     case = Case(op, *SIZES, torch.bfloat16, bias=False)
     with (
         configured(**ARCHS[arch], **WAYS[op]),
         Emulator(arch, ranks, "immediate", num_sms=8) as emulator,
         VirtualWorld(ranks, emulator=emulator) as world,
     ):
-        [(given, outs)] = run_launches(case, world, 1)
-        assert judge(case, given, outs, torch.bfloat16).holds
+        [(tensors, outs)] = run_launches(case, world, 1)
+        assert judge(case, tensors, outs, torch.bfloat16).holds
         sent = emulator.report.sent
         most = max(sum(n for (r, _), n in sent.items() if r == rank) for rank in range(ranks))
         return {"bytes": most, "instructions": emulator.report.instructions / ranks}
@@ -63,12 +63,12 @@ def draw(results: dict, picture: Path) -> None:
     for colour, op in enumerate(WAYS):
         left.plot(line, [expected(op, p) / 2**20 for p in line], f"C{colour}-", lw=1, label=op)
         for arch, mark in zip(ARCHS, "ox", strict=True):
-            found = results[arch][op]
-            left.plot(RANKS, [found[str(p)]["bytes"] / 2**20 for p in RANKS], f"C{colour}{mark}", ms=6)
-            alone = found["1"]["instructions"]
+            counts = results[arch][op]
+            left.plot(RANKS, [counts[str(p)]["bytes"] / 2**20 for p in RANKS], f"C{colour}{mark}", ms=6)
+            alone = counts["1"]["instructions"]
             right.plot(
                 RANKS,
-                [found[str(p)]["instructions"] / alone for p in RANKS],
+                [counts[str(p)]["instructions"] / alone for p in RANKS],
                 f"C{colour}{mark}-",
                 ms=5,
                 lw=0.8,
@@ -96,8 +96,8 @@ if __name__ == "__main__":
     for arch in ARCHS:
         for op in WAYS:
             for ranks in RANKS:
-                found = run(op, arch, ranks)
-                results.setdefault(arch, {}).setdefault(op, {})[str(ranks)] = found
-                print(arch, op, ranks, found, f"model {expected(op, ranks):.0f}", flush=True)
+                counts = run(op, arch, ranks)
+                results.setdefault(arch, {}).setdefault(op, {})[str(ranks)] = counts
+                print(arch, op, ranks, counts, f"model {expected(op, ranks):.0f}", flush=True)
     data.write_text(json.dumps({"sizes": SIZES, "results": results}, indent=1) + "\n")
     draw(results, picture)

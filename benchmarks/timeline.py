@@ -52,7 +52,7 @@ class Span:
 
 
 def record(call: Callable[[], object]) -> list[Span]:
-    """The spans of one call on this process's GPU, after one to warm up."""
+    """Returns the spans of one call on this process's GPU, after one to warm up."""
     call()
     torch.cuda.synchronize()
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
@@ -66,26 +66,26 @@ def record(call: Callable[[], object]) -> list[Span]:
 
 
 def spans(events: list[dict[str, Any]]) -> list[Span]:
-    """The spans among the events of a Chrome trace, whose times are microseconds."""
-    found = []
+    """Returns the spans among the events of a Chrome trace, whose times are microseconds."""
+    result = []
     for event in events:
         name, start, seconds = event.get("name", ""), event.get("ts", 0) / 1e6, event.get("dur", 0) / 1e6
         if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
-            found.append(Span(event["args"]["stream"], kind_of(name), name, start, seconds))
+            result.append(Span(event["args"]["stream"], kind_of(name), name, start, seconds))
         elif event.get("cat") == "gpu_user_annotation" and name.startswith("overlap_gemm"):
-            found.append(Span(None, "range", name, start, seconds))
-    first = min((span.start for span in found), default=0.0)
-    return [Span(s.stream, s.kind, s.name, s.start - first, s.seconds) for s in found]
+            result.append(Span(None, "range", name, start, seconds))
+    first = min((span.start for span in result), default=0.0)
+    return [Span(s.stream, s.kind, s.name, s.start - first, s.seconds) for s in result]
 
 
 def kind_of(name: str) -> str:
-    """The first of `KINDS` that fits a kernel's name."""
+    """Returns the first of `KINDS` that fits a kernel's name."""
     lower = name.lower()
     return next((kind for kind, parts in KINDS.items() if any(part in lower for part in parts)), "other")
 
 
-def draw(ways: Mapping[str, list[Span]], title: str, file: Path) -> None:
-    """A row for each stream of each way, on one axis of time in milliseconds."""
+def draw(traces: Mapping[str, list[Span]], title: str, file: Path) -> None:
+    """Draws a row for each stream of each implementation, on one axis of time in milliseconds."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -93,16 +93,18 @@ def draw(ways: Mapping[str, list[Span]], title: str, file: Path) -> None:
     from matplotlib.patches import Patch
 
     rows = [
-        (way, stream) for way, all_ in ways.items() for stream in sorted({s.stream for s in all_}, key=_order)
+        (way, stream)
+        for way, all_ in traces.items()
+        for stream in sorted({s.stream for s in all_}, key=_order)
     ]
     figure, axes = pyplot.subplots(figsize=(14, 1.4 + 0.45 * len(rows)), layout="constrained")
-    whole = max((s.start + s.seconds for all_ in ways.values() for s in all_), default=0.0)
+    total = max((s.start + s.seconds for all_ in traces.values() for s in all_), default=0.0)
     for at, (way, stream) in enumerate(rows):
-        for span in ways[way]:
+        for span in traces[way]:
             if span.stream == stream:
                 where = [(span.start * 1e3, span.seconds * 1e3)]
                 axes.broken_barh(where, (at - 0.4, 0.8), color=COLOURS[span.kind], edgecolor="white", lw=0.2)
-                if stream is None and span.seconds > LABELLED * whole:
+                if stream is None and span.seconds > LABELLED * total:
                     words = span.name.removeprefix("overlap_gemm ").split()
                     label = f"{words[0].removeprefix('gemm_')}\n{words[-1]}" if words else ""
                     axes.text(where[0][0], at, label, fontsize=5, va="center", clip_on=True)
@@ -111,7 +113,7 @@ def draw(ways: Mapping[str, list[Span]], title: str, file: Path) -> None:
     axes.invert_yaxis()
     axes.set_xlabel("ms")
     axes.set_title(title)
-    used = [kind for kind in COLOURS if any(s.kind == kind for all_ in ways.values() for s in all_)]
+    used = [kind for kind in COLOURS if any(s.kind == kind for all_ in traces.values() for s in all_)]
     handles = [Patch(color=COLOURS[kind], label=kind) for kind in used]
     figure.legend(handles=handles, ncols=len(used), loc="outside lower center", fontsize=8, frameon=False)
     figure.savefig(file, dpi=130)
@@ -120,9 +122,9 @@ def draw(ways: Mapping[str, list[Span]], title: str, file: Path) -> None:
 
 def main(file: Path, folder: Path) -> None:
     """Draws every trace in a file of `layer.py --timeline` into a folder."""
-    for number, (title, ways) in enumerate(json.loads(file.read_text()).items()):
-        found = {name: [Span(**span) for span in spans_] for name, spans_ in ways.items()}
-        draw(found, title, folder / f"{file.stem}-{number}.png")
+    for number, (title, traces) in enumerate(json.loads(file.read_text()).items()):
+        result = {name: [Span(**span) for span in spans_] for name, spans_ in traces.items()}
+        draw(result, title, folder / f"{file.stem}-{number}.png")
 
 
 def _order(stream: int | None) -> int:

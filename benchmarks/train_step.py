@@ -83,7 +83,7 @@ class Layer(nn.Module):
 
 
 def parameters(size: tuple[int, ...], device: torch.device) -> list[dict[str, nn.Parameter]]:
-    """Of each layer, by name."""
+    """Returns the parameters of each layer, by name."""
     layers, _, _, hidden, inner, heads, kv_heads = size
     kv = hidden // heads * kv_heads
     shapes = {
@@ -103,21 +103,21 @@ def parameters(size: tuple[int, ...], device: torch.device) -> list[dict[str, nn
     ]
 
 
-def stack(given: list[dict[str, nn.Parameter]], name: str, size: tuple[int, ...]) -> nn.Sequential:
-    """The layers of a way, of these parameters."""
+def stack(weights: list[dict[str, nn.Parameter]], name: str, size: tuple[int, ...]) -> nn.Sequential:
+    """Returns the layers of an implementation, with these parameters."""
     is_ours, float8 = WAYS[name.removesuffix(COMPILED)]
     layers = []
-    for own in given:
+    for each in weights:
         linears: dict[str, nn.Module] = {}
         for part in ("qkv", "o", "gate_up", "down"):
-            out, width = own[part].shape
+            out, width = each[part].shape
             linear: nn.Module = nn.Linear(width, out, bias=False, device="meta")
             if is_ours:
                 kind = RowParallelLinear if part in ("o", "down") else ColumnParallelLinear
                 linear = kind(width, out, bias=False, float8=float8, device="meta")
-            linear.weight = own[part]
+            linear.weight = each[part]
             linears[part] = linear
-        layers.append(Layer(linears, [own["norm1"], own["norm2"]], size))
+        layers.append(Layer(linears, [each["norm1"], each["norm2"]], size))
         if name.endswith(COMPILED):
             layers[-1].compile(dynamic=False)  # not the stack: one graph serves all layers
     return nn.Sequential(*layers)
@@ -134,12 +134,12 @@ class Chosen(logging.Handler):
         logger.setLevel(logging.INFO)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """One more."""
+        """Adds a message."""
         self.lines.append(record.getMessage())
 
 
 class Run:
-    """What is timed: steps of all ways on the same parameters.
+    """Steps of all implementations on the same parameters, which are timed.
 
     Attributes:
         calls: (way, "step" or "passes") and what does it.
@@ -150,8 +150,8 @@ class Run:
     def __init__(self, size: tuple[int, ...], device: torch.device):
         torch.manual_seed(0)
         self.size, self.device = size, device
-        self.given = parameters(size, device)
-        self.every = [one for layer in self.given for one in layer.values()]
+        self.parameters = parameters(size, device)
+        self.every = [one for layer in self.parameters for one in layer.values()]
         self.optimizer = torch.optim.AdamW(self.every, lr=1e-6, fused=True)
         rows, hidden = size[1] * size[2], size[3]
         self.x, self.target = (
@@ -165,7 +165,7 @@ class Run:
 
     def add(self, name: str) -> None:
         """Makes a way, and compares it with the first one."""
-        began, model = time.time(), stack(self.given, name, self.size)
+        began, model = time.time(), stack(self.parameters, name, self.size)
 
         def passes() -> Tensor:
             out = model(self.x)
@@ -175,27 +175,27 @@ class Run:
         def step() -> None:
             passes()
             self.optimizer.step()
-            self.forget()
+            self.clear_gradients()
 
         def both() -> None:
             passes()
-            self.forget()
+            self.clear_gradients()
 
         out = passes().detach()
-        grad = self.given[0]["gate_up"].grad
+        grad = self.parameters[0]["gate_up"].grad
         assert grad is not None
-        found = out, grad.clone()
-        self.forget()
-        self.reference = self.reference or found
-        pairs = zip(found, self.reference, strict=True)
+        result = out, grad.clone()
+        self.clear_gradients()
+        self.reference = self.reference or result
+        pairs = zip(result, self.reference, strict=True)
         self.errors[name] = [round(float((a - b).float().norm() / b.float().norm()), 5) for a, b in pairs]
         assert all(error < 0.2 for error in self.errors[name]), (name, self.errors[name])
         self.made_s[name] = round(time.time() - began, 1)
         print(name, self.errors[name], f"{self.made_s[name]} s", flush=True)
         self.calls |= {(name, "step"): step, (name, "passes"): both}
 
-    def forget(self) -> None:
-        """No gradients any more."""
+    def clear_gradients(self) -> None:
+        """Removes all gradients."""
         for one in (self.x, *self.every):
             one.grad = None
 
@@ -214,14 +214,14 @@ def main() -> None:
             run.add(name)
     for way in left_out:
         print("out of time before", way)
-    found: list[Timings] = []
+    timings: list[Timings] = []
     for turn in range(ROUNDS):
         keys = list(run.calls)
         random.Random(turn).shuffle(keys)
         calls = {" / ".join(key): run.calls[key] for key in keys}
-        found.append(measure(calls, device=world.device, rounds=1, burst_seconds=0))
+        timings.append(measure(calls, device=world.device, rounds=1, burst_seconds=0))
         told = {"size": size, "left_out": left_out, "chosen": chosen.lines}
-        report = {"machine": describe(world), **told, **figures(run, found)}
+        report = {"machine": describe(world), **told, **figures(run, timings)}
         Path(sys.argv[1]).write_text(json.dumps(report, indent=1) + "\n")
         if time.time() - began > limit:
             break
@@ -229,17 +229,17 @@ def main() -> None:
     overlap_gemm.finalize()
 
 
-def figures(run: Run, found: list[Timings]) -> dict[str, Any]:
-    """The report's part that was measured."""
-    ways: dict[str, dict[str, Any]] = {}
+def figures(run: Run, timings: list[Timings]) -> dict[str, Any]:
+    """Returns the measured part of the report."""
+    results: dict[str, dict[str, Any]] = {}
     for name, kind in run.calls:
         key, base = f"{name} / {kind}", BASE + (COMPILED if name.endswith(COMPILED) else "")
-        way = ways.setdefault(name, {"error": run.errors[name], "made_s": run.made_s[name]})
-        way[f"{kind}_ms"] = round(statistics.median(t.median(key) for t in found) * 1e3, 3)
+        way = results.setdefault(name, {"error": run.errors[name], "made_s": run.made_s[name]})
+        way[f"{kind}_ms"] = round(statistics.median(t.median(key) for t in timings) * 1e3, 3)
         if (base, kind) in run.calls:
-            ratios = [t.ratio(key, f"{base} / {kind}") for t in found]
+            ratios = [t.ratio(key, f"{base} / {kind}") for t in timings]
             way[f"{kind}_ratio"] = round(statistics.median(ratios), 4)
-    return {"rounds": len(found), "ways": ways}
+    return {"rounds": len(timings), "ways": results}
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ COLD_BYTES = 160 << 20
 
 
 def operand_sets(workload: Workload, group: Group) -> list[OpTensors]:
-    """The op's operands, as many as no cache holds."""
+    """Returns operands of the op, more than a cache holds."""
     first = workload.operands(group, torch.device("cuda"))
     size = sum(each.numel() * each.itemsize for each in (first.x, first.weight))
     count = min(8, 1 + COLD_BYTES // size)
@@ -42,12 +42,12 @@ def operand_sets(workload: Workload, group: Group) -> list[OpTensors]:
 
 
 def prepared(
-    workload: Workload, group: Group, sets: list[OpTensors], backend: str, asked: dict[str, Any]
+    workload: Workload, group: Group, sets: list[OpTensors], backend: str, settings: dict[str, Any]
 ) -> Callable[[], object]:
-    """A graph of eight calls with the settings, after which the result of one is compared with torch's."""
+    """Returns a graph of eight calls with the settings, whose result was compared with torch's."""
     op = getattr(overlap_gemm, workload.op)
     turn = iter(range(1 << 30))
-    asked = {name: tuple(value) if isinstance(value, list) else value for name, value in asked.items()}
+    settings = {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
 
     def call(which: int | None = None, backend: str = backend) -> Tensor:
         one = sets[next(turn) % len(sets) if which is None else which]
@@ -56,39 +56,39 @@ def prepared(
         return out[0] if isinstance(out, tuple) else out
 
     with ExitStack() as stack:
-        stack.enter_context(configured(**asked))
-        found, expected = call(0), call(0, "torch")
-        error = (found.float() - expected.float()).norm() / expected.float().norm()
-        assert error < 0.02, f"{workload} {asked}: differs by {error}"
+        stack.enter_context(configured(**settings))
+        result, expected = call(0), call(0, "torch")
+        error = (result.float() - expected.float()).norm() / expected.float().norm()
+        assert error < 0.02, f"{workload} {settings}: differs by {error}"
         return captured(call, 8)
 
 
 def torchs(workload: Workload, group: Group, sets: list[OpTensors]) -> dict[str, Callable[[], object]]:
-    """Torch's other ways with 8-bit operands, each a call that takes the operands in turn."""
-    whole = [workload.gathered(each) if workload.spec.gathers_operand else each for each in sets]
+    """Returns torch's other implementations for 8-bit operands, each a call that takes operands in turn."""
+    full = [workload.gathered(each) if workload.spec.gathers_operand else each for each in sets]
     calls = {
-        name: [product(workload, each, fast) for each in whole]
+        name: [product(workload, each, fast) for each in full]
         for name, fast in (("product", False), ("product fast", True))
     }
     if workload.spec.x != workload.spec.out:
         others = [symmetric(workload, each, group, fast=True) for each in sets]
-        calls |= {name: [found[name] for found in others] for name in others[0] if name == "torch-symm"}
+        calls |= {name: [calls_of[name] for calls_of in others] for name in others[0] if name == "torch-symm"}
     return {name: in_turn(each) for name, each in calls.items()}
 
 
 def timed(case: dict[str, Any], group: Group, rounds: int) -> dict[str, Any]:
-    """What a case's variants take. No graph outlives it: NCCL would wait for its own graphs at the end."""
+    """Returns times of a case's variants. No graph outlives it: NCCL would wait for its graphs at the end."""
     float8 = bool(case.get("float8"))
     kind = (torch.float8_e4m3fn, "rows") if float8 else (torch.bfloat16,)
     workload = Workload("", case["op"], case["m"], case["n"], case["k"], *kind)
     sets, calls, failed = operand_sets(workload, group), {}, {}
-    ways = {name: ("fused", asked) for name, asked in case["variants"].items()}
-    ways["torch"] = ("torch", {})
+    backends = {name: ("fused", settings) for name, settings in case["variants"].items()}
+    backends["torch"] = ("torch", {})
     if float8:
-        ways["torch fast"] = ("torch", {"fast_accum": True})
+        backends["torch fast"] = ("torch", {"fast_accum": True})
     making: dict[str, Callable[[], Callable[[], object]]] = {
-        name: partial(prepared, workload, group, sets, backend, asked)
-        for name, (backend, asked) in ways.items()
+        name: partial(prepared, workload, group, sets, backend, settings)
+        for name, (backend, settings) in backends.items()
     }
     if float8:
         others = torchs(workload, group, sets)
@@ -106,8 +106,8 @@ def timed(case: dict[str, Any], group: Group, rounds: int) -> dict[str, Any]:
             calls[name] = ready
     row = {**{key: case[key] for key in ("op", "m", "n", "k")}, "float8": float8, "failed": failed}
     if calls:
-        found = measure(calls, group=group.process_group, device="cuda", rounds=rounds, burst_seconds=0.01)
-        row |= found.summary(next(iter(calls)))
+        timings = measure(calls, group=group.process_group, device="cuda", rounds=rounds, burst_seconds=0.01)
+        row |= timings.summary(next(iter(calls)))
     return row
 
 

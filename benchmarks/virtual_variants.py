@@ -1,4 +1,4 @@
-"""As variants.py, on one GPU: P virtual ranks share its SMs, so without a link between them.
+"""Variants of variants.py on one GPU, whose SMs P virtual ranks share, without a link between them.
 
     python benchmarks/virtual_variants.py cases.json --ranks 2 --json out.json
 
@@ -26,14 +26,14 @@ SETS = 2
 
 
 def caller(workload: Workload, world: VirtualWorld, sets: list[Any]) -> Callable[[], list[Tensor]]:
-    """A call on all ranks, with the next set of operands; the current stream waits for all of them."""
+    """Returns a call on all ranks, with the next operands; the current stream waits for all ranks."""
     op = getattr(overlap_gemm, workload.op)
     extents = workload.spec.arguments(workload.m, workload.n, workload.k, least=True)
     turn = iter(range(1 << 30))
 
     def call() -> list[Tensor]:
-        given = zip(world.names, sets[next(turn) % SETS], strict=True)
-        outs = [op(o.x, o.weight, group=name, backend="fused", **extents) for name, o in given]
+        operands = zip(world.names, sets[next(turn) % SETS], strict=True)
+        outs = [op(o.x, o.weight, group=name, backend="fused", **extents) for name, o in operands]
         for rank in range(len(world.names)):
             torch.cuda.current_stream().wait_stream(world.executor(rank).stream)  # type: ignore[attr-defined]
         return outs
@@ -54,19 +54,19 @@ def main(
         calls, first, row = {}, None, {key: case[key] for key in ("op", "m", "n", "k")}
         with VirtualWorld(ranks, device=device) as world:
             sets = [[workload.operands(group, device) for group in world.ranks] for _ in range(SETS)]
-            for name, asked in case["variants"].items():
-                asked = {
-                    key: tuple(value) if isinstance(value, list) else value for key, value in asked.items()
+            for name, settings in case["variants"].items():
+                settings = {
+                    key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()
                 }
-                with configured(**asked):
+                with configured(**settings):
                     outs = caller(workload, world, sets)()
                     world.synchronize()
                     first = first or outs
                     same = all(torch.equal(a, b) for a, b in zip(outs, first, strict=True))
                     row.setdefault("same bits", {})[name] = same
                     calls[name] = captured(caller(workload, world, sets))
-            found = measure(calls, device="cuda", rounds=rounds, burst_seconds=0.02)
-            row |= found.summary(next(iter(calls)))
+            timings = measure(calls, device="cuda", rounds=rounds, burst_seconds=0.02)
+            row |= timings.summary(next(iter(calls)))
             calls.clear()
         report.append(row)
         print(json.dumps(row), flush=True)
