@@ -56,3 +56,4 @@ def test_one_wrong_element_on_one_rank_is_reported_on_every_rank(ranks, with_fau
     reports = ranks(2).run(failures, with_fault)
     assert all(bool(report) == with_fault for report in reports)
     assert not with_fault or all("gemm_all_reduce" in report[0] for report in reports)
+    assert not with_fault or all("'sequential' differs by" in report[0] for report in reports)

@@ -1,7 +1,8 @@
-"""The `overlap-gemm` command. Each subcommand is a module of this package and a name in `COMMANDS`.
+"""The `overlap-gemm` command. A subcommand `foo-bar` is a function `foo_bar` in the module `foo_bar`.
 
-A subcommand's module is imported when the subcommand runs: most of them need torch, which takes seconds to
-import, but `--help`, `--version` and shell completion do not.
+The module is in this package and the name in `COMMANDS`, or in `TOOLS_PACKAGE` and `TOOLS`. It is imported
+when the subcommand runs, so it may import torch, which takes seconds. `--help` reads the function's docstring
+without importing it.
 """
 
 import ast
@@ -23,7 +24,7 @@ COMMANDS = ("demo", "explain", "plan", "tune", "doctor", "soak")
 """Subcommands in the order of `--help`."""
 
 TOOLS = ("bench", "emulate", "compile-check")
-"""Subcommands for developers. `compile-check` is the function `compile_check` of a module of that name."""
+"""Subcommands for developers."""
 
 TOOLS_PACKAGE = "overlap_gemm_tools"
 """Package with the modules of `TOOLS`; the extra `tools` installs it."""
@@ -32,7 +33,9 @@ TOOLS_PACKAGE = "overlap_gemm_tools"
 class LazyCommands(TyperGroup):
     """Group that imports the called subcommand and reports user errors and missing packages in one line.
 
-    The traceback is logged at level DEBUG.
+    User errors are ValueError, TypeError and OSError; a missing package is a ModuleNotFoundError of a module
+    that an extra installs. The line is written to stderr, the exit code is 1, and the traceback is logged at
+    level DEBUG. Other exceptions propagate with their traceback.
     """
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:

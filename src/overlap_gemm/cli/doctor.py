@@ -35,7 +35,7 @@ class Finding:
     Attributes:
         name: Checked item.
         value: Result, or the reason why the item is missing.
-        status: "absent": a property of the machine; "broken": needs a repair.
+        status: "ok"; "absent": missing or limited, but no error; "broken": installed, and must be repaired.
     """
 
     name: str
@@ -211,7 +211,9 @@ def doctor(
 ) -> None:
     """Reports devices, libraries and versions, the usable backends, and why others are not usable.
 
-    Exits with 1 if something is installed but broken.
+    Exits with 1 if something is installed but broken: constants that are damaged or of another architecture;
+    mpi4py without an MPI library; NVSHMEM without bitcode, or whose host library is older than its device
+    code. A missing GPU or library, and MPS, are no errors.
     """
     findings = examine()
     if as_json:
@@ -225,13 +227,13 @@ def doctor(
 
 
 def _print(findings: list[tuple[str, Finding]]) -> None:
-    colour = {"ok": "green", "absent": "yellow", "broken": "red"}
+    color = {"ok": "green", "absent": "yellow", "broken": "red"}
     table = Table(box=None, pad_edge=False)
     for heading in ("", "what", "found"):
         table.add_column(heading, overflow="fold")
     above = ""
     for section, finding in findings:
-        status = f"[{colour[finding.status]}]{finding.value}[/]"
+        status = f"[{color[finding.status]}]{finding.value}[/]"
         table.add_row(f"[bold]{section if section != above else ''}[/]", finding.name, status)
         above = section
     rich.print(table)

@@ -55,14 +55,16 @@ def run_emulated(
 
     Args:
         console: Console for the output.
-        case: Op, sizes and dtype; its seed is also the emulator's.
+        case: Op, sizes and dtype; its seed is also the emulator's. Call i has the data of seed + i.
         device: Emulated machine.
         launches: Number of calls on changing data, queued together.
         fields: Arguments of `configured`.
         trace: File for a Perfetto trace (.json) or a picture.
 
     Returns:
-        True if every result is correct and the emulator has no findings.
+        True if every result is correct and the emulator has no findings. False, after printing the reason, if
+        a launch deadlocks (EmulatorError), a wait expires (CommTimeoutError), or arguments are refused
+        (ValueError).
     """
     from cute_emulator import Emulator, EmulatorError
     from cute_emulator.trace import Trace

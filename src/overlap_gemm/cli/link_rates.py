@@ -38,9 +38,16 @@ def symmetric_name(group: Group) -> str:
 
 
 def link_rates(group: Group, device: torch.device, rounds: int = 5) -> dict[str, float]:
-    """Returns bytes/s out of each rank while all send to all, by SM stores and by copy engines. Collective.
+    """Measures the rate out of each rank while all send to all. Collective.
 
-    The result is empty if ranks have no symmetric memory (one rank, or a CPU).
+    Args:
+        group: Group of the ranks.
+        device: Device of this rank.
+        rounds: Samples per rate.
+
+    Returns:
+        `{"stores": ..., "copy engines": ...}` in bytes/s; empty for one rank, or on a CPU. Each call sends
+        `LINK_BYTES`, 768 MiB, out of each rank; its symmetric memory has at least this size.
     """
     if group.size == 1 or device.type != "cuda":
         return {}

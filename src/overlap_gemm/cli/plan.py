@@ -42,7 +42,11 @@ def plan(
     ] = "bfloat16",
     block: BlockOption = None,
     invariant: Annotated[
-        Invariant | None, typer.Option(help="Promise that the fused kernel keeps; shows its cost, too.")
+        Invariant | None,
+        typer.Option(
+            help="Promise that the fused kernel keeps; shows its cost, too. The choice is then fused, or "
+            "sequential if fused is refused, whatever the times."
+        ),
     ] = None,
     machine: Annotated[
         str | None,
@@ -52,7 +56,7 @@ def plan(
     """Predicts the time of every backend for an op, and shows the choice and its bound.
 
     Runs on any machine: it measures nothing. The constants are those of `overlap-gemm tune` or of the
-    package.
+    package; without a GPU those of OVERLAP_GEMM_MACHINE, else of H200 for sm_90a.
     """
     (op,) = chosen_ops([op], "OP")
     constants, arch = _machine(arch, machine)

@@ -10,7 +10,7 @@ from matplotlib.patches import Patch
 
 from ..tuning.spans import Span
 
-SPAN_COLOURS = {"compute": "#4c78a8", "transfer": "#f58518"}
+SPAN_COLORS = {"compute": "#4c78a8", "transfer": "#f58518"}
 mpl.rcParams["font.size"] = 8
 
 
@@ -30,19 +30,19 @@ def draw_timelines(timelines: Mapping[str, Mapping[str, Sequence[Sequence[Span]]
             axes.set_title(f"{op}, {backend}", loc="left")
             _draw_ranks(axes, by_rank)
     figure.suptitle("Who computes and who transfers when: overlap is both at once", x=0.01, ha="left")
-    handles = [Patch(color=colour, label=kind) for kind, colour in SPAN_COLOURS.items()]
+    handles = [Patch(color=color, label=kind) for kind, color in SPAN_COLORS.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=2)
     figure.savefig(file, dpi=150)
 
 
 def _draw_ranks(axes: Axes, by_rank: Sequence[Sequence[Span]]) -> None:
-    lanes = [(rank, kind) for rank in range(len(by_rank)) for kind in SPAN_COLOURS]
+    lanes = [(rank, kind) for rank in range(len(by_rank)) for kind in SPAN_COLORS]
     for rank, spans in enumerate(by_rank):
         for span in spans:
             place = lanes.index((rank, span.kind))
             width = (span.end - span.begin) * 1e3
-            colour = SPAN_COLOURS[span.kind]
-            axes.barh(place, width, left=span.begin * 1e3, height=0.7, color=colour, edgecolor="white")
+            color = SPAN_COLORS[span.kind]
+            axes.barh(place, width, left=span.begin * 1e3, height=0.7, color=color, edgecolor="white")
     axes.set_yticks(range(len(lanes)), [f"rank {rank} {kind}" for rank, kind in lanes])
     axes.invert_yaxis()
     axes.set_xlabel("ms since the call began")

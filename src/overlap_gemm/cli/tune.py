@@ -42,7 +42,10 @@ from .link_rates import link_rates
 from .this_machine import describe, this_arch
 
 ALONE = Group(LOCAL, 0, 1)
-"""Group of this rank only, for products without communication; the ops refuse it if there are more ranks."""
+"""Group of this rank only, for products without communication.
+
+It is passed to the backend directly; public ops accept it only in jobs of one rank.
+"""
 
 SMALL = (512, 1024, 1024)
 """M, N, K of the calls whose host time is measured: the GPU finishes before the host."""
@@ -60,10 +63,11 @@ def tune(
 ) -> None:
     """Measures the constants of the time model, on one GPU or under a launcher on several; takes minutes.
 
-    `bash launch/torchrun.sh overlap-gemm tune` uses all GPUs. One GPU measures kernels and memory; the link
-    and the collectives need several. Constants that are not measured are unchanged. `auto`, `plan` and
-    `bench` use the file from then on (every rank must find the same one); OVERLAP_GEMM_MACHINE selects
-    another.
+    `bash launch/torchrun.sh overlap-gemm tune` uses all GPUs. One GPU measures kernels, memory and the host
+    time of a product; the link, collectives and other host times need several. Constants that are not
+    measured are unchanged. `auto`, `plan` and `bench` use the file from then on (it must be the same for
+    every rank). OVERLAP_GEMM_MACHINE selects another file, such as one of `--out`, which is not used
+    otherwise. A folder that cannot be created is an error before the measurements.
     """
     arch = this_arch()
     if arch is None:
