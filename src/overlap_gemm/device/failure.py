@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from overlap_gemm.device.traced import Scalar
 
 RECORD_WORDS = 11
-"""``uint32`` words of a record: 1 when valid (written last), then the fields of :class:`Failure` in order, of
-which the last two have 64 bits, low half first."""
+"""Number of ``uint32`` words of a record. The first is 1 if the record is valid, and is written last. The
+fields of :class:`Failure` follow in order; the last two have 64 bits, low half first."""
 
 NOTHING = (1 << 64) - 1
 """Value seen if data that is its own flag (:mod:`device.ll_words`) has not arrived."""
@@ -31,9 +31,9 @@ class Role(IntEnum):
     RELAY_STAGED = 3  # the local GEMM kernel's staged tile; the source is the owner it is for
     LOAD_GATE = 5  # a shard of the gathered operand
     RECEIVE_RESULT = 7  # a rank's finished tile, or a part of one
-    CALL_READ = 6  # that a peer has read everything it was sent
-    IN_CALL = 4  # nothing: another call's number (seen) was registered in place of its own (expected)
-    CALL_IDENTITY = 8  # a peer's entry, which arrived, but into another call (seen) than its own (expected)
+    CALL_READ = 6  # a peer's signal that it has read everything sent to it
+    IN_CALL = 4  # no wait: another launch (seen) than this one (expected) is registered on the device
+    CALL_IDENTITY = 8  # a peer's entry, which has arrived with another identity (seen) than expected
 
 
 class FailureSite(NamedTuple):

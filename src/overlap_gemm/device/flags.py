@@ -2,9 +2,9 @@
 
 A flag is a word of 64 bits, as NVSHMEM's signals are. All accesses have its full width, since the memory
 model guarantees nothing if accesses of two widths race ("mixed-size data races"). Its low `EPOCH_BITS` are a
-monotonic epoch, never reset; the writer may use the others. A flag counts as raised if its epoch is 0 to
-2**47 - 1 ahead, which is 20 years of calls of 5 us. With 32 bits, a flag not raised for 2**31 calls, a few
-days, would count as raised.
+monotonic epoch, never reset; the writer may use the other bits. A flag counts as raised if its epoch is 0 to
+2**47 - 1 ahead of the expected one: 20 years of calls of 5 us. With 32 bits a flag that is not raised for
+2**31 calls, a few hours of them, would count as raised.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def wait_flag(address: Int64, target: Address, bound: WaitBound, site: FailureSi
             seen = _look(flag)
             if bound.timeout_ns > 0 and cute.arch.globaltimer() - start > bound.timeout_ns:
                 fail(bound, site, target & EPOCH_MASK, seen & EPOCH_MASK)
-                start = cute.arch.globaltimer()  # another lane was first: look on until its trap ends us
+                start = cute.arch.globaltimer()  # another lane was first: its trap ends the launch
     _acquire(flag)
 
 

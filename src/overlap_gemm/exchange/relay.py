@@ -1,14 +1,15 @@
-"""The relay kernel: puts what a GEMM has staged to peers without P2P access, alongside it.
+"""The relay kernel: puts staged data of a GEMM to peers without P2P access, while the GEMM runs.
 
-The GEMM kernel (transport ``staged``) stores what is sent to such a peer in its own workspace and releases a
-local flag; one warp of this kernel waits for the flag and puts bytes and signal. So no NVSHMEM call is linked
-into the GEMM, which on sm_90 keeps ``setmaxnreg`` and its wgmma unserialised.
+The GEMM kernel (transport ``staged``) stores data for such a peer in the local workspace and releases a local
+flag. One warp of this kernel waits for the flag and puts bytes and signal. So no NVSHMEM call is linked into
+the GEMM: on sm_90 such a call would disable ``setmaxnreg`` and serialise wgmma.
 
-The puts are arguments of the launch, as lists of equal pieces (`geometry.Puts`): one compiled relay serves
-every op, shape and configuration. A separate warp forwards the GEMM's signals that it has entered the call,
-and that it has read its gathered shards.
+The puts are arguments of the launch, as lists of equal pieces (`geometry.Puts`). So one compiled relay serves
+every op, shape and configuration. A separate warp forwards two signals of the GEMM: that it has entered the
+call, and that it has read its gathered shards.
 
-Launch one per call on the workspace, on another stream than the GEMM, neither after the other. Progress:
+There is one launch per call on the workspace, on another stream than the GEMM, with no order between the two.
+Progress:
 
 - Everything but sums and the "has read" signal of a GEMM is staged without waiting for a peer, and put by a
   warp that waits for nothing else. So all of it arrives.
@@ -16,8 +17,8 @@ Launch one per call on the workspace, on another stream than the GEMM, neither a
   of the first is put. So every sum is made, staged, put, and arrives.
 - The "has read" signal waits for a GEMM that has all its shards; it has a separate warp.
 - Both kernels become resident, in either order, if the GEMM has one cluster less than fit. This kernel is one
-  CTA, which takes the place of one cluster at most, on any SM. (They cannot share an SM: the GEMM takes all
-  its registers.) If this kernel starts later, staged data remains until then.
+  CTA, which occupies at most the SM of one cluster. (They cannot share an SM: the GEMM uses all registers.)
+  If this kernel starts later, staged data remains until then.
 
 The stream continues after both, so the next GEMM runs after this kernel has ended.
 """

@@ -1,11 +1,11 @@
-"""The gate kernel: a stream's wait for a shard between products of other kernels.
+"""The gate kernel: lets a stream wait for a shard, before a kernel that multiplies the shard without waiting.
 
-Copy engines send a rank's shard (:mod:`overlap_gemm.backends.by_shards`); the product of each shard is a
-kernel that does not wait for it. So this kernel, a single warp, is launched before each product, and once
-after them all. The driver's ``cuStreamWaitValue32`` has no time limit, and its value is fixed when a graph is
-captured, while an epoch is not.
+Copy engines send a rank's shard (:mod:`overlap_gemm.backends.by_shards`), and each shard is multiplied by a
+separate kernel. This kernel, a single warp, is launched before each product, and once after the last. The
+driver's ``cuStreamWaitValue32`` has no time limit, and its value is fixed when a graph is captured, while an
+epoch is not.
 
-Protocol, in the gather buffer of :mod:`overlap_gemm.gather.all_gather`, between whose calls it may run:
+It uses the gather buffer of :mod:`overlap_gemm.gather.all_gather`, and calls of both may alternate. Protocol:
 
 - waits on: ``source >= 0``: that rank's entry into the call, and the flag of its shard (acquire, system
   scope, bounded).

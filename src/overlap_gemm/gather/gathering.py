@@ -1,6 +1,6 @@
-"""Common part of an all-gather GEMM's roles: its arguments, its waits, and the role that moves shards.
+"""Common part of the ops whose operand is sent: arguments, waits, and the role that sends and keeps shards.
 
-The protocol is :mod:`overlap_gemm.gather.all_gather`'s.
+The protocol is described in :mod:`overlap_gemm.gather.all_gather`.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from overlap_gemm.transports.interface import Transport
 
 
 class ShardScales(NamedTuple):
-    """The scales of a shard: after as many rows as a full shard has.
+    """Scales of a shard. In the gather buffer they follow the space for the rows of a full shard.
 
     Attributes:
-        address: ``Int64``: address of this rank's scales: of rows a vector, of blocks a matrix for a full
-            shard.
-        nbytes: ``Int64``: bytes of the scales: whole 16, 0 if this rank has no rows.
+        address: ``Int64``: address of this rank's scales: a vector if rows have scales, a matrix for a full
+            shard if blocks have scales.
+        nbytes: ``Int64``: bytes of the scales, a multiple of 16; 0 if this rank has no rows.
         full_bytes: ``Int64``: bytes from the rows of a full shard to the next shard.
     """
 
@@ -58,12 +58,12 @@ class Gathering(NamedTuple):
         exchange: Arguments of every op. Flag ``source`` is raised when the shard of ``source`` is complete;
             if it is put, flag ``(piece, source)`` for each piece (`geometry.shard_piece`).
         rows: ``Int32``: M, rows of all shards together.
-        row_bytes: ``Int64``: bytes of a row of A, in the local shard and in the gather buffer: whole 16.
+        row_bytes: ``Int64``: bytes of a row of A, in the local shard and the gather buffer; a multiple of 16.
         local_shard: ``Int64``: address of the local shard.
         kept: ``(M * K,)``: destination of all rows; None unless the kernel keeps them.
         gathered: ``(shard rows, K, owners)``: the gather buffer as TMA reads it.
-        is_first: ``Int32``: whether this is the first launch of the call: it sends.
-        is_last: ``Int32``: whether it is the last one: it ends the call.
+        is_first: ``Int32``: whether this is the first launch of the call, which sends.
+        is_last: ``Int32``: whether this is the last launch of the call, which ends it.
         scales: Scales of blocks of the shards in the gather buffer, a matrix as in `mx` or `blocks` with
             ``owners`` as last dimension; else None.
         after: Scales of a shard, of rows or of blocks; None if A has no scales.
@@ -169,8 +169,8 @@ def readers(config: GemmConfig, keep: bool) -> int:
 def has_read(call: GatherCall, transport: cutlass.Constexpr, warps: cutlass.Constexpr) -> None:
     """Counts a warp after its last read of the gather buffer; the grid's last of ``warps`` per CTA signals.
 
-    All lanes. Every shard has a tile, whose CTA waited for it: so after the last read nothing is in flight to
-    this rank.
+    All lanes. Every shard has a tile here, and its CTA has waited for the shard. So after the last read
+    nothing is in flight to this rank.
     """
     if count_grid(call.call, READERS_OFFSET, warps) != 0:
         announce_read(call.call, transport)
@@ -178,13 +178,18 @@ def has_read(call: GatherCall, transport: cutlass.Constexpr, warps: cutlass.Cons
 
 @dataclass(frozen=True)
 class ShardRole:
-    """Role of the receive warps, see the module.
+    """Role of the receive warps in ops whose operand is sent.
+
+    - ``push``: stores the local shard in every peer's gather buffer, in the first launch of a call. It waits
+      for no peer. The last warp of the grid that has stored to a peer releases the flag there.
+    - ``keep``: copies every shard to a tensor of the caller, in the last launch. It waits for each shard's
+      flag, and counts as a reader afterwards (`has_read`).
 
     Attributes:
         config: The kernel's configuration.
         transport: Transport that raises flags at peers.
-        push: Whether the role sends.
-        keep: Whether the role keeps.
+        push: Whether the role sends the local shard.
+        keep: Whether the role copies all shards.
     """
 
     config: GemmConfig
@@ -196,7 +201,7 @@ class ShardRole:
 
     @cute.jit
     def __call__(self, call: GatherCall, work: Work, tally: Any, out: Any, extras: Extras) -> None:
-        """Runs one warp's part."""
+        """Sends and copies this warp's units."""
         warps = self.config.receive_warps
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - self.config.first_receive_warp
         first, stride = cta_number() * warps + warp, num_ctas() * warps
@@ -212,14 +217,14 @@ class ShardRole:
     def _send(self, call: GatherCall, first: Int32, stride: Int32) -> None:
         """Stores this warp's units of the local shard in one peer's buffer after the other.
 
-        The last warp to have sent to a peer raises the flag there: a peer does not wait for the sending to
-        later peers.
+        The last warp that has stored to a peer releases the flag there. So no peer waits until all peers have
+        the shard.
         """
         exchange, epoch = call.call.exchange, call.call.epoch
         (peers, rank, world, *_), warps = exchange, self.config.receive_warps
         (offset, _), (_, nbytes), size = call.shard(rank), call.rows(rank), self.config.copied_bytes
         if rank < call.owners:
-            if cutlass.const_expr(call.arguments.after is not None):  # first, in a loop of few registers
+            if cutlass.const_expr(call.arguments.after is not None):  # first: the loop needs few registers
                 scales = cast(ShardScales, call.arguments.after)
                 for i in cutlass.range(1, world, unroll=1):
                     target = peers[(rank + world - i) % world] + exchange.slots_offset + offset

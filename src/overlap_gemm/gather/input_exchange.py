@@ -1,9 +1,9 @@
 """All-to-all GEMM as an op of the fused kernel: columns of A are exchanged for rows, before the product.
 
-Rank ``r`` has its columns of all rows of A, and all of B; it computes its rows. The *slice* of ``s`` is the
-part of K that rank ``s`` has. Each rank sends every peer that peer's rows of its slice. They are contiguous
-in its A, and in a slot of the peer's gather buffer. Workspaces, the rule for reuse and the argument for
-progress are those of :mod:`overlap_gemm.gather.all_gather`.
+Rank ``r`` has a shard of the columns of A, and all of B. It computes a shard of the rows. The *slice* of rank
+``s`` is its part of K. Each rank sends to every peer the peer's rows of the local slice. These rows are
+contiguous in the local A and in a slot of the peer's gather buffer. Workspaces, the rule for reuse and the
+argument for progress are those of :mod:`overlap_gemm.gather.all_gather`.
 
     sender        copy engines: chunks of rows, to one peer after the other, each followed by its flag;
                   or (``push``) the receive warps: all rows for a peer, then the flags of all chunks
@@ -14,7 +14,7 @@ progress are those of :mod:`overlap_gemm.gather.all_gather`.
 A source's chunks arrive in order: a chunk's flag is raised after all earlier chunks. Every rank has rows, so
 every chunk has a tile here, whose load waited for it. After the last read nothing is in flight to this rank.
 
-K is summed from the local slice on: bits of a row depend on the rank that computes it.
+The sum over K begins with the local slice. So the bits of a row depend on the rank that computes it.
 """
 
 from __future__ import annotations

@@ -2,27 +2,27 @@
 
 - Preceding kernel: permits the launch when each of its CTAs has executed
   ``griddepcontrol.launch_dependents`` or has ended.
-- Every thread: sets up what depends on no other kernel (barriers, shared memory). Then it waits until the
+- Every thread: sets up barriers and shared memory, which depend on no other kernel. Then it waits until the
   preceding kernel has ended and its writes are visible (``griddepcontrol.wait``).
-- Load warp, ``dependent_weights``: before its wait it loads B's first k tiles, as many as there are stages;
-  A's are loaded into the same stages after the wait.
+- Load warp, ``dependent_weights``: before its wait it loads the first k tiles of B, at most one per stage. It
+  loads the k tiles of A into the same stages after the wait.
 - Comm warp: after its wait it permits the launch of the next kernel.
 
 All accesses of a call to a workspace, the epoch first, come after every thread's wait. So the order between
 calls of :mod:`overlap_gemm.exchange.call` is unchanged. The same holds for the caller's kernels: A is read,
 and the output written, after the preceding kernel has ended, whatever that kernel is.
 
-**Early B** is read before the preceding kernel has ended: that kernel must not write it. Nor may an earlier
-kernel that still runs then. There is none if the preceding kernel is one of these, which permit the next
-launch after their own wait; for foreign kernels that permit it before they wait nothing is guaranteed. So
-early loads are for weights that do not change while such calls are queued, as in serving. An optimizer's step
-writes weights. If the call itself copies the weight, the preceding kernel is the copy: the host then launches
+**Early B** is read before the preceding kernel has ended. So neither that kernel nor an earlier one that
+still runs may write B. Kernels of this library permit the next launch after their wait, so before such a
+kernel no earlier one still runs. A foreign kernel may permit it before its wait; then nothing is guaranteed.
+Early loads are for weights that do not change while such calls are queued, as in serving; an optimizer's step
+writes weights. If the call itself copies the weight, the preceding kernel is the copy. Then the host launches
 ``dependent`` (`tuning.settings.late_weights`).
 
-**Progress.** A dependent's CTAs take no place that the preceding kernel needs: all CTAs of that kernel run
-when it permits the launch. Another kernel of the same rank that this one waits for might not get a place:
-so no dependent kernel has a relay kernel (:mod:`overlap_gemm.exchange.relay`). SMs that are reserved for
-others may hold CTAs that wait for the preceding kernel, and so end after it.
+**Progress.** CTAs of a dependent kernel occupy no SM that the preceding kernel needs: all CTAs of that kernel
+are resident when it permits the launch. A relay kernel (:mod:`overlap_gemm.exchange.relay`), for which this
+kernel would wait, might find no free SM. So no dependent kernel has a relay kernel. SMs that are reserved for
+other kernels may hold CTAs that wait for the preceding kernel, and end after it.
 """
 
 from __future__ import annotations

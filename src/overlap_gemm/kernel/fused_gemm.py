@@ -1,4 +1,4 @@
-"""The kernel: a mainloop, an op and a ring, composed."""
+"""`FusedGemm`: the kernel, composed of a mainloop, an op and a ring."""
 
 from __future__ import annotations
 
@@ -146,7 +146,8 @@ class FusedGemm:
             if cutlass.const_expr(self._epilogue_ends):
                 cast(Any, op.gate).end(call)
                 op.end(call, tally, self._ending_warps)
-        # Once in the code, so with the registers of the role that has the fewest: `sass` checks it.
+        # One copy of the code for both kinds of warps, so with the registers of the smaller count: the tool
+        # `compile-check` reads the SASS.
         if cutlass.const_expr(receive is not None and receive.with_epilogue):  # noqa: SIM102
             if _is_one_of(warp, self._receiving_warps):
                 receive(call, work, tally, out, extras)
@@ -156,8 +157,8 @@ class FusedGemm:
     def _set_up(self, ops: OperandViews, smem: Any) -> tuple[Any, EpilogueRing, Stages, Any]:
         """Returns mainloop resources, ring, stages, and the tally of ended warps (None if not counted).
 
-        The caller synchronises the cluster afterwards. Everything that is not a stage is in the first
-        `BARRIER_BYTES`: after the stages there is no space.
+        The caller synchronises the cluster afterwards. All shared memory other than stages is in the first
+        `BARRIER_BYTES`, because the stages fill the rest.
         """
         cfg, mainloop = self.config, self.mainloop
         ringed = 2 * cfg.ring_stages
@@ -182,7 +183,7 @@ class FusedGemm:
 
     @property
     def _epilogue_ends(self) -> bool:
-        """Returns whether the epilogue reads data that peers write together with gated rows."""
+        """Returns whether the epilogue reads scales that peers send with rows of A."""
         return self.op.gate is not None and self.config.visits_rows
 
     @property
@@ -198,7 +199,7 @@ class FusedGemm:
 
     @property
     def _receiving_warps(self) -> list[int]:
-        """Returns the warps of the receive role: its own, and the epilogue's after their last tile."""
+        """Returns the warps that run the receive role; epilogue warps join after their last tile."""
         first, receive = self.config.first_receive_warp, self.op.receive
         if receive is None:
             return []

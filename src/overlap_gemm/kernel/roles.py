@@ -1,7 +1,7 @@
-"""The roles that all fused GEMMs share. Each owns its loop and its pipeline states.
+"""The load and epilogue roles of all fused GEMMs. Each has a separate loop and separate pipeline states.
 
-A pipeline state advanced in a callee and not returned is silently lost, so functions that advance one return
-it.
+A pipeline state is a value: if a callee advances it, the caller has the old one. So functions that advance a
+state return it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,12 @@ from overlap_gemm.kernel.work import CtaTile, Work
 
 @cute.jit
 def load_role(mainloop: Mainloop, op: KernelOp, res: Any, ops: Any, more: Any, work: Work, call: Any) -> None:
-    """Waits on ``ab`` empty and, in an op with a gate, on the gate; produces this cluster's A and B tiles."""
+    """Loads this cluster's tiles of A and B; run by the load warp.
+
+    - waits on: ``ab`` empty, which the MMA releases; with a gate also on flags of peers, before a tile of A
+      that they send.
+    - signals: ``ab`` full, by TMA's transaction bytes.
+    """
     tile_m, tile_n = mainloop.config.cluster_tile
     gate: Any = op.gate
     state, opened, early = mainloop.load_state(), Int32(-1), None
@@ -58,10 +63,14 @@ def epilogue_role(
     group: Int32,
     call: Any,
 ) -> None:
-    """Waits on the accumulator and on the ring's empty stages, for no peer; produces the ring's stages.
+    """Fills the ring with this cluster's subtiles; run by all threads of an epilogue group.
 
-    With two groups (ping-pong), each takes every other tile. The mainloop makes their turns at the ring
-    alternate, and each group's ring state skips the other's subtiles.
+    - waits on: the accumulator, and the ring's empty stages, which the comm warp releases. If the epilogue
+      reads scales gathered with A (``gate.open``), also on the flag of their shard; else on no peer.
+    - signals: full stages of the ring.
+
+    With two groups (ping-pong), each has every second tile. The mainloop lets them use the ring alternately,
+    and each group's ring state skips the subtiles of the other.
     """
     cfg, gate = mainloop.config, cast(Any, op.gate)
     thread, _, _ = cute.arch.thread_idx()
@@ -90,7 +99,7 @@ def epilogue_role(
 
 @dataclass(frozen=True)
 class SubtileWriter:
-    """Moves one subtile from registers to the ring: the op's epilogue, acquire a stage, write, commit.
+    """Writer of subtiles from registers to the ring: applies the epilogue, acquires a stage, writes, commits.
 
     Attributes:
         mainloop: Mainloop, which defines the layout of fragments.
@@ -124,7 +133,7 @@ class SubtileWriter:
         self.op.visits.on_fragment(fragment, self._own, row, column, self.extras)
 
     def joined(self, fragments: Sequence[Any], subtile: Scalar) -> Any:
-        """Returns a subtile of the output, made of visited ones of the product, the first one ``subtile``."""
+        """Returns a subtile of the output, from a visited subtile of the product, or from a pair of them."""
         cfg = self.mainloop.config
         if not cfg.has_pairs:
             return fragments[0]

@@ -1,15 +1,15 @@
-"""K cut over the CTAs of a cluster: each multiplies a part of a tile's K, the first one sums.
+"""Split K over the CTAs of a cluster: each CTA multiplies a part of a tile's K, and the first one sums.
 
-For tiles fewer than the SMs: the parts of a tile load the weight on as many SMs.
+It is for products with fewer tiles than SMs: more SMs load the weight.
 
-- CTA 1, 2, ..: wait for empty, store their accumulators in CTA 0's shared memory, arrive on full at CTA 0.
-- CTA 0: waits for full, adds them to its accumulator in the order of the parts, arrives on empty at all of
-  them. Then follow epilogue, ring and comm lane, as without parts.
+- CTA 1, 2, ..: wait for empty, store their accumulators in shared memory of CTA 0, arrive on full at CTA 0.
+- CTA 0: waits for full, adds these values to its accumulator in the order of the parts, arrives on empty at
+  all other CTAs. Epilogue, ring and comm lane follow, as without a split.
 
 The comm lanes of the other CTAs have nothing to send; their receive roles take units like all others.
 
-| barrier       | arrivals                                           | waited for by             |
-|---------------|----------------------------------------------------|---------------------------|
+| barrier       | arrivals                                          | waiting threads           |
+|---------------|---------------------------------------------------|---------------------------|
 | full, CTA 0   | each warp of each other part, after its stores    | CTA 0's group             |
 | empty, others | each warp of CTA 0's group, after its loads       | that part's next group    |
 
@@ -60,7 +60,7 @@ def sent_of(config: GemmConfig, work: Work) -> Work:
 
 
 def end_together(config: GemmConfig) -> None:
-    """Ends all parts together, so that none ends while another may access its memory; all warps."""
+    """Waits for all CTAs of the cluster: none ends while another may access its memory; all warps."""
     if config.k_split > 1:
         cute.arch.sync_warp()
         cute.arch.cluster_arrive()
@@ -107,7 +107,7 @@ def send(config: cutlass.Constexpr, parts: Parts, acc: cute.Tensor, group: Int32
         config: The kernel's configuration.
         parts: Shared resources.
         acc: Values of the thread.
-        group: Group that has the tile, of the two.
+        group: Epilogue group of the tile, 0 or 1.
         thread: Index in the group.
     """
     _wait(parts.empty, 1 - group)

@@ -52,13 +52,13 @@ def allocate_stages(config: GemmConfig, dtype: str, smem: Any) -> RingStages:
 
 
 def has_empty_subtiles(config: GemmConfig) -> bool:
-    """Returns whether a tile that has columns may have subtiles without: else no check is needed."""
+    """Returns whether a tile with columns in range may have subtiles without: else no check is needed."""
     return config.cluster_tile[1] > config.epi_tile[1]
 
 
 @dataclass(frozen=True)
 class StageChunks:
-    """The wire format: places of the 16-byte chunks of a subtile in the tile.
+    """Wire format of a subtile: the place in the tile of each 16-byte chunk.
 
     Chunk ``p`` of a block is in row ``p // per_row``. The stage's swizzle permutes the chunks of a row by the
     row's number. Rows of 128 bytes are permuted by its 3 low bits. Rows of 64 bytes, two of which share 128
