@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from overlap_gemm import DisagreementError
 from overlap_gemm.parallel import parallelize
@@ -86,6 +87,11 @@ def test_llama_equals_the_unsharded_one_with_every_gradient(ranks, world, heads,
     ranks(world).run(equals, "llama", sequence, padding, options)
 
 
+@pytest.mark.parametrize("padding", [None, "right"])
+def test_llama_whose_tokens_see_later_ones_equals_the_unsharded_one(ranks, padding):
+    ranks(2).run(equals, "llama", 8, padding, {"is_causal": False})
+
+
 @pytest.mark.parametrize("family", sorted({*FAMILIES, *MORE_FAMILIES} - {"llama", "gemma2", "llama4"}))
 def test_other_families_equal_the_unsharded_ones(ranks, family):
     """Masks of sliding windows are those of all tokens."""
@@ -101,6 +107,21 @@ def recomputed(rank, size):
 
 def test_llama_with_recomputed_layers_equals_the_unsharded_one(ranks):
     ranks(2).run(recomputed)
+
+
+def averaged(rank, size):
+    installed()
+    plain, model = models("llama", "ulysses")
+    batch = batch_of(8)
+    plain(**batch, use_cache=False).loss.backward()
+    parallel = DistributedDataParallel(model)
+    (parallel(**ulysses.shard_inputs(batch), use_cache=False).loss * size).backward()
+    for (name, parameter), full in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, full.grad, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_gradients_that_ddp_averages_are_those_of_the_loss_times_the_ranks(ranks):
+    ranks(2).run(averaged)
 
 
 def refused(rank, size):
