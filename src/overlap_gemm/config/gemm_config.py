@@ -143,8 +143,8 @@ class GemmConfig:
     def sums(self) -> int:
         """Returns the number of k tiles whose sums are in flight in a warp group, if sums are promoted.
 
-        Of two, one is promoted during the other's products. Wide tiles have no registers for two, and scales
-        of blocks belong to the k tile.
+        With two, one sum is promoted during the products of the other. Wide tiles have no registers for two.
+        With scales of blocks there is one, because a k tile's scales multiply its sum.
         """
         return 1 if self.sum_parts > 1 or self.blocks in PROMOTED else 2
 
@@ -155,9 +155,9 @@ class GemmConfig:
 
     @cached_property
     def receive_role_is_register_limited(self) -> bool:
-        """Returns whether receive and shard roles have few registers: consumers that promote take them."""
-        under_way = self.accumulators // self.sum_parts * self.sums
-        return self.promotes and self.accumulators + under_way == 3 * PROMOTED_VALUES
+        """Returns whether receive and shard roles have few registers: promotion needs them."""
+        in_flight = self.accumulators // self.sum_parts * self.sums
+        return self.promotes and self.accumulators + in_flight == 3 * PROMOTED_VALUES
 
     @cached_property
     def accumulators(self) -> int:
@@ -176,7 +176,7 @@ class GemmConfig:
 
     @cached_property
     def accumulations(self) -> int:
-        """Returns the number of sums from zero that a tile is made of: leaves of K."""
+        """Returns the number of separate sums of a tile, one for each leaf of K; 1 without leaves."""
         return max(self.leaves, 1)
 
     @cached_property
@@ -186,12 +186,12 @@ class GemmConfig:
 
     @cached_property
     def parks_in_memory(self) -> bool:
-        """Returns whether nodes are kept out of registers: a small accumulator leaves some for one."""
+        """Returns whether nodes of the leaves' tree are in local memory, because registers are too few."""
         return self.accumulators * (self.levels + 1) > MOST_IN_REGISTERS
 
     @cached_property
     def parked_bytes(self) -> int:
-        """Returns the local memory of a thread that nodes take at most."""
+        """Returns the most bytes of a thread's local memory that nodes of the tree need."""
         return 4 * self.accumulators * max(self.levels, 2) if self.levels else 0
 
     @cached_property
@@ -251,7 +251,7 @@ class GemmConfig:
 
     @cached_property
     def cluster_size(self) -> int:
-        """Returns the number of CTAs per cluster that have tiles of their own."""
+        """Returns the number of CTAs per cluster that compute different tiles."""
         return self.cluster[0] * self.cluster[1]
 
     @cached_property
@@ -373,7 +373,7 @@ class GemmConfig:
     def ab_stage_bytes(self) -> int:
         """Returns the bytes of one A/B stage in one CTA.
 
-        These are whole 1024 bytes, with scales of `MX`; then come scales of `PROMOTED`.
+        Operands and scales of `MX` are padded to a multiple of 1024 bytes. Scales of `PROMOTED` follow.
         """
         of_a, of_b = self.scale_bytes
         loaded = -(-(self.ab_loaded_bytes - of_a - of_b) // 1024) * 1024

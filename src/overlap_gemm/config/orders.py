@@ -37,7 +37,7 @@ class TilePlace(NamedTuple):
 
 
 def grouped_raster(index: Int, grid: TileGrid, group: Int) -> tuple[Int, Int]:
-    """Walks bands of ``group`` tile rows, column by column, so that a wave shares A and B in the L2 cache.
+    """Numbers tiles in bands of ``group`` rows, column by column: a wave shares A and B in the L2 cache.
 
     Args:
         index: Position in the shard, ``0 <= index < grid.rows * grid.cols``.
@@ -90,7 +90,7 @@ class _Order:
 
 @dataclass(frozen=True)
 class LinearOrder(_Order):
-    """One shard, walked once: a plain GEMM."""
+    """Order of a plain GEMM: one shard, each tile once."""
 
     def num_tiles(self, work: WorkList) -> Int:
         """Returns the number of positions in the work list."""
@@ -104,10 +104,10 @@ class LinearOrder(_Order):
 
 @dataclass(frozen=True)
 class OwnShardFirst(_Order):
-    """All-gather GEMM: full shards in turn, the local one first, then ``rank + 1, rank + 2, ...``.
+    """Order of an all-gather GEMM: the local shard first, then those of ``rank + 1, rank + 2, ...``.
 
-    Shards arrive in that order if every rank sends to ``rank - 1, rank - 2, ...``. So all ranks receive from
-    different ones. Ranks after the last owner have no shard to begin with.
+    Shards arrive in that order if every rank sends to ``rank - 1, rank - 2, ...``. Then all ranks receive
+    from different ranks at any time. Ranks after the last owner have no local shard.
     """
 
     def place(self, t: Int, work: WorkList) -> TilePlace:
@@ -120,12 +120,12 @@ class OwnShardFirst(_Order):
 
 @dataclass(frozen=True)
 class DealtShards(_Order):
-    """GEMM reduce-scatter: tiles are dealt to their owners in turn, rank ``r`` beginning with ``r + 1``.
+    """Order of a GEMM reduce-scatter: tiles of all owners alternate; rank ``r`` begins with ``r + 1``.
 
-    In each turn every rank computes one tile for every owner, itself last. So the load of the links is even
-    from the first wave to the last. No two ranks send to one owner at the same time. (With full shards
-    one after the other the link idled during the local one, and limited the others. Turning the deal from
-    turn to turn, and local tiles a wave late, were tried and are slower: docs/design/not-adopted.md.)
+    In each turn every rank computes one tile for every owner, the local one last. So the load of the links is
+    even from the first wave to the last. No two ranks send to one owner at the same time. If each shard
+    were computed as a block, the link would be idle during the local shard. (Other orders are slower:
+    docs/design/not-adopted.md.)
     Ranks after the last owner (``rank >= owners``) own nothing and send all their tiles.
 
     Attributes:

@@ -23,14 +23,14 @@ BARRIER_BYTES = 2048
 """Bytes before the stages in shared memory: mbarriers, table of ranks' addresses, `CONTROL_WORDS`."""
 
 CONTROL_WORDS = 16
-"""Most 8-byte words there in addition to two barriers for each stage and the addresses
+"""Most 8-byte words in `BARRIER_BYTES` besides addresses and two barriers for each stage
 (`shared_words.Tally`, turns, TMEM)."""
 
 MAX_WORLD = 112
 """Most ranks of a workspace and of a kernel's table of addresses."""
 
 PROMOTED_VALUES = 64
-"""Accumulators of a thread that one instruction sums if they are promoted: the thread holds them, too."""
+"""Accumulators of a thread that one instruction sums, if sums are promoted: they need registers, too."""
 
 MOST_IN_REGISTERS = 128
 """Most values of a tile's sums, and of nodes of its tree, that a thread's registers hold."""
@@ -43,7 +43,7 @@ K_SPLITS = (1, 2, 4)
 
 
 def may_split(mma: MmaKind, tile: tuple[int, int]) -> bool:
-    """Returns whether K may be cut: the first part must have stages left besides the collected parts."""
+    """Returns whether K may be split: shared memory must hold the parts' sums and at least two stages."""
     return mma == "swap_ab" and tile[0] <= 64
 
 
@@ -103,7 +103,7 @@ def check(config: GemmConfig) -> None:
 
 
 def _check_leaves(config: GemmConfig) -> None:
-    """Raises ValueError for kernels whose sums a tree cannot add: it is in float32, on the wire, too."""
+    """Raises ValueError for leaves in a kernel whose partial sums are not float32, also on the wire."""
     if not config.leaves:
         return
     _require_in("leaves", config.leaves, LEAVES)
@@ -116,7 +116,7 @@ def _check_leaves(config: GemmConfig) -> None:
 
 
 def _by_halves(config: GemmConfig) -> bool:
-    """Returns whether a wide tile may be promoted: of two ping-pong groups one waits, a CTA alone spills."""
+    """Returns whether a wide tile may be promoted: not in ping-pong, nor in a CTA alone, which spills."""
     return config.epilogue_groups == 1 and config.cluster_size > 1
 
 

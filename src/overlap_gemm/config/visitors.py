@@ -1,9 +1,10 @@
 """An epilogue in a kernel: the function, and the dtypes of its operands.
 
-A product's sums are *partial* if other ranks have more to add, and *complete* after. An epilogue declares of
-which it is a function: scales of a rank's local operands belong to its partial sums, a bias to the complete
-ones. The role that has the sums loads and stores the operands' elements. That is the ring's writer, in its
-fragments, or the receive role, in chunks of a row.
+Sums of a product are *partial* before the sums of other ranks are added, and *complete* afterwards. An
+epilogue declares whether it is a function of partial or of complete sums. Scales of a rank's operands are
+applied to its partial sums, a bias to complete sums. The role that has the sums in registers loads and stores
+the elements of the epilogue's operands: the ring's writer in fragments, or the receive role in chunks of a
+row.
 
 Imports neither the DSL nor torch.
 """

@@ -66,10 +66,9 @@ SHOTS = 2
 
 @dataclass(frozen=True)
 class TileCopies:
-    """Every peer's tiles, from its slots into its columns of the output (a ``receive.Part``).
+    """Copies of every peer's tiles from its slots to its columns of the output (a ``receive.Part``).
 
-    Tiles are taken in the order in which the sources compute them, of all sources in turn, beginning with
-    the next rank.
+    Sources alternate, beginning with the next rank; the tiles of each are in the order of their computation.
 
     Attributes:
         config: The kernel's configuration.
@@ -84,7 +83,7 @@ class TileCopies:
     transport: Transport
 
     def tiles(self, context: ReceiveContext) -> Any:
-        """Returns the number of tiles: of each source that has columns as many as of the first one."""
+        """Returns the number of tiles; each source with columns counts as one with a full shard."""
         return self._others(context) * Int32(self._slots(context))
 
     @cute.jit
@@ -156,9 +155,9 @@ class TileCopies:
 
 @dataclass(frozen=True)
 class ResultCopies:
-    """The other owners' sums, from this rank's result slots into their rows (a ``receive.Part``).
+    """Copies of the other owners' sums from local result slots to the output (a ``receive.Part``).
 
-    Units are awaited one by one, of all owners in turn, in the order in which they sum.
+    Owners alternate; the units of each are awaited one by one, in the order in which the owner sums them.
 
     Attributes:
         results: Layout of the sums.
@@ -225,11 +224,11 @@ class ResultLane(NamedTuple):
 class Results:
     """Transport of an owner's sums to the other ranks: stores into result slots, a flag per unit and peer.
 
-    Ranks that are not P2P-accessible get them by puts from the local result slot, unit by unit.
+    To ranks without P2P access the sums are put from the local result slot, unit by unit.
 
-    There is a flag per unit, not per tile, because any warps of a CTA sum the units of a tile. One flag for
-    all of them would need a counter per tile in memory, which must be reset. The last warp would have to
-    release the other warps' stores. So a receiver waits for 4 KiB at a time, and may begin as early.
+    There is a flag per unit, not per tile, because different warps of a CTA sum the units of a tile. One flag
+    for all units would need a counter per tile in memory, which must be reset. The last warp would have to
+    release the stores of the other warps. With a flag per unit a receiver waits for 4 KiB at a time.
 
     Result slots are after the partial slots in the call's buffer, ``[owner][tile]``: chunks of the output's
     type in the places in which `StageChunks` has the partials'. Flags are after the partial tiles' flags.

@@ -90,7 +90,7 @@ class SlotSender:
         work: Work of this cluster.
         call: Run-time values of the call.
         stages: Stages of the ring.
-        epoch: Epoch of the call, in a register: unlike other roles (`Call.epoch`) the sending warps use few.
+        epoch: Epoch of the call, in a register: sending warps use few, unlike other roles (`Call.epoch`).
     """
 
     op: Any
@@ -139,7 +139,7 @@ class OwnerSender(SlotSender):
             self.transport.put(place.route, offset, self.stages.flat[(None, stage)], num_bytes)
 
     def publish(self, tile: Scalar, place: Destination) -> None:
-        """Signals to the owner that the tile's slot is complete, or completes it."""
+        """Signals to the owner that the tile's slot is complete, by `Transport.publish`."""
         self.transport.publish(place.route, place.put_bytes(self.config), self.epoch)
 
 

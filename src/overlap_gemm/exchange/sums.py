@@ -1,4 +1,4 @@
-"""The part of a receive role that sums the partials of all ranks for local tiles.
+"""`Sums`: the part of a receive role that sums the partial tiles of all ranks for local tiles.
 
 - waits on: every source's flag of the tile, or, with LL packets, each partial.
 - produces: the sum of the sources' partials in rank order in fp32, or by a binary tree if K has leaves
@@ -80,7 +80,7 @@ def _of_chunk(inputs: Sequence[Any], chunk: int) -> tuple[Any, ...]:
 
 
 def _last_again(lane: Lane, source: Scalar) -> Any:
-    """Returns the source, or the last rank if there are fewer: its values are loaded again, and not added."""
+    """Returns the source, or the last rank if there are fewer; its repeated values are not added."""
     return cutlass.min(source, lane.world - 1)
 
 

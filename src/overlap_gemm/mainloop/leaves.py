@@ -1,11 +1,11 @@
-"""Leaves of K: equal parts whose sums, each made from zero, are added by a binary tree.
+"""Leaves of K: equal parts of K whose separate sums are added by a binary tree.
 
 - sums: a thread's fp32 values of a tile, of one leaf after the other.
 - nodes of the tree: sums of finished subtrees that wait for their sibling, one for each level, in the
   thread's local memory. After leaf 0: level 0; after leaf 1: level 1; after leaf 2: levels 0 and 1; after
   leaf 3: level 2.
 
-So the tree depends on the leaves alone, not on the tile, nor on the CTA that computes it. After leaf ``i``
+So the tree depends only on the leaves, not on the tile, nor on the CTA that computes it. After leaf ``i``
 the number of subtrees that end with it is the number of trailing ones of ``i`` in binary.
 
 The host cuts K: A and B have the leaf as their third dimension (`cut`). TMA loads zeros for the part of a
@@ -26,7 +26,7 @@ from overlap_gemm.config.gemm_config import GemmConfig
 from overlap_gemm.device.registers import rematerialize
 
 ALIGNED = 8
-"""Elements of 16 bits that a leaf must be a multiple of: TMA's strides are whole 16 bytes."""
+"""Divisor of a leaf's 16-bit elements, because strides of TMA are multiples of 16 bytes."""
 
 
 RUN = 4
@@ -47,22 +47,24 @@ def cut(config: GemmConfig, operand: cute.Tensor) -> cute.Tensor:
 
 
 def nodes_of(config: GemmConfig, *shape: int) -> Any:
-    """Allocates the nodes of a thread's sums of this shape; returns None where there is no tree."""
+    """Allocates the tree's nodes for a thread's sums of this shape; returns None if there is no tree."""
     if not config.levels:
         return None
-    # Of one level the number would be known, and all nodes in registers.
+    # With one level its index would be a constant, and the compiler would keep all nodes in registers.
     return cute.make_rmem_tensor((*shape, max(config.levels, 1 + config.parks_in_memory)), Float32)
 
 
 @cute.jit
 def park(config: cutlass.Constexpr, sums: cute.Tensor, nodes: cute.Tensor, leaf: Int32) -> None:
-    """Adds to a leaf's sums the subtrees that end with it, and keeps the result; not of the last leaf.
+    """Adds the finished sibling subtrees to a leaf's sums, and stores the result as a node.
+
+    It is called after each leaf but the last.
 
     Args:
-        config: the kernel's configuration.
-        sums: a thread's, of the leaf; overwritten.
-        nodes: ``(values, levels)``. A level that is a run-time value keeps them out of registers.
-        leaf: the leaf's number.
+        config: The kernel's configuration.
+        sums: A thread's sums of the leaf; overwritten.
+        nodes: ``(values, levels)``. A run-time index of the level keeps them out of registers.
+        leaf: Number of the leaf.
     """
     level = Int32(0)
     if cutlass.const_expr(config.parks_in_memory):
@@ -77,9 +79,9 @@ def park(config: cutlass.Constexpr, sums: cute.Tensor, nodes: cute.Tensor, leaf:
 
 @cute.jit
 def finish(config: cutlass.Constexpr, sums: cute.Tensor, nodes: cute.Tensor) -> None:
-    """Adds to the last leaf's sums all other subtrees; arguments as `park`'s.
+    """Adds all other subtrees to the last leaf's sums; arguments as in `park`.
 
-    One level after the other: all that are loaded at once would take the sums' registers.
+    It loads one level after the other: all at once would need as many registers as the sums.
     """
     for level in cutlass.range(config.levels, unroll=1):
         _add(sums, nodes, level)
@@ -93,5 +95,5 @@ def _add(sums: cute.Tensor, nodes: cute.Tensor, level: Any) -> None:
 
 
 def _run(values: cute.Tensor, first: int) -> Any:
-    """Returns a few values: all of a node's at a time would take as many registers as the sums."""
+    """Returns `RUN` values: all values of a node at once would need as many registers as the sums."""
     return cute.make_tensor(values.iterator + first, cute.make_layout(RUN))

@@ -16,7 +16,7 @@ from overlap_gemm.kernel.operand_views import OperandViews
 
 @dataclass(frozen=True)
 class LoadedMainloop:
-    """A mainloop (`surface.Mainloop`) whose A and B one warp loads, by TMA, into stages of a pipeline ``ab``.
+    """Base of the mainloops (`surface.Mainloop`): one warp loads A and B by TMA into stages of ``ab``.
 
     Attributes:
         config: The kernel's configuration.
@@ -52,10 +52,10 @@ class LoadedMainloop:
         return pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.ab_stages)
 
     def load_tail(self, res: Any, state: pipeline.PipelineState) -> None:
-        """Waits until every stage was consumed: no CTA still arrives on this one's barriers."""
+        """Waits until every stage has been consumed: then no CTA arrives on barriers of this CTA any more."""
         res.ab.producer_tail(state)
 
     def part_of_k(self, ops: OperandViews) -> tuple[Any, Any]:
-        """Returns the first k tile of this CTA, and the number of its k tiles, of all leaves."""
+        """Returns the first k tile of this CTA, and the number of its k tiles over all leaves."""
         number = split.num_k_tiles(self.config, ops.b) * self.config.accumulations
         return split.part_of_k() * number if self.config.k_split > 1 else Int32(0), number

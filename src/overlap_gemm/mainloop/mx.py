@@ -49,7 +49,7 @@ class MxScales(NamedTuple):
         a: Coordinate tensor (atoms of rows, words of K) of A's scales.
         tma_b: TMA load atom of the scale atoms of the tile's columns.
         b: Coordinate tensor (atoms of rows, words of K) of B's scales.
-        padding: Rows of A, and of B, by which the shards before the tile's were padded to whole atoms.
+        padding: Rows of A and of B that were added to pad the shards before the tile's shard to full atoms.
     """
 
     tma_a: Any
@@ -72,7 +72,7 @@ class MxScales(NamedTuple):
     def joined(
         self, config: GemmConfig, a: OperandLoads, b: OperandLoads, stages: Any, row: Scalar, column: Scalar
     ) -> tuple[JointLoads, JointLoads]:
-        """Returns the loads of A and B with their scales: of A from `row` on, of B from `column`, its row."""
+        """Returns the loads of A and B with their scales, from row `row` of A and row `column` of B on."""
         loads = []
         for which, (operand, atom, tensor, first, stage) in enumerate(
             ((a, self.tma_a, self.a, row, stages.a), (b, self.tma_b, self.b, column, stages.b))

@@ -1,12 +1,14 @@
-"""Sums of 8-bit products promoted to fp32: wgmma, on Hopper, keeps 14 bits of its sums.
+"""Promotion of sums of 8-bit products to fp32, because wgmma on Hopper keeps 14 bits of its sums.
 
-So the sum of each k tile (128 elements of K, 4 instructions) is added to fp32 registers. A thread's part of
-it takes as many registers as one instruction sums, 64. The tile's own sum takes 64 or, for wide tiles, 128:
+The sum of each k tile (128 elements of K, 4 instructions) is added to fp32 registers. The k tile's sum needs
+64 registers of a thread, those of one instruction. The tile's sum needs 64, or 128 for wide tiles:
 
-- 64, without scales of blocks: two k tiles' sums are in flight, one is promoted during the other's products.
-- Otherwise one sum is in flight, of all columns or of one half after the other. While a warp group promotes,
-  the tensor cores run the other's products: so these tiles are for cooperative kernels. The wait for the next
-  k tile is during the last products of this one: an earlier wait delays this one's sums, too.
+- 64, without scales of blocks: sums of two k tiles are in flight. One is promoted during the products of the
+  other.
+- Otherwise one sum is in flight, of all columns, or of one half after the other. While one warp group
+  promotes, the tensor cores compute products of the other group: so these tiles are for cooperative kernels.
+  A group waits for the next k tile during the last products of the current one. An earlier wait would also
+  delay the current sums.
 
 With scales of blocks the sum is multiplied by them as it is added (`mainloop.blocks`). If 32 elements of K
 share a scale, the sum of each instruction is promoted, one after the other.
@@ -80,7 +82,7 @@ def accumulate_promoted(
                     promote(acc[(None, 0, column)], done, share_of(factors, column, halves))
             read.advance()
     else:
-        # Both sums begin and end in one turn of the loop, or ptxas takes them one after the other (C7514).
+        # Both sums begin and end in one turn of the loop; else ptxas serialises wgmma (C7514).
         sums = [cute.make_rmem_tensor(acc.shape, Float32) for _ in range(config.sums)]
         freed, is_full = read.clone(), _is_full(ab, read)
         for _ in cutlass.range(k_tiles // config.sums, unroll=1):
@@ -108,7 +110,8 @@ def multiply(
 ) -> Any:
     """Starts the products of some blocks of the stage at ``read``; the first one ``adds``, or overwrites.
 
-    Returns ``mma``, whose field it sets: a loop around the call detects that by the rebinding of the name.
+    Returns ``mma``, a field of which it sets. The caller rebinds the name, so that the DSL carries the field
+    through a loop.
     """
     a, b = operands
     warpgroup.fence()

@@ -11,13 +11,13 @@
 
 Scales that the MMA reads are loaded with A and B, into the same stages: :mod:`overlap_gemm.mainloop.mx`.
 
-In 2-CTA mode the leader CTA's MMA warp issues for both; each CTA loads its half of A and B and holds 128
-rows.
+In 2-CTA mode the leader CTA's MMA warp issues the MMA for both CTAs. Each CTA loads its half of A and B, and
+has 128 rows of the accumulator.
 
 Swapped: 1-CTA, with A and B exchanged in the MMA. The rows of B (a weight's output features) are the MMA's 64
-rows. The rows of A (tokens) are its columns, of which there may be as few as 16. An accumulator is the tile's
-transpose, which is undone on the way into the stage. :mod:`overlap_gemm.mainloop.sm90` has the same, and the
-reason.
+rows. The rows of A (tokens) are its columns, of which there may be as few as 16. An accumulator is the
+transposed tile; the store to the ring's stage transposes it back. The reason is described in
+:mod:`overlap_gemm.mainloop.sm90`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The Hopper mainloop: wgmma by two consumer warp groups, fp32 accumulators in registers.
 
-Ping-pong: the warp groups compute full tiles, alternately; one's epilogue is hidden by the other's wgmma.
+Ping-pong: the warp groups compute full tiles alternately. One group's epilogue overlaps the other's wgmma.
 
     load warp       per k tile:  ab.acquire -> TMA A, B (complete on ab.full)
     warp group g    tile j (j % 2 == g):
@@ -9,8 +9,8 @@ Ping-pong: the warp groups compute full tiles, alternately; one's epilogue is hi
 
 Swapped: the same, with A and B exchanged in the MMA. The rows of B (a weight's output features) are the MMA's
 64 rows. The rows of A (tokens) are its columns, of which there may be as few as 16. So a few tokens fill a
-tile, and there is a tile for every 64 features: N = 8192 keeps 128 SMs reading the weight. An accumulator is
-the tile's transpose, which is undone on the way into the stage.
+tile, and there is a tile for every 64 features: with N = 8192, 128 SMs read the weight. An accumulator is the
+transposed tile; the store to the ring's stage transposes it back.
 
 8-bit operands: wgmma keeps 14 bits of its sums, so by default sums are promoted (`mainloop.promotion`).
 
@@ -52,7 +52,7 @@ FIRST_EPILOGUE_WARP = 4
 NUM_EPILOGUE_WARPS = 8
 GROUP_WARPS = 4
 PRODUCER_REGISTERS = 104  # with 96 ptxas may spill the receive role of two-shot kernels
-CONSUMER_REGISTERS = 200  # 128 x 104 + 256 x 200 are all registers of 384 threads that begin with 168
+CONSUMER_REGISTERS = 200  # 128 x 104 + 256 x 200 = 384 x 168, the registers at the launch
 PROMOTING_REGISTERS = (72, 216)
 VISITED = 4  # subtiles whose operands are loaded at once
 NUM_TURNS = 2  # per tile: the MMA, then the epilogue

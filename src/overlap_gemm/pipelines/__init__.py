@@ -2,7 +2,7 @@
 
 - :class:`EpilogueRing`: epilogue warps fill shared-memory stages; one lane of a comm warp empties them
   through a :class:`TileSender`. :class:`LaggedPublication`: the commit after which a tile may be signalled.
-- :class:`PipelineTmaStoreAsync`: the TMA store stays in the epilogue warp; a comm warp gets written stores.
+- :class:`PipelineTmaStoreAsync`: an epilogue warp issues TMA stores; a comm warp waits for their writes.
 - For the comm warp: :func:`bulk_store` and :func:`global_pointer` access any rank's memory by its address.
   :func:`release_flag` signals (to several peers: :func:`raise_flag` after one :func:`release_fence`), and
   :func:`wait_flag` waits within a :class:`WaitBound`. A wait that expires writes ``RECORD_WORDS`` words,

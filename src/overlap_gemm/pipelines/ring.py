@@ -64,9 +64,9 @@ class EpilogueRing:
     """A ``PipelineAsync`` whose producers are epilogue warps and whose consumer is one lane of a comm warp.
 
     Attributes:
-        pipe: the mbarriers; full counts one arrival per epilogue warp, empty one arrival of the comm lane.
-        num_stages: stages of the ring.
-        inflight: bulk groups the comm lane leaves in flight, ``0 <= inflight < num_stages``.
+        pipe: The mbarriers; full counts one arrival per epilogue warp, empty one arrival of the comm lane.
+        num_stages: Number of stages.
+        inflight: Number of bulk groups that the comm lane leaves in flight, ``0 <= inflight < num_stages``.
     """
 
     pipe: pipeline.PipelineAsync
@@ -85,16 +85,16 @@ class EpilogueRing:
         """Initialises the mbarriers.
 
         Args:
-            num_stages: stages of the ring.
-            inflight: bulk groups left in flight. ``inflight == num_stages`` would wait for a stage that is
-                never freed.
-            num_warps: epilogue warps that fill each stage together.
-            barrier_storage: shared-memory pointer to ``2 * num_stages`` 8-byte barriers; None takes reserved
+            num_stages: Number of stages.
+            inflight: Number of bulk groups left in flight. With ``inflight == num_stages`` the producer would
+                wait for a stage that is never freed.
+            num_warps: Number of epilogue warps that fill each stage together.
+            barrier_storage: Shared-memory pointer to ``2 * num_stages`` 8-byte barriers; None takes reserved
                 shared memory, as the DSL's pipelines do.
-            defer_sync: the caller fences the initialisation and synchronises the CTA.
+            defer_sync: Whether the caller fences the initialisation and synchronises the CTA.
 
         Raises:
-            ValueError: if ``inflight`` is not in ``[0, num_stages)``.
+            ValueError: ``inflight`` is not in ``[0, num_stages)``.
         """
         if not 0 <= inflight < num_stages:
             raise ValueError(f"inflight={inflight} must be in [0, num_stages={num_stages})")
@@ -121,7 +121,7 @@ class EpilogueRing:
 
     @cute.jit
     def commit(self, state: pipeline.PipelineState) -> None:
-        """Hands the written stage to the comm lane. All epilogue threads call it; then advance ``state``.
+        """Signals to the comm lane that the stage is written. All epilogue threads call it, then advance.
 
         Each thread fences its own writes toward the async proxy; the warp's arrival follows all 32 fences.
         """

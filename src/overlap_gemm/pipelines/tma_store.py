@@ -1,6 +1,6 @@
-"""The TMA store stays in the epilogue; a communicating warp gets each store once it is really in memory.
+"""A pipeline whose producer issues TMA stores, and whose consumer waits until a store is written.
 
-For kernels that store with TMA from an epilogue warp while another warp sends what was stored
+It is for kernels in which an epilogue warp stores by TMA, and another warp sends the stored data
 (NVIDIA/cutlass issue #2900). The sending overlaps the computation and stores of the next tile. A TMA store
 cannot complete on an mbarrier, only on the bulk groups of the thread that issued it. So that thread arrives
 on the mbarrier itself, after a full wait.
@@ -19,15 +19,16 @@ on the mbarrier itself, after a full wait.
 
 State of a stage (``num_stages`` of them, used in order; one TMA store each, however many make a tile):
 
-    | state   | whose it is   | leaves it when                                                               |
+    | state   | used by       | ends when                                                                    |
     |---------|---------------|------------------------------------------------------------------------------|
     | empty   | issuing lane  | it has issued and committed a store                                          |
     | storing | TMA           | a full wait_group of the issuing lane retired the store; the lane arrives    |
     | full    | comm warp     | every consumer thread has arrived on empty                                   |
 
-A stage stands for what the comm warp reads: a staging buffer per stage. If the epilogue stores to memory that
-no thread overwrites, it is merely the number of stores by which the epilogue may be ahead. Shared memory
-needs ``Q + 1`` buffers: after ``producer_commit`` of store ``g`` the buffer of store ``g - Q`` is free.
+A stage stands for the memory that the comm warp reads, for example a staging buffer per stage. If the
+epilogue stores to memory that no thread overwrites, the number of stages only limits the stores by which the
+epilogue is ahead. Shared memory needs ``Q + 1`` buffers: after ``producer_commit`` of store ``g`` the buffer
+of store ``g - Q`` is free.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class PipelineTmaStoreAsync(pipeline.PipelineAsync):
     ``PipelineProducer``, counts the stores and is never reset. All else is inherited.
 
     Attributes:
-        inflight: bulk groups left pending after a commit.
+        inflight: Number of bulk groups left pending after a commit.
     """
 
     inflight: int
@@ -64,16 +65,18 @@ class PipelineTmaStoreAsync(pipeline.PipelineAsync):
         """Initialises the mbarriers.
 
         Args:
-            num_stages: stores the epilogue may be ahead of the communication. A consumer that waits for ``n``
-                stages before it releases the first of them needs ``inflight + n``.
-            inflight: bulk groups left in flight; the epilogue uses ``inflight + 1`` shared-memory buffers.
-            consumer_group: threads that release, each once a stage.
-            barrier_storage: shared-memory pointer to ``2 * num_stages`` 8-byte barriers; None takes reserved
+            num_stages: Number of stores by which the epilogue may be ahead of the communication. A consumer
+                that waits for ``n`` stages before it releases the first of them needs ``inflight + n``.
+            inflight: Number of bulk groups left in flight; the epilogue uses ``inflight + 1`` shared-memory
+                buffers.
+            consumer_group: Threads that release, each once a stage.
+            barrier_storage: Shared-memory pointer to ``2 * num_stages`` 8-byte barriers; None takes reserved
                 shared memory, as the DSL's pipelines do.
-            defer_sync: the caller fences the initialisation and synchronises the CTA.
+            defer_sync: Whether the caller fences the initialisation and synchronises the CTA.
 
         Raises:
-            ValueError: if a store would be handed over only after one that waits for its stage.
+            ValueError: ``inflight`` is not in ``[0, num_stages)``: the producer would wait for a stage that
+                it has not signalled.
         """
         if not 0 <= inflight < num_stages:
             raise ValueError(f"inflight={inflight} must be in [0, num_stages={num_stages})")

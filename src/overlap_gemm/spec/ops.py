@@ -13,7 +13,7 @@ GEMM_ALL_REDUCE = OpSpec("gemm_all_reduce", 3, "GEMM-AR", x="k", weight="k", out
 GEMM_ALL_GATHER = OpSpec("gemm_all_gather", 4, "GEMM-AG", x=None, weight="n", out=None)
 
 COLUMN_PARALLEL_GEMM = OpSpec("column_parallel_gemm", 0, "GEMM", x=None, weight="n", out="n")
-"""A rank's local product, whose gradient alone is communicated: not one of `OPS`."""
+"""Product of a rank without communication; only its gradient is communicated. It is not in `OPS`."""
 
 GEMM_ALL_TO_ALL = OpSpec(
     "gemm_all_to_all", 5, "GEMM-A2A", x="m", weight=None, out="n", dual="all_to_all_gemm"

@@ -6,7 +6,7 @@ Partials = Literal["float32"]
 """Element types of partial sums between ranks that callers may request."""
 
 Invariant = Literal["batch", "ranks", "ranks:4", "ranks:2"]
-"""What bits do not depend on: the batch, or the batch and the number of ranks, up to 8, 4 or 2 of them."""
+"""Facts that do not change the bits: the batch, or the batch and the number of ranks, up to 8, 4 or 2."""
 
 LEAVES: dict[str, int] = {"batch": 1, "ranks": 8, "ranks:4": 4, "ranks:2": 2}
 """Parts of K that are summed by a binary tree, in float32."""
@@ -29,7 +29,7 @@ class Promises(NamedTuple):
 
     @property
     def leaves(self) -> int:
-        """Returns the parts of K over all ranks that a tree sums: 1 if only rows matter; 0: no promise."""
+        """Returns the number of parts of K, over all ranks, that a tree sums; 1: no tree; 0: no promise."""
         return 0 if self.invariant is None else LEAVES[self.invariant]
 
     @property

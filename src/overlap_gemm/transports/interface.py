@@ -71,7 +71,7 @@ class Transport(ABC):
 
     @cute.jit
     def drain(self, ring: Any, sender: Any) -> None:
-        """Sends and publishes every tile of the ring; all lanes of the comm warp. Here only the first."""
+        """Sends and publishes every tile of the ring, by the first lane; all lanes of the comm warp."""
         if cute.arch.lane_idx() == 0:
             order_async_writes()
             ring.drain(ring.consumer_state(), sender.config.subtiles, sender)
@@ -147,12 +147,15 @@ class Transport(ABC):
 
     @cute.jit
     def await_pieces(self, pieces: Scalar, wait: cutlass.Constexpr) -> None:
-        """Waits by ``wait`` for a shard's flags, of which it may have ``pieces``: here one; all lanes."""
+        """Waits for the flags of a shard by ``wait``, here for the flag of piece 0; all lanes.
+
+        A transport that sends a shard in ``pieces``, each with a flag, waits for all of them.
+        """
         if cute.arch.lane_idx() == 0:
             wait(0)
 
     def loads_in_flight(self, returns: bool) -> int:
-        """Returns the number of 16-byte loads that a summing lane has in flight: each takes about 1 us.
+        """Returns the number of 16-byte loads that a summing lane has in flight; a load takes about 1 us.
 
         ``returns``: Whether sums are sent on to other ranks.
         """

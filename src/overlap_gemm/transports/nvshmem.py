@@ -4,9 +4,9 @@ A tile for a peer without P2P access is collected in this rank's workspace (stor
 from there, together with its signal. A tile for one owner has a place in the staging buffer. A tile for every
 rank is put from this rank's own slot, which has the same place at every rank.
 
-Both are doubled by the epoch's parity, and need no quiet. This rank writes call ``e + 2``'s tile only after
-its call ``e + 1``, which waited until every peer had entered that call. That is after the arrival of all puts
-of call ``e``: no rank ends a call before all puts to it in that call have arrived.
+There are two of both places, for even and odd epochs, so no quiet is needed. This rank writes a tile of call
+``e + 2`` after its call ``e + 1``. That call waited until every peer had entered it. No rank ends call ``e``
+before all puts to it in that call have arrived. So all puts of call ``e`` have read their source.
 
 Puts are issued by the publishing lane (`Nvshmem`), or by a relay kernel (`Staged`). The first is for sm_100
 only: out-of-line NVSHMEM calls make ptxas drop ``setmaxnreg`` and serialise wgmma in the entire kernel. The
