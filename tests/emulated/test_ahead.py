@@ -15,6 +15,7 @@ from overlap_gemm.backends.fused import ways
 from overlap_gemm.backends.fused.plan_cache import plan_for
 from overlap_gemm.backends.fused.reserved import allocate, needed_classes
 from overlap_gemm.config.scale_blocks import MX, PROMOTED
+from overlap_gemm.epilogues import add_residual_squared, swiglu
 from overlap_gemm.exchange.geometry import ExchangeShape
 from overlap_gemm.runtime.memory.workspace import workspaces
 from overlap_gemm.runtime.virtual import VirtualWorld
@@ -129,6 +130,30 @@ def test_fused_calls_after_a_warm_up_make_no_plan(op, block, monkeypatch):
             outs.append(getattr(overlap_gemm, op)(x, weight.to(torch.float8_e4m3fn), group=group.name, **how))
         world.synchronize()
         assert all((out == k / 2).all() for out in outs)
+
+
+@pytest.mark.parametrize(("op", "one"), [(RS, add_residual_squared), (GATHER, swiglu)])
+def test_fused_calls_with_an_epilogue_after_a_warm_up_make_no_plan(op, one, monkeypatch):
+    """Checks pairs of one weight, and of two."""
+    m, n, k = 8, 256, 128
+    with Emulator("sm_90a", 2) as emulator, VirtualWorld(2, emulator=emulator) as world:
+        for group in world.ranks:
+            how = {"group": group.name, "backend": "fused", "deterministic": False}
+            overlap_gemm.warmup(op, (m, n, k), device=CPU, epilogue=one, **how)
+        world.synchronize()
+        never = mock.Mock(side_effect=AssertionError("made after the warm-up"))
+        monkeypatch.setattr(plans, "keep_plan", never)
+        monkeypatch.setattr(gather, "keep_plan", never)
+        for group in world.ranks:
+            x, weight = (
+                torch.ones(s).bfloat16() for s in OPS[op].shapes(m, n, k, lambda extent: extent // 2)
+            )
+            inputs = {"residual": torch.ones(m // 2, n).bfloat16()} if one is add_residual_squared else {}
+            for weights in [weight] if inputs else [weight, list(weight.chunk(2))]:
+                how = {"group": group.name, "backend": "fused", "deterministic": False}
+                how |= OPS[op].arguments(m, n, k)
+                getattr(overlap_gemm, op)(x, weights, epilogue=one(**inputs), **how)
+        world.synchronize()
 
 
 def test_rows_of_8_bits_are_gathered_with_their_scales():

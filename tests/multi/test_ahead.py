@@ -63,6 +63,34 @@ def warmed_up_with_a_promise(rank, size, op):
             getattr(overlap_gemm, op)(torch.ones(x), torch.ones(weight), invariant="batch", **extents)
 
 
+def warmed_up_with_an_epilogue(rank, size, op):
+    local = Shards.owned_by(size, rank)
+    kinds = {"row_factors": "gathered_rows" if op == "all_gather_gemm" else "rows", "factor": "scalar"}
+    scaled = overlap_gemm.epilogues.epilogue(times, inputs={"residual": "element", **kinds})
+    overlap_gemm.warmup(op, (8, 16, 32), dtype=torch.float32, backward=True, bias=True, epilogue=scaled)
+    never = mock.Mock(side_effect=AssertionError("compared after the warm-up"))
+    x, weight = (torch.ones(shape, requires_grad=True) for shape in OPS[op].shapes(8, 16, 32, local))
+    out = OPS[op].result(8, 16, local)
+    factors = torch.full((len(x) if op == "all_gather_gemm" else out[0],), 2.0)
+    applied = scaled(residual=torch.ones(out), row_factors=factors, factor=torch.ones(1))
+    extents, bias = OPS[op].arguments(8, 16, 32), torch.ones(len(weight), requires_grad=True)
+    with mock.patch.object(choosing, "choose", never), mock.patch.object(agree, "_exchange", never):
+        with torch.no_grad():
+            getattr(overlap_gemm, op)(x, weight, bias=bias, epilogue=applied, **extents)
+        result = getattr(overlap_gemm, op)(x, weight, bias=bias, epilogue=applied, **extents)
+        torch.autograd.grad(result, (x, weight, bias), torch.ones(out))
+    assert (result == 2 * 33 + 1).all()
+
+
+def times(total, residual, row_factors, factor):
+    return total * row_factors * factor + residual
+
+
+@pytest.mark.parametrize("op", EVERY)
+def test_a_warm_up_is_for_calls_with_its_epilogue(ranks, op):
+    ranks(2).run(warmed_up_with_an_epilogue, op)
+
+
 @pytest.mark.parametrize("op", EVERY)
 def test_a_warm_up_is_for_calls_with_its_promise(ranks, op):
     ranks(2).run(warmed_up_with_a_promise, op)

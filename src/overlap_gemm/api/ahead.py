@@ -4,7 +4,7 @@ overlap_gemm.reserve(max_rows=8192, columns=8192)                      # the wor
 overlap_gemm.warmup("gemm_reduce_scatter", (8192, 8192, 28672), (1, 8192, 28672))
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -18,10 +18,11 @@ from ..backends.fused.fused_backend import Fused
 from ..backends.op_call import OpCall, extents_of
 from ..backends.scales.scaling import FLOAT8, OUT_DTYPES, Block, blocks_named, unit_scales
 from ..backends.select import choose
+from ..epilogues import Applied, Epilogue
 from ..runtime.group import Group, GroupLike, find
 from ..runtime.memory.workspace import SizeClass
 from ..runtime.order import forbid_capture
-from ..spec import OPS, op_named
+from ..spec import OPS, OpSpec, op_named
 from ..spec.promises import Invariant, Partials, Promises, check_promises
 from ..spec.sharding import Shards
 from ..tuning.measured import POLICIES, Policy
@@ -43,6 +44,7 @@ def warmup(
     autotune: Policy | None = None,
     partials: Partials | None = None,
     invariant: Invariant | None = None,
+    epilogue: Epilogue | None = None,
 ) -> None:
     """Makes calls of `op` on each shape, so that later calls need no compilation, allocation or agreement.
 
@@ -72,6 +74,9 @@ def warmup(
             as predicted. None: ``OVERLAP_GEMM_AUTOTUNE``, otherwise ``"measure"`` on GPUs.
         partials: Element type of partial sums between ranks, "float32" or None.
         invariant: Promise about bits, see `gemm_reduce_scatter`.
+        epilogue: Epilogue of the calls, without its inputs: these are of `dtype`, scalars and values of rows
+            float32. One of pairs is warmed up for a weight `[N, K]`, and in `all_gather_gemm` for two
+            `[N / 2, K]`, too.
 
     Raises:
         CaptureError: A CUDA graph is being captured.
@@ -114,14 +119,29 @@ def warmup(
             for extents in variants
         ]
 
+        weights: list[Any] = [weight]
+        applied = None
+        if epilogue is not None:
+            applied = _with_inputs(epilogue, spec, x, (m, n), local_shard)
+            if epilogue.pairs and spec.takes_lists:
+                weights.append([x.new_empty(len(weight) // 2, weight.shape[1]) for _ in range(2)])
+
         def make(name: str, extents: dict[str, int]) -> None:
-            operands = [t.requires_grad_(backward) for t in (x, weight, local_bias)]  # noqa: B023
-            how: dict[str, Any] = {"bias": operands[2] if bias else None, "backend": name, **extents}
+            how: dict[str, Any] = {"backend": name, "epilogue": applied, **extents}  # noqa: B023
             how |= {"deterministic": deterministic, "reserve_sms": reserve_sms}
             how |= {**promises, **scales}  # noqa: B023
-            out = call(operands[0], operands[1], group=group, **how)
-            if backward:
-                torch.autograd.grad(out, operands[: 2 + bias], torch.empty_like(out))
+            for one in weights:  # noqa: B023
+                several = one if isinstance(one, list) else [one]
+                biases = [local_bias[: len(part)] for part in several] if bias else []  # noqa: B023
+                operands = [t.requires_grad_(backward) for t in (x, *several, *biases)]  # noqa: B023
+                of_one: Any = (biases if isinstance(one, list) else biases[0]) if bias else None
+                if backward and epilogue is not None:  # which is another call if a gradient is needed
+                    with torch.no_grad():
+                        call(x, one, group=group, bias=of_one, **how)  # noqa: B023
+                out = call(x, one, group=group, bias=of_one, **how)  # noqa: B023
+                if backward:
+                    out = out[0] if isinstance(out, tuple) else out
+                    torch.autograd.grad(out, operands, torch.empty_like(out))
 
         for problem, extents in zip(problems, variants, strict=True):
             if problem is not problems[0]:  # measurements do not depend on the extents that callers pass
@@ -137,6 +157,23 @@ def warmup(
             make(backend, {})
     if where.type == "cuda":
         torch.cuda.synchronize(where)
+
+
+def _with_inputs(
+    epilogue: Epilogue, spec: OpSpec, x: Tensor, extents: tuple[int, int], local: Callable[[int], int]
+) -> Applied:
+    """Returns the epilogue with uninitialized inputs for a rank's part of a result of `extents`."""
+    rows, columns = spec.result(*extents, local)
+    columns //= 2 if epilogue.pairs else 1
+    shapes = {
+        "element": (rows, columns), "rows": (rows,), "gathered_rows": (len(x),),
+        "columns": (columns,), "scalar": (1,),
+    }  # fmt: skip
+    wide = torch.promote_types(x.dtype, torch.float32)
+    dtypes = {"element": x.dtype, "columns": x.dtype}
+    return epilogue(
+        **{name: x.new_empty(shapes[kind], dtype=dtypes.get(kind, wide)) for name, kind in epilogue.inputs}
+    )
 
 
 def reserve(

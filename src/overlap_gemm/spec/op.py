@@ -183,6 +183,16 @@ class OpSpec:
         x = local(m) if self.x == "m" else m, local(k) if self.x == "k" else k
         return x, (local(n) if self.weight == "n" else n, local(k) if self.weight == "k" else k)
 
+    def result(self, m: int, n: int, local: Callable[[int], int]) -> tuple[int, int]:
+        """Returns the shape of a rank's result.
+
+        Args:
+            m: Rows over all ranks.
+            n: Columns over all ranks.
+            local: Function from a sharded extent to the rank's part of it.
+        """
+        return local(m) if self.out == "m" else m, local(n) if self.out == "n" else n
+
     def product(self, m: int, n: int, k: int, world: int) -> tuple[int, int, int]:
         """Returns (M, N, K) of the product that a rank with a full shard multiplies."""
         _, weight = self.shapes(m, n, k, lambda extent: -(-extent // world))
