@@ -1,4 +1,4 @@
-"""Adapters of peft that a parallelized model supports, recognised without importing peft.
+"""Adapters of peft that a parallelized model supports, recognized without importing peft.
 
     get_peft_model(parallelize(model, mesh), LoraConfig(...))     # or the other way round
 
@@ -94,7 +94,7 @@ def forbid_weighted_adapters(tuner: Any) -> None:
     """Makes peft's `LoraModel.add_weighted_adapter` raise: it assigns `.data`, which a DTensor ignores.
 
     Args:
-        tuner: peft's `LoraModel` around a parallelized model; other objects are unchanged.
+        tuner: peft's `LoraModel` around a parallelized model; other objects are left unchanged.
     """
     if kind(tuner) == TUNER:
         tuner.add_weighted_adapter = _refuse_weighted_adapter

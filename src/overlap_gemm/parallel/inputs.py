@@ -59,8 +59,9 @@ def in_loss_parallel() -> bool:
 class SameInputs:
     """Pre-forward hook of a decoder: raises on every rank unless all ranks have the same inputs.
 
-    On CPUs it also raises on every rank the refusals of `Watch` and `WatchParameters` on any rank. It refuses
-    a cache that the model has not made itself (prefix tuning's), which has the heads of all ranks.
+    It also raises the refusals of `Watch` and `WatchParameters`: on CPUs on every rank, on GPUs on the
+    refusing rank alone. It refuses a cache that the model has not made itself (prefix tuning's), which has
+    the heads of all ranks.
 
     Args:
         sharding: State of the parallelized model.
@@ -109,10 +110,13 @@ def same_inputs(
         what: Name of the call, for messages.
         named: Inputs by name. Tensors, numbers, texts and caches are compared; other types are ignored.
         random: Also compare the states of torch's random number generators.
-        refusal: Reason of this rank not to run the call; the other ranks get it in place of the inputs.
+        refusal: Why this rank refuses the call; None: it does not. On CPUs the other ranks get it in place of
+            the inputs.
 
     Raises:
-        DisagreementError: The inputs differ. The message names the input and each rank's value.
+        DisagreementError: The inputs differ, or some ranks refuse the call. The message names the input and
+            each rank's value.
+        Exception: `refusal`, on this rank, on a GPU without the comparison of everything.
     """
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return

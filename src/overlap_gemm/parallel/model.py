@@ -69,9 +69,10 @@ def parallelize(
     Qwen3-MoE and Llama 4 (text). Each may be a `...ForCausalLM` or its decoder alone. A module without a rule
     is refused.
 
-    Every rank calls `parallelize` with the same model; the weights are rank 0's. Afterwards every parameter
-    is a DTensor. Every rank passes the same inputs to the model and gets the same outputs: those of the
-    unsharded model.
+    Every rank calls `parallelize` with the same model. It is collective: rank 0's weights are sent, whatever
+    those of the others are. (On the meta device nothing is sent; see `materialize`.) Afterwards every
+    parameter is a DTensor. Every rank passes the same inputs to the model and gets the same outputs: those of
+    the unsharded model.
 
     Attention is sharded by heads, the MLP by features, embedding and head by vocabulary (tied weights stay
     tied). With P ranks:
@@ -88,8 +89,8 @@ def parallelize(
         sequence_parallel: Shard the activations between attention and MLP by sequence, too. These then take
             1/P of the memory, and communication overlaps with the products. Set it to False for serving
             single tokens.
-        logits: "replicated": full logits on every rank, required by `labels=` and `generate`. "sharded": a
-            DTensor sharded by vocabulary, for a loss under torch's `loss_parallel()`.
+        logits: "replicated": full logits on every rank. "sharded": a DTensor sharded by vocabulary; `labels=`
+            then needs torch's `loss_parallel()`. `generate` replicates the logits itself.
         backend: "auto", or the name of the backend of all ops that it supports. Other ops use "auto"; the
             logger `overlap_gemm.backends.select` reports each of these choices once, with the reason.
         float8: 8-bit settings for the projections of attention and MLP, a `nn.Float8`. Head, routers, experts
@@ -99,7 +100,9 @@ def parallelize(
             attention and the loss are torch's, without this promise.
         fuse: Whether residuals and activations of MLPs are epilogues of the products, in families where no
             other operation is between (`overlap_gemm.explain(model)` names them). None: where kernels apply
-            epilogues; True: always; False: never.
+            epilogues, activations only where no gradients are needed and not under torch.compile. True:
+            always; False: never. Residuals are never epilogues under torch.compile, with a hook on the
+            projection or its attention or MLP, or with active dropout.
 
     Returns:
         `model`.

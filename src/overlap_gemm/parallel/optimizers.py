@@ -25,7 +25,7 @@ RIGHT = tuple(
 )
 """Optimizer classes that are right on shards (tests/multi/test_model_optimizers.py); AdamW is an Adam."""
 FUSED = (torch.optim.Adam,)
-"""Classes whose fused step DTensor supports."""
+"""Classes whose fused step DTensor supports: Adam and AdamW. `fused=True` of other classes is refused."""
 
 REASONS = {
     "Adafactor": "it takes means over rows and columns of a full matrix, but a rank has a part of it",

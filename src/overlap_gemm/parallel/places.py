@@ -147,8 +147,12 @@ def sees_shards(hook: Hook) -> Hook:
 
     Unmarked forward, pre-forward and backward hooks on modules with sharded inputs or outputs are refused at
     the next forward pass: the hidden states of a decoder layer are this rank's rows of the sequence, the
-    output of a projection is this rank's features. An unmarked optimizer that has not been tested is refused
-    at its first step.
+    output of a projection is this rank's features. Hooks of the packages in `KNOWN`, and hooks on embedding
+    and head, are accepted. An unmarked optimizer that has not been tested is refused at its first step, with
+    ValueError.
+
+    A refused hook on all ranks raises `UnknownModuleError` on each. On some ranks only: on CPUs, or with
+    ``OVERLAP_GEMM_CHECK=1``, every rank raises `DisagreementError`; on GPUs those ranks raise alone.
 
     Args:
         hook: Function or callable object as `register_forward_hook` takes it, or an optimizer whose step

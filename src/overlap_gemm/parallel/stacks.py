@@ -1,4 +1,4 @@
-"""Attributes by which transformers' Trainer and accelerate recognise a model that is already sharded."""
+"""Attributes by which transformers' Trainer and accelerate recognize a model that is already sharded."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

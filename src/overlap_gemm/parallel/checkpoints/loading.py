@@ -6,8 +6,9 @@ loader a subclass of the model whose modules are parallelized before it reads. A
 transformers' own, for future families, too: the hub, renamed and merged checkpoints, dtypes, generation
 settings, reports of missing keys.
 
-Loaders before 5.14 assign full tensors. They get slices that read as DTensors instead. They rename and merge
-experts, so they read full experts, which the model shards on assignment.
+The loader of transformers before 5.14 assigns full tensors. It gets slices that read as DTensors in place of
+full tensors. Because it renames and merges experts, it reads full experts, which the model shards when they
+are assigned.
 """
 
 from collections.abc import Iterator
@@ -62,8 +63,8 @@ def from_pretrained(
         partials: Option of `parallelize`.
         invariant: Option of `parallelize`.
         quantized: For a checkpoint whose linears are stored in 8 bits (`stored.py`). "keep": keep them so,
-            for inference only. "dequantize": convert each rank's slices to the model's dtype while they are
-            read.
+            with frozen weights; gradients of x pass, so adapters can be trained. "dequantize": convert each
+            rank's slices to the model's dtype while they are read.
         **loading: transformers' own arguments: `dtype`, `revision`, `attn_implementation`, ...
 
     Returns:
@@ -72,7 +73,7 @@ def from_pretrained(
     Raises:
         UnknownModuleError: The model or the named module has no rule in `parallelize`.
         QuantizedCheckpointError: A ValueError: the 8-bit format of the checkpoint is not supported, or its
-            linears cannot be kept in 8 bits.
+            linears cannot be kept in 8 bits. The shards may split blocks of scales, for example.
         ValueError: An argument places the weights (`device_map`, for example); the mesh does.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -252,7 +253,7 @@ class _ReadAsDTensor:
     """Unread tensor with the interface of a safetensors slice; reading returns a DTensor.
 
     Args:
-        whole: Unread full tensor.
+        full: Unread full tensor.
         like: Parameter that gets the values.
     """
 

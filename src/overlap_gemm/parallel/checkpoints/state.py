@@ -52,8 +52,9 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
 def full_tensors(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yields the entries of `full_state_dict` one by one, each gathered when it is requested. Collective.
 
-    It is for a rollout engine that shares the trainer's GPUs: a rank holds one full tensor at a time in
-    addition to its shards. vLLM's `model.load_weights` accepts the iterator.
+    It is for a rollout engine that shares the trainer's GPUs: a rank holds one full tensor at a time (of a
+    packed linear, such as gate_up_proj, also its parts) in addition to its shards. vLLM's
+    `model.load_weights` accepts the iterator.
 
     Args:
         model: Model returned by `parallelize`, possibly wrapped by peft. Tensors of an adapter keep their

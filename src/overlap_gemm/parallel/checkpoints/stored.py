@@ -1,4 +1,4 @@
-"""Checkpoints whose linears are stored in 8 bits: they are kept in 8 bits or dequantised.
+"""Checkpoints whose linears are stored in 8 bits: they are kept in 8 bits or dequantized.
 
 All formats store `a.linear.weight` as e4m3. The names and shapes of the scales differ:
 
@@ -293,7 +293,10 @@ def keep(model: nn.Module, name: str, checkpoint: Checkpoint, source: str) -> No
 
 
 SHARED = (".k_proj", ".v_proj")
-"""Name endings of linears with few rows, of which every rank may keep the full weight."""
+"""Name endings of linears of which every rank may keep the full weight, since they have few rows.
+
+Other linears whose shards would split blocks are refused (`QuantizedCheckpointError`).
+"""
 
 
 def _why_not_kept(module: Any, form: Form) -> str | None:

@@ -132,12 +132,12 @@ class LayerForward:
 
 
 class _Layer:
-    """A decoder layer to its own forward: parts return `Summed`, norms note their input.
+    """The `self` that a decoder layer's own forward gets: parts return `Summed`, norms record their input.
 
     Args:
         module: The layer.
-        parts: What is called for a part, by its name.
-        is_dry: Whether nothing is computed.
+        parts: Callable in place of each part, by the part's name.
+        is_dry: True: nothing is computed.
     """
 
     def __init__(self, module: nn.Module, parts: dict[str, Any], is_dry: bool = False):
@@ -157,7 +157,10 @@ class _Layer:
 
 
 _classes: dict[Any, type[_Layer]] = {}
-"""`_Layer` of each forward: a layer of transformers recomputes itself if `type(self).forward` is its own."""
+"""Subclass of `_Layer` for each forward, with that forward as `type(self).forward`.
+
+transformers' layers compare `type(self).forward` to decide about recomputation (gradient checkpointing).
+"""
 
 
 def _class_for(module: nn.Module) -> type[_Layer]:
@@ -341,7 +344,7 @@ def gating_of_mlp(module: Any, fuse: bool | None) -> MlpGating | str:
 
 
 class _Mlp:
-    """An MLP to its own forward, in a run on stand-ins."""
+    """The `self` that an MLP's own forward gets in a run on stand-ins."""
 
     gate, up, activated, product, out, both = (object() for _ in range(6))
 

@@ -18,7 +18,8 @@ class SharedHeadForward(ColwiseForward):
     """Forward of a k_proj or v_proj with fewer heads than ranks: each rank computes the head that it shares.
 
     Every rank has the full parameters, so that optimizers, norms and checkpoints need no special case.
-    Gradients are summed over the ranks; a rank's gradient is zero outside of its head.
+    Rank r of P computes head `r * heads // P`; its part of the gradient is zero outside of this head. The
+    parts are summed over the ranks, so every rank has the full gradient.
 
     Args:
         module: Linear with replicated parameters.
@@ -67,7 +68,7 @@ class SpreadNormForward:
         self.module, self.group, self.width = module, group, width
 
     def __call__(self, hidden_states: Tensor) -> Tensor:
-        """Normalises this rank's features `[..., width / P]`."""
+        """Normalizes this rank's features `[..., width / P]`."""
         module = self.module
         x = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
         squares = sum_over_ranks(x.pow(2).sum(-1, keepdim=True), self.group)

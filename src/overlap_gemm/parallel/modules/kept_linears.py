@@ -35,7 +35,7 @@ class KeptLinear(nn.Linear):
         rows: Rows that this rank multiplies of a full weight that every rank has. The weight is not sharded
             because shards would split blocks, or because ranks share heads. None: the weight is this rank's
             shard.
-        compute_dtype: dtype of the model, in which adapters are made (peft reads it) and weights dequantised.
+        compute_dtype: dtype of the model, in which adapters are made (peft reads it) and weights dequantized.
         files: Stored name and meta tensor of each scale in the checkpoint, by the scale's name here.
     """
 
@@ -117,13 +117,13 @@ def requantize(model: nn.Module) -> dict[str, float]:
 
     `save_pretrained` then writes the checkpoint's format again. Scales are computed anew, from the largest
     element of each tensor, row or block; activation scales stay unchanged. Precision is lost: an update
-    smaller than half a quantisation step of its element is rounded away.
+    smaller than half a quantization step of its element is rounded away.
 
     Args:
         model: Model kept in 8 bits, after `merge_and_unload`.
 
     Returns:
-        Relative error (Frobenius norm, over all ranks) of each requantised linear, by name.
+        Relative error (Frobenius norm, over all ranks) of each requantized linear, by name.
 
     Raises:
         ValueError: No linear kept in 8 bits has merged adapters.
@@ -161,7 +161,7 @@ def _largest(linear: Any) -> Tensor:
 
 
 def _to_quantize(linear: Any, kept_as: KeptAs) -> Tensor:
-    """Returns the float32 values that this rank quantises.
+    """Returns the float32 values that this rank quantizes.
 
     They are its part of the weight, or the full weight if every rank keeps it.
     """
