@@ -21,7 +21,7 @@ X, WEIGHT = torch.ones(6, 32).to(E4M3), torch.ones(8, 32).to(E4M3)
 SCALES = {"scale_x": torch.full((6, 1), 0.5), "scale_w": torch.full((1, 8), 0.25)}
 
 REFUSED = {
-    "no scales": ({"scale_x": None, "scale_w": None}, TypeError, "of 8 bits with scale_x and scale_w alone"),
+    "no scales": ({"scale_x": None, "scale_w": None}, TypeError, "8-bit operands need scale_x and scale_w"),
     "one of two": ({"scale_w": None}, TypeError, "scale_w must be a Tensor, got NoneType"),
     "a number": ({"scale_x": 0.5}, TypeError, "scale_x must be a Tensor, got float"),
     "rows": ({"scale_x": torch.ones(8, 1)}, ValueError, r"one element, or be \[6, 1\].* got \[8, 1\]"),
@@ -33,8 +33,12 @@ REFUSED = {
     "x": ({"x": X.to(torch.bfloat16)}, TypeError, "with scales must be one of torch.float8_e4m3fn"),
     "bias": ({"bias": torch.ones(8)}, TypeError, "bias must be torch.bfloat16 where x is"),
     "result": ({"out_dtype": E4M3}, TypeError, "out_dtype must be one of torch.bfloat16, .* got"),
-    "x by columns": ({"x": X.t().contiguous().t()}, ValueError, "columns of x must be contiguous"),
-    "weight by columns": ({"weight": WEIGHT.t().contiguous().t()}, ValueError, "columns of weight must be"),
+    "x by columns": ({"x": X.t().contiguous().t()}, ValueError, "x must be contiguous along K"),
+    "weight by columns": (
+        {"weight": WEIGHT.t().contiguous().t()},
+        ValueError,
+        "weight must be contiguous along K",
+    ),
 }
 
 

@@ -302,7 +302,7 @@ def refused(rank, size):
         (
             {"epilogue": epilogues.apply_relu(), "scale_x": torch.ones(1), "scale_w": torch.ones(1)},
             TypeError,
-            "operands with scales take no epilogue",
+            "an epilogue does not support operands with scales",
         ),
         (
             {"epilogue": epilogues.apply_relu(), "out_dtype": torch.float8_e4m3fn},
@@ -312,19 +312,19 @@ def refused(rank, size):
         (
             {"epilogue": epilogues.apply_relu(), "invariant": "batch"},
             ValueError,
-            "invariant='batch' is for calls without an epilogue",
+            "invariant='batch' allows no epilogue",
         ),
         (
             {"epilogue": epilogues.scale_gathered_rows(scale=torch.ones(4))},
             TypeError,
-            "an input of kind 'gathered_rows', of rows that all_gather_gemm gathers",
+            "an input of kind 'gathered_rows', which only all_gather_gemm supports",
         ),
     ):
         with pytest.raises(error, match=rule):
             op(x, weight, **given)
     with (
         overlap_gemm.promising(invariant="batch"),
-        pytest.raises(ValueError, match="invariant='batch' is for calls without an epilogue"),
+        pytest.raises(ValueError, match="invariant='batch' allows no epilogue"),
     ):
         op(x, weight, epilogue=epilogues.apply_relu())
     with pytest.raises(ValueError, match=r"is for each row of this rank's x .* must be \[4\], got \[8\]"):
@@ -332,9 +332,9 @@ def refused(rank, size):
             x, weight, epilogue=epilogues.scale_gathered_rows(scale=torch.ones(4 * size))
         )
     several = [weight, torch.ones(9, 6)]
-    with pytest.raises(ValueError, match="epilogue apply_relu is of one weight, got 2"):
+    with pytest.raises(ValueError, match="epilogue apply_relu needs one weight, got 2"):
         overlap_gemm.all_gather_gemm(x, several, epilogue=epilogues.apply_relu())
-    with pytest.raises(ValueError, match=r"of one weight, or of two of one shape, got 2: .*\[9, 6\]"):
+    with pytest.raises(ValueError, match=r"needs one weight, or two of equal shape, got 2: .*\[9, 6\]"):
         overlap_gemm.all_gather_gemm(x, several, epilogue=epilogues.swiglu())
     out, gathered = overlap_gemm.all_gather_gemm(
         x, weight, epilogue=epilogues.apply_relu(), return_gathered=True

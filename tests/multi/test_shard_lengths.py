@@ -149,7 +149,7 @@ def in_a_graph(rank, size):
     torch._dynamo.reset()
     x, weight = torch.ones(2, 3), torch.ones(4, 3)
     call = partial(overlap_gemm.all_gather_gemm, rows="exchange")
-    named = r"all_gather_gemm: rows='exchange' asks the other ranks in every call, which a graph"
+    named = r"all_gather_gemm: rows='exchange' communicates with the other ranks in every call, which a graph"
     with pytest.raises((ValueError, torch._dynamo.exc.Unsupported), match=named):
         torch.compile(lambda x, w: call(x, w), fullgraph=True, backend="aot_eager")(x, weight)
     call(x, weight)  # what is kept of it does not serve a capture

@@ -1,1 +1,1 @@
-"""From a call to the function that runs it: checked arguments, keys of known calls, custom ops."""
+"""Dispatch of calls: checks of arguments, cache of known calls, choice of a backend, and torch custom ops."""

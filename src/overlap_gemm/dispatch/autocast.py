@@ -1,4 +1,4 @@
-"""`torch.autocast` for the ops: the dtype rules of `nn.Linear`."""
+"""`torch.autocast` for the ops, with the dtype rules of `nn.Linear`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,21 +9,21 @@ from torch import Tensor
 from ..backends.op_call import OpCall
 
 DEVICES = ("cpu", "cuda")
-"""Types of devices that have autocast and ops of this package."""
+"""Device types that support both autocast and the ops of this package."""
 
 
 def autocast(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """Returns the operands of a product in the dtypes that `torch.autocast` requires, if it is enabled.
+    """Returns x, weights and biases in the dtypes that `torch.autocast` requires; unchanged outside of it.
 
-    As for torch's products, floating-point operands on the region's device type are cast to its dtype, except
-    float64. Gradients have each operand's original dtype.
+    As for torch's matrix products, floating-point operands on the region's device type are cast to its dtype,
+    except float64. Autograd casts gradients back to each operand's original dtype.
 
     Args:
-        x: Operand x.
+        x: Operand x, of any shape.
         weights: Weights.
-        biases: Biases.
+        biases: Biases; may be empty.
     """
     device = x.device.type if isinstance(x, Tensor) else "cpu"
     if not is_autocast(device):
@@ -43,25 +43,30 @@ def autocast(
 
 
 def result_dtype(x: Tensor) -> torch.dtype:
-    """Returns the type of a product of x."""
+    """Returns the dtype of a product of x under the current autocast state."""
     device = x.device.type
     is_cast = is_autocast(device) and x.dtype != torch.float64
     return torch.get_autocast_dtype(device) if is_cast else x.dtype
 
 
 def is_autocast(device: str) -> bool:
-    """Returns whether a type of device is in a region of `torch.autocast`.
-
-    Dynamo of torch 2.11 breaks its graph at `torch.amp.is_autocast_available`.
-    """
+    """Returns whether `torch.autocast` is enabled for a device type, such as "cuda"."""
+    # Not torch.amp.is_autocast_available: Dynamo of torch 2.11 breaks its graph there.
     return device in DEVICES and torch.is_autocast_enabled(device)
 
 
 def autocast_call(x: Tensor, weight: Any, bias: Any, call: OpCall) -> tuple[Tensor, Any, Any, OpCall]:
-    """Applies `autocast` to what an op is called with: a weight and a bias or None, or a list of each.
+    """Applies `autocast` to the operands of an op.
+
+    Args:
+        x: Operand x.
+        weight: Weight, or a list.
+        bias: Bias or None; a list if `weight` is a list.
+        call: Options of the call.
 
     Returns:
-        x, weight and bias, and the call, whose weight is a copy if one has been cast.
+        x, weight and bias in the autocast dtypes, and the call. `call.copied_weight` is set if a weight was
+        cast.
     """
     weights = weight if (several := isinstance(weight, list)) else [weight]
     x, cast, biases = autocast(x, weights, bias if several else [] if bias is None else [bias])

@@ -1,4 +1,4 @@
-"""The path of a call from its user to its op: checked and bound once, then looked up by its key."""
+"""Entry of calls without an epilogue: `call_op` checks and binds a signature once, then looks it up."""
 
 from typing import Any, NamedTuple
 
@@ -20,7 +20,10 @@ from .registered import Bound
 
 
 def with_scales(call: OpCall, scale_x: Any, scale_w: Any) -> tuple[OpCall, Scales]:
-    """Returns a call with `out_dtype` and its scales; without any scale, the call and no scales."""
+    """Returns the call and `(scale_x, scale_w)`; the call gets the default `out_dtype` if it has none.
+
+    Returns the unchanged call and `()` if both scales are None.
+    """
     if scale_x is None and scale_w is None:
         return call, ()
     if call.out_dtype is None:
@@ -29,7 +32,12 @@ def with_scales(call: OpCall, scale_x: Any, scale_w: Any) -> tuple[OpCall, Scale
 
 
 class _Prepared(NamedTuple):
-    """Everything that calls of one signature have in common: a call is this and its tensors."""
+    """Prepared call of one signature; calling it with tensors runs the op.
+
+    Attributes:
+        bound: Op bound to the signature.
+        lowered: Lowered call, which reshapes operands and results.
+    """
 
     bound: Bound
     lowered: Lowered
@@ -47,7 +55,16 @@ class _Prepared(NamedTuple):
 
 
 class _Exchanging(NamedTuple):
-    """The same for calls in which the ranks exchange their sharded extents every time."""
+    """Prepared call of one signature with `rows="exchange"` or `columns="exchange"`.
+
+    The ranks exchange their extents in every call, so the call is lowered again each time.
+
+    Attributes:
+        op: Op to call.
+        ranks: Group of the call.
+        call: Options and extents of the caller.
+        facts: (name, value) that the ranks compare when they exchange extents.
+    """
 
     op: GemmOp
     ranks: Group
@@ -73,17 +90,25 @@ def call_op(
     scale_x: Any = None,
     scale_w: Any = None,
 ) -> Any:
-    """Calls an op: directly if only autograd observes the call, else through torch's dispatcher.
+    """Calls an op: directly if only autograd observes it (`calls.is_plain`), else by torch's dispatcher.
 
     Args:
         op: Op to call.
-        x: The user's x.
-        weight: The user's weight, or a list.
-        bias: The user's bias, or a list.
-        group: The user's group.
-        call: The user's options and extents.
-        scale_x: The user's scales of x, or None.
-        scale_w: The user's scales of the weight, or a list, or None.
+        x: `[M, ..., K]`, as the caller passes it.
+        weight: `[N, K]`; a list of weights if the op takes lists.
+        bias: `[N]` or None; a list, which may be empty, if the op takes lists.
+        group: Process group, device mesh, name of a group, or None for the default group.
+        call: Options and extents of the caller.
+        scale_x: Scales of x; None without scales.
+        scale_w: Scales of the weight, or a list of them; None without scales.
+
+    Returns:
+        The op's result in the shape of the caller's x. An op that takes lists returns a list: the operand
+        that was communicated, then a result for each weight.
+
+    Raises:
+        TypeError, ValueError: Arguments do not fit together, see `lowering.lower`. Operands with scales need
+            a gradient: TypeError.
     """
     scales: Scales = ()
     if scale_x is not None or scale_w is not None:

@@ -1,8 +1,11 @@
-"""Keys of calls, and what a group keeps for calls with equal keys.
+"""Keys of calls, and the cache of prepared calls in each group.
 
-The first call of a key computes all that does not depend on the tensors' values. The group keeps it
-(`Group.calls`) until the group ends. The key has everything that may change the result: shapes, strides,
-dtypes and devices, the arguments, and the state of the process that a choice reads.
+The first call of a key computes everything that does not depend on the tensors' values. The group caches it
+(`Group.calls`) until the group is destroyed. A key contains all facts that determine a prepared call:
+
+- shapes, strides, dtypes and devices of the tensors (`layouts`),
+- the arguments of the call,
+- the state of the process that the choice of a backend reads (`state`).
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -21,7 +24,7 @@ from ..tuning.settings import settings
 T = TypeVar("T")
 
 LIMIT = 8192
-"""Number of calls that a group keeps; when it is reached, all are dropped."""
+"""Maximum number of prepared calls in a group's cache; a full cache is emptied."""
 
 
 def enter(ranks: Group, op: str, x: Any, run: Callable[..., T], *arguments: Any) -> T:
@@ -52,7 +55,14 @@ def enter(ranks: Group, op: str, x: Any, run: Callable[..., T], *arguments: Any)
 
 
 def layouts(*tensors: Any) -> Hashable:
-    """Returns shapes, strides, dtypes and devices of tensors, of lists of tensors and of None, as a key."""
+    """Returns shapes, strides, dtypes and devices as a hashable key.
+
+    Args:
+        *tensors: Tensors, lists of tensors, and None.
+
+    Raises:
+        TypeError, RuntimeError: An argument is none of these, or a tensor has no strides.
+    """
     key: list[Hashable] = []
     for one in tensors:
         if one is None:
@@ -70,7 +80,11 @@ def layouts(*tensors: Any) -> Hashable:
 
 
 def state(x: Tensor) -> Hashable:
-    """Returns the state that a call reads: `configured`, torch's switch, a capture, an open emulator."""
+    """Returns the process state that a call depends on, as a hashable key.
+
+    It consists of the settings (`configured`), torch's deterministic mode, and for CUDA tensors whether the
+    current stream is being captured. For CPU tensors it contains the identity of the open emulator instead.
+    """
     if x.is_cuda:
         where: object = torch.cuda.is_current_stream_capturing()
     else:
@@ -79,7 +93,7 @@ def state(x: Tensor) -> Hashable:
 
 
 def keep(group: Group, key: Hashable, value: T) -> T:
-    """Keeps `value` for calls of this key; returns it."""
+    """Stores `value` in the group's cache under `key`, unless debug mode is on; returns `value`."""
     if not agree.checking():  # in debug mode every call is compared
         if len(group.calls) >= LIMIT:
             group.calls.clear()
@@ -93,10 +107,16 @@ def is_plain(
     *others: Tensor | Sequence[Tensor] | None,
     as_op: bool = True,
 ) -> bool:
-    """Returns whether only autograd observes the call, so that it need not use torch's dispatcher.
+    """Returns whether a call can run without torch's dispatcher, because only autograd observes it.
 
-    Other observers are torch.compile, make_fx, FakeTensorMode, torch.func, forward-mode AD, DTensors and
-    other subclasses. For an op (``as_op``) autocast, and the profiler, which shows the ops' names, are, too.
+    Returns False under torch.compile, make_fx, FakeTensorMode, torch.func and forward-mode AD, and for
+    DTensors and other subclasses of Tensor.
+
+    Args:
+        x: First tensor of the call.
+        weight: Weight, or a list.
+        *others: Tensors, lists of tensors, and None.
+        as_op: Whether to return False also under autocast and under the profiler, which shows ops by name.
     """
     if (
         torch.compiler.is_compiling()
@@ -118,7 +138,11 @@ def is_plain(
 
 
 def needs_grad(*tensors: Any) -> bool:
-    """Returns whether autograd must record a call with these tensors, lists of tensors and None."""
+    """Returns whether autograd must record a call with these arguments.
+
+    Args:
+        *tensors: Tensors, lists of tensors, and None.
+    """
     if torch.is_grad_enabled():
         for one in tensors:
             if isinstance(one, Tensor):

@@ -1,4 +1,4 @@
-"""From an op's arguments to the function that runs it: the backend is chosen, agreed on, and bound."""
+"""Choice of the backend of a call: the ranks compare the call, choose alike, and bind the backend."""
 
 import gc
 from collections.abc import Sequence
@@ -35,15 +35,22 @@ class Chosen(NamedTuple):
 def chosen(
     op: OpSpec, call: OpCall, x: Tensor, weight: Any, bias: Any, inputs: Sequence[Tensor] = ()
 ) -> Chosen:
-    """Returns the chosen backend, bound to the call; in debug mode all ranks compare the call first.
+    """Returns the chosen backend, bound to the call. Collective in debug mode and where facts are unknown.
+
+    In debug mode all ranks compare the call first. With backend "auto", the first call of a kind may probe
+    peer access and benchmark candidates.
 
     Args:
         op: Definition of the op.
         call: Lowered call.
-        x: Operand x, contiguous or not, as in `Backend.bind`.
+        x: Operand x, 2-D, contiguous or not, as in `Backend.bind`.
         weight: Weight, or a list, as in `Backend.bind`.
         bias: Bias, a list, or None, as in `Backend.bind`.
         inputs: Inputs of the epilogue.
+
+    Raises:
+        ValueError: No backend can run the call, or the requested one cannot.
+        DisagreementError: On every rank, in debug mode: the ranks' calls differ.
     """
     ranks = resolve(call.group)
     problem, choice, facts = _agreed_choice(op, call, x, weight, bias, inputs)
@@ -62,35 +69,35 @@ def chosen(
 def why_after(
     op: OpSpec, call: OpCall, x: Tensor, weight: Any, bias: Any, inputs: Sequence[Tensor]
 ) -> str | None:
-    """Returns the reason torch would apply an epilogue after the op; None if a kernel does.
+    """Returns the reason torch would apply the epilogue after the op; None if a kernel applies it.
 
-    The same on every rank. Collective like `chosen`.
+    The result is the same on every rank. Collective like `chosen`.
 
     Args:
         op: Definition of the op.
-        call: Lowered call.
-        x: Operand of the backend.
+        call: Lowered call with an epilogue.
+        x: Operand x, 2-D.
         weight: Weight, or a list.
         bias: Bias, a list, or None.
         inputs: Inputs of the epilogue.
     """
     problem, choice, _ = _agreed_choice(op, call, x, weight, bias, inputs)
     if problem.num_weights > 1 and problem.n is None:
-        return "without columns= a rank does not know the weights of the others"
+        return "columns= is not passed, so the weights of the other ranks are unknown"
     return choice.backend.why_after(problem, _first(weight))
 
 
 def _agreed_choice(
     op: OpSpec, call: OpCall, x: Tensor, weight: Any, bias: Any, inputs: Sequence[Tensor]
 ) -> tuple[Problem, Choice, Any]:
-    """Returns a call's problem, the backend for it, and the facts that the ranks have compared."""
+    """Returns a call's problem, the choice of its backend, and the facts that the ranks compared."""
     ranks = resolve(call.group)
     problem = Problem.of(op.name, call, x, ranks, weight, bias, inputs)
     plain, requested = problem.without_epilogue(), call.backend
     facts = (*problem.agreed(), *settings().agreed(op))
     try:
         choice = choose(plain, requested)
-    except ValueError as error:  # it may concern this rank alone, for example its device
+    except ValueError as error:  # this rank alone may fail, for example by its device: the peers wait
         agree.same(ranks, x.device, (*facts, agree.failure(error)))
         raise
     agree.same(ranks, x.device, facts)
@@ -105,7 +112,7 @@ def _first(weight: Any) -> Tensor:
 
 
 def _bound(choice: Choice, problem: Problem, x: Tensor, weight: Any, *others: Any) -> Run:
-    """Returns the bound function; its epilogue is applied by the backend, or by torch after it."""
+    """Returns the bound function; the backend applies the epilogue if it can, else torch does after it."""
     if problem.applying is None or choice.backend.why_after(problem, _first(weight)) is None:
         return bind_as(choice.kernel, choice.backend, problem, x, weight, *others)
     plain = bind_as(choice.kernel, choice.backend, problem.without_epilogue(), x, weight, *others)
@@ -113,13 +120,20 @@ def _bound(choice: Choice, problem: Problem, x: Tensor, weight: Any, *others: An
 
 
 calls: dict[tuple[str, str], list[int]] = {}
-"""Number of calls of an op by a backend that have begun in this process."""
+"""Number of calls begun in this process, by (op, backend), in a list of one element."""
 
 
 def _ranged(name: str, run: Run, group: Group, count: list[int]) -> Run:
-    """Returns `run` in a range of that name for profilers: torch.profiler, or NVTX.
+    """Returns a function that runs `run` in a profiler range (torch.profiler or NVTX) and counts the call.
 
-    If memory runs out before anything is launched or sent, torch's cache is freed, and the call is repeated.
+    If a call runs out of GPU memory before it launches or sends anything, torch's cache is emptied and the
+    call is repeated once. A later failure is raised: peers may already take part in the call.
+
+    Args:
+        name: Name of the range.
+        run: Function from the op's tensors to its result.
+        group: Group of the call.
+        count: List whose single element counts the calls.
     """
 
     def ranged(*operands: Any) -> Any:

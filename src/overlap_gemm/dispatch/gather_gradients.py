@@ -1,8 +1,11 @@
-"""`all_gather_gemm_gradients`: gradients of x and of all weights of an all_gather_gemm, in one op.
+"""`all_gather_gemm_gradients`: gradients of x and of all weights of an all_gather_gemm, in one custom op.
 
-It is for calls that need all of these and kept no gathered x. The weights' gradients wait for x. Copy engines
-gather it alongside the fused kernel that computes the gradient of x, if there is one and shards are not
-small. The gathered x is stored in the gather buffer of `all_gather_gemm`.
+The backward pass uses it if it needs all of these gradients, and the forward pass did not keep the gathered
+x. The gradients of the weights need x of all ranks:
+
+- If a fused kernel computes the gradient of x, and shards are large, copy engines gather x alongside it, into
+  the gather buffer of `all_gather_gemm`.
+- Otherwise x is gathered by a collective after the gradient of x.
 """
 
 from collections.abc import Sequence
@@ -25,7 +28,7 @@ from .registered import Registered, Run
 
 
 def joined(parts: Sequence[Tensor], dim: int) -> Tensor:
-    """Returns the parts concatenated along `dim`; a single one unchanged."""
+    """Returns the parts concatenated along `dim`; a single part is returned without a copy."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
 
 
@@ -63,7 +66,10 @@ def _bind_all_gather_gemm_gradients(
 
 
 def _no_second_gradient(*_: Any) -> Any:
-    raise RuntimeError("all_gather_gemm_gradients is for a backward pass that has none of its own")
+    raise RuntimeError(
+        "all_gather_gemm_gradients has no gradient, because it runs only where no second derivatives are "
+        "recorded; call backward with create_graph=True for them"
+    )
 
 
 all_gather_gemm_gradients = Registered(

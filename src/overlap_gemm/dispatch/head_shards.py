@@ -1,13 +1,11 @@
-"""Division of heads over the ranks: `heads=` of the ops of `all_to_all`.
+"""Division of attention heads over P ranks: the argument `heads=` of the ops of `all_to_all`.
 
-The ops cut columns as `torch.chunk` does. Where that would cut a head, the weight is changed before the op:
+The ops cut columns as `torch.chunk` does. If that would cut a head, a changed copy of the weight is used:
 
-- P heads or more that P does not divide: zero columns are appended, until every rank has ceil(heads / P);
-  they are cut off the result.
-- Fewer heads than ranks: rank r gets head `r * heads // P`. Columns of each head are repeated; the gradient
-  of the weight is summed over the replicas.
-
-Both copy the weight.
+- If there are at least P heads, and P does not divide their number, zero columns are appended until every
+  rank has ceil(heads / P) heads. The result's columns for them are removed.
+- If there are fewer heads than ranks, rank r gets head `r * heads // P`: the columns of each head are
+  repeated. The gradient of the weight is summed over the replicas.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,39 +37,51 @@ class HeadShards:
     world: int
 
     def __post_init__(self) -> None:
-        """Raises ValueError for columns that heads do not divide, and for heads that cannot be replicated."""
+        """Checks the numbers.
+
+        Raises:
+            ValueError: `heads` is not a positive integer, or does not divide `columns`. Or there are fewer
+                heads than ranks, and their number does not divide the number of ranks.
+        """
         if isinstance(self.heads, bool) or not isinstance(self.heads, int) or self.heads < 1:
             raise ValueError(f"{self.op}: heads must be a number, 1 or more, got {self.heads!r}")
         if self.columns % self.heads:
-            raise ValueError(f"{self.op}: heads={self.heads} must divide the {self.columns} columns")
+            raise ValueError(
+                f"{self.op}: heads={self.heads} must divide the {self.columns} columns: heads have equal size"
+            )
         if self.world % self.heads and self.heads < self.world:
             raise ValueError(
                 f"{self.op}: heads={self.heads} are fewer than the {self.world} ranks, and must divide their "
-                f"number: each head is replicated on {self.world} / heads ranks"
+                f"number, because each head is replicated on {self.world} / heads ranks"
             )
 
     @property
     def replicas(self) -> int:
-        """Returns the number of ranks that get each head."""
+        """Returns the number of ranks that get the same head; 1 if there are at least as many heads."""
         return max(self.world // self.heads, 1)
 
     @property
     def shards(self) -> Shards:
-        """Returns the division of the columns, after replication."""
+        """Returns the division over the ranks of the replicated columns, at multiples of a head's columns."""
         return Shards.even(self.columns * self.replicas, self.world, unit=self.columns // self.heads)
 
     @property
     def padding(self) -> int:
-        """Returns the number of zero columns after which `torch.chunk` cuts at heads."""
+        """Returns the number of zero columns to append so that `torch.chunk` cuts between heads."""
         return self.shards.chunk * self.world - self.shards.total
 
     @property
     def is_chunked(self) -> bool:
-        """Returns whether `torch.chunk` already cuts the columns at heads."""
+        """Returns whether `torch.chunk` cuts the columns between heads without replication or padding."""
         return not self.padding and self.replicas == 1
 
     def expanded(self, matrix: Tensor, dim: int) -> Tensor:
-        """Returns the matrix with replicas of heads, and padding, along a dimension (0 or 1)."""
+        """Returns the matrix with heads replicated and zeros appended; unchanged if `is_chunked`.
+
+        Args:
+            matrix: Matrix with `columns` elements along `dim`.
+            dim: Dimension of the heads, 0 or 1.
+        """
         if self.is_chunked:
             return matrix
         # torch's operations do not support all types of 8 bits.
@@ -86,8 +96,13 @@ class HeadShards:
 def heads_of_each(op: str, heads: Heads, weights: Sequence[Tensor]) -> list[int]:
     """Returns the number of heads of each weight.
 
+    Args:
+        op: Name of the op, for messages.
+        heads: A number for all weights, or a list with one number for each weight.
+        weights: Weights.
+
     Raises:
-        ValueError: There are not as many numbers as weights.
+        ValueError: The list's length is not the number of weights.
     """
     numbers = list(heads) if isinstance(heads, (list, tuple)) else [heads] * len(weights)
     if len(numbers) != len(weights):
@@ -119,11 +134,21 @@ def attention_heads(heads: int, kv_heads: int, world: int) -> list[int]:
 
 
 def refuse(shards: HeadShards, options: Mapping[str, object], names: Sequence[str]) -> None:
-    """Raises TypeError for options that a changed weight does not support."""
+    """Checks that no option is set that a replicated or padded weight does not support.
+
+    Args:
+        shards: Division of the heads.
+        options: Values of the caller's options, by name.
+        names: Names of the unsupported options.
+
+    Raises:
+        TypeError: The weight is replicated or padded, and one of these options is not None.
+    """
     if shards.is_chunked:
         return
     if names := [name for name in names if options.get(name) is not None]:
         raise TypeError(
             f"{shards.op}: heads={shards.heads} on {shards.world} ranks are replicated or padded, which "
-            f"{', '.join(names)} does not support: the number of ranks must divide that of the heads"
+            f"{', '.join(names)} does not support; use a multiple of {shards.world} heads, or omit "
+            f"{', '.join(names)}"
         )

@@ -1,4 +1,4 @@
-"""From a user's arguments to an op's arguments: checked, two-dimensional, with extents over all ranks."""
+"""Lowering of calls: checks arguments, makes x two-dimensional, and computes extents over all ranks."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -21,13 +21,13 @@ from .operands import Scales, check_operands, check_scaled, shape_of
 
 
 class Lowered(NamedTuple):
-    """A call in the form that its op takes.
+    """A call in the form that its op takes, with functions that convert operands and results.
 
     Attributes:
-        call: Call with extents over all ranks: the op's arguments, after its tensors.
-        flat: Two-dimensional shape of x.
-        dim: Dimension of x that comes first in it; None: x is two-dimensional and unchanged.
-        finish: Function from the op's result to the user's; None: they are the same.
+        call: Options, and extents over all ranks: the op's arguments after its tensors.
+        flat: Shape (rows, K) of the two-dimensional x.
+        dim: Dimension of the caller's x that becomes the first one; None: x is two-dimensional already.
+        finish: Function from one result of the op to the caller's shape; None: they are the same.
         facts: (name, value) that ranks compare when they exchange a sharded extent.
     """
 
@@ -38,15 +38,22 @@ class Lowered(NamedTuple):
     facts: agree.Facts
 
     def flatten(self, x: Tensor) -> Tensor:
-        """Returns x as the op takes it."""
+        """Returns the caller's x as a matrix `flat`, with the rows of `dim` first."""
         return x if self.dim is None else x.movedim(self.dim, 0).reshape(self.flat)
 
     def operands(self, x: Tensor, weight: Any, bias: Any, scales: Scales) -> tuple[Any, ...]:
-        """Returns all tensors as the op takes them."""
+        """Returns all tensors in the form that the op takes: x, weight, bias, then the scales if any.
+
+        Args:
+            x: The caller's x.
+            weight: Weight, or a list; unchanged.
+            bias: Bias, a list, or None; unchanged.
+            scales: (scale_x, scale_w) of the caller; empty without scales.
+        """
         return self.flatten(x), weight, bias, *(self.vectors(*scales) if scales else ())
 
     def result(self, result: Any) -> Any:
-        """Returns the user's results, made of the op's."""
+        """Returns the op's result, or each tensor of its list, in the caller's shape."""
         if self.finish is None:
             return result
         if not isinstance(result, list):
@@ -55,7 +62,15 @@ class Lowered(NamedTuple):
         return [self.finish(moved) if self.call.keep else moved, *map(self.finish, outs)]
 
     def vectors(self, scale_x: Tensor, scale_w: Any) -> tuple[Any, ...]:
-        """Returns the scales as the op takes them: float32 vectors or matrices, or those of MX types."""
+        """Returns (scales of x, scales of the weight or a list of them) in the form that the op takes.
+
+        Scales of rows become float32 vectors, those of blocks float32 matrices with a row for each row of the
+        flattened x. Scales of MX types are unchanged.
+
+        Args:
+            scale_x: Scales of the caller's x.
+            scale_w: Scales of the weight, or a list.
+        """
         if self.call.blocks == MX:
             return scale_x, scale_w
         if scale_x.dtype is not torch.float32:
@@ -76,16 +91,21 @@ class Lowered(NamedTuple):
 def lower(
     spec: OpSpec, group: str, x: Tensor, weight: Any, bias: Any, call: OpCall, scales: Scales = ()
 ) -> Lowered:
-    """Returns a lowered call: arguments checked, x in two dimensions, extents over all ranks.
+    """Returns the lowered call. Collective if ranks must compare or exchange a sharded extent.
 
     Args:
         spec: Definition of the op.
         group: Name of the process group.
-        x: The user's x.
-        weight: The user's weight; a list if the op takes lists.
-        bias: The user's bias or None; a list if the op takes lists.
-        call: The user's options and extents.
-        scales: Scales of x and weight; empty if operands have none.
+        x: `[M, ..., K]`, as the caller passes it.
+        weight: `[N, K]`; a list if the op takes lists.
+        bias: `[N]` or None; a list, which may be empty, if the op takes lists.
+        call: Options and extents of the caller.
+        scales: (scale_x, scale_w) of the caller; empty without scales.
+
+    Raises:
+        TypeError: A type, dtype, layout or device is not supported, see `operands.check_operands`.
+        ValueError: Shapes, extents, `dim` or options do not fit together, or a backend's name is unknown.
+        InvarianceError: The promises of the call contradict each other.
     """
     weights = weight if spec.takes_lists else [weight]
     biases = bias if spec.takes_lists else [] if bias is None else [bias]
@@ -165,24 +185,27 @@ def _check(
     call: OpCall,
     scales: Scales = (),
 ) -> int:
-    """Raises for arguments that do not fit together; in debug mode on the other ranks, too.
+    """Checks the arguments; in debug mode an error of one rank is raised on the other ranks, too.
 
     Returns:
-        `dim`, counted from the front.
+        `dim` as a non-negative number.
     """
     op, dim = spec.name, call.dim
     try:
         check_operands(spec, x, weights, biases, scales)
         if scales and spec.operand_is_sent and not spec.gathers_operand:
             raise TypeError(
-                f"{op}: operands with scales are not sent in parts of K; pass them without scales"
+                f"{op}: this op sends x in parts of K, which is not supported for operands with scales; "
+                f"pass 16-bit operands without scales"
             )
         if scales:
             check_scaled(op, x, weights, biases, call, *scales)
         elif call.out_dtype is not None or call.block is not None:
             options = ("out_dtype", call.out_dtype), ("block", call.block)
             name, value = next(pair for pair in options if pair[1] is not None)
-            raise ValueError(f"{op}: {name}={value} is for operands with scales")
+            raise ValueError(
+                f"{op}: {name}={value} is for operands with scales; pass scale_x and scale_w, or omit {name}"
+            )
         if not isinstance(dim, int) or not -x.ndim <= dim < x.ndim or dim % x.ndim == x.ndim - 1:
             raise ValueError(
                 f"{op}: dim must name one of the {x.ndim - 1} row dimensions of x {shape_of(x)}, got {dim}"
@@ -194,12 +217,12 @@ def _check(
             if spec.deals_depth and x.shape[-1] != local:
                 raise ValueError(
                     f"{op}: of K={depth} of weight {shape_of(weights[0])} rank {ranks.rank} of {ranks.size} "
-                    f"owns {local} (as torch.chunk cuts), but x has {x.shape[-1]}"
+                    f"owns {local} (as torch.chunk cuts), but x has {x.shape[-1]} columns"
                 )
             if x.device.type not in ranks.device_types:
                 raise ValueError(
-                    f"{op}: x lies on {x.device}, for which group {group!r} (P={ranks.size}) has no backend; "
-                    f"it serves {sorted(ranks.device_types)}"
+                    f"{op}: x is on {x.device}, for which group {group!r} (P={ranks.size}) has no backend; "
+                    f"the group has backends for {sorted(ranks.device_types)}"
                 )
         call.check_lengths(spec)
         promises = Promises(call.partials, call.invariant)
@@ -245,24 +268,36 @@ def total_extent(
         return agree.total_length(op, what, length, x.device, ranks, facts)
     if passed == "exchange" and group_size(group) > 1:
         raise ValueError(
-            f"{op}: {what}='exchange' asks the other ranks in every call, which a graph (torch.compile's, a "
-            f"captured one) cannot; pass {what}, or nothing if shards are equal"
+            f"{op}: {what}='exchange' communicates with the other ranks in every call, which a graph (of "
+            f"torch.compile, or a captured one) cannot; pass {what} as a number, or omit it if shards are "
+            f"equal"
         )
     if passed is None or isinstance(passed, str):
         return length * group_size(group)
     local = Shards.even(passed, group_size(group)).size(group_rank(group))
     if local != length:
         raise ValueError(
-            f"{op}: of {what}={passed} rank {group_rank(group)} of {group_size(group)} owns {local} "
-            f"(as torch.chunk cuts), but its operand has {length}"
+            f"{op}: of {what}={passed} rank {group_rank(group)} of {group_size(group)} owns {local} (as "
+            f"torch.chunk cuts), but its operand has {length}; pass {what} over all ranks, and equal shards "
+            f"but for the last"
         )
     return passed
 
 
 def _known(op: str, what: str, passed: Length, local: int, group: str) -> int | None:
-    """Returns an extent over all ranks that only the choice of a backend reads; None if it is unknown."""
+    """Returns an extent over all ranks that only the choice of a backend reads; None if it is unknown.
+
+    Args:
+        op: Name of the op, for messages.
+        what: Name of the extent, for messages.
+        passed: Extent that the caller passed.
+        local: This rank's share of it.
+        group: Name of the group.
+    """
     if isinstance(passed, str):
         return local * group_size(group)
     if passed is not None and passed < local:
-        raise ValueError(f"{op}: {what}={passed} over all ranks is less than this rank's {local}")
+        raise ValueError(
+            f"{op}: {what}={passed} over all ranks is less than this rank's {local}; pass the sum over ranks"
+        )
     return passed

@@ -1,14 +1,14 @@
-"""Ops without a product: shards gathered, cut and summed over the ranks, as custom ops like those of `ops`.
+"""Custom ops that communicate without a product: they gather, cut, exchange or sum shards over the ranks.
 
-| op              | its gradient        | condition                                                      |
-|-----------------|---------------------|----------------------------------------------------------------|
-| all_gather_rows | reduce_scatter_rows | every rank uses the result in its own way                      |
-| deal_columns    | deal_rows           | no element is in two results                                   |
-| join_shards     | keep_shard          | every rank does the same with the result                       |
-| sum_over_ranks  | for_each_rank       | every rank does the same with the sum, its own with its addend |
+| op              | gradient            | use of the result                                            |
+|-----------------|---------------------|--------------------------------------------------------------|
+| all_gather_rows | reduce_scatter_rows | ranks compute different things from the gathered rows        |
+| deal_columns    | deal_rows           | each element is on one rank before and after                 |
+| join_shards     | keep_shard          | all ranks compute the same from the joined tensor            |
+| sum_over_ranks  | for_each_rank       | all ranks compute the same from the sum of different addends |
 
-Each op is the gradient of its gradient. A result that all ranks have is replicated: its gradient must be the
-same on every rank.
+Each op is also the gradient of its gradient. `join_shards` and `sum_over_ranks` return replicated tensors:
+the gradient of such a tensor must be the same on every rank.
 """
 
 import math
@@ -32,17 +32,24 @@ from .registered import Registered, Run
 
 
 def own_rows(chunk: int, rows: int, group: str) -> int:
-    """Returns the number of rows of this rank, of `rows` in shards of `chunk`."""
+    """Returns the number of this rank's rows, where `rows` are divided into shards of `chunk` rows."""
     return Shards(rows, group_size(group), chunk).size(group_rank(group))
 
 
 def new(like: Tensor, tensor: Tensor) -> Tensor:
-    """Returns `tensor`, or a copy if it is `like`: a custom op must not return one of its inputs."""
+    """Returns `tensor`, or a copy if it is the op's input `like`, which a custom op must not return."""
     return tensor.clone() if tensor is like else tensor
 
 
 def compared(op: str, x: Tensor, group: str, **shared: int) -> Group:
-    """Returns the group for calls of an op whose ranks compare these facts."""
+    """Returns the group for calls of an op, whose ranks compare op, dtype and facts before they communicate.
+
+    Args:
+        op: Name of the op.
+        x: Operand, for its dtype and device.
+        group: Name of the group.
+        **shared: Numbers that must be the same on every rank.
+    """
     return agree.of_calls(resolve(group), x.device, (("op", op), ("dtype", x.dtype), *shared.items()))
 
 
@@ -113,7 +120,7 @@ def _bind_deal_rows(x: Tensor, columns: int, chunk: int, group: str) -> Run:
 
 
 def own_columns(columns: int, group: str) -> int:
-    """Returns the number of columns of this rank, as torch.chunk cuts them."""
+    """Returns the number of this rank's columns, as torch.chunk cuts `columns`."""
     return Shards.owned_by(group_size(group), group_rank(group))(columns)
 
 
@@ -205,7 +212,7 @@ sum_over_ranks = Registered(
 
 
 def each(x: Tensor, group: str) -> Tensor:
-    """Returns `for_each_rank` of x in a backward pass; x itself unless second derivatives are recorded."""
+    """Returns `for_each_rank(x, group)` if second derivatives are recorded, else x itself."""
     return for_each_rank(x, group) if torch.is_grad_enabled() else x
 
 

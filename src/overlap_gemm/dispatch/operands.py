@@ -26,7 +26,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """float64 is for gradient checks; the portable backends alone support it."""
 
 Scales: TypeAlias = tuple[Any, ...]
-"""Scales of x and of the weight, or of each weight in a list; empty if operands have none."""
+"""(scale_x, scale_w), where scale_w is a list if the weights are one; empty for operands without scales."""
 
 
 def check_operands(
@@ -39,15 +39,16 @@ def check_operands(
         x: `[M, ..., K]`.
         weights: `[N, K]` each.
         biases: `[N]` each, as many as weights, or none.
-        scales: Scales of x and of the weights; empty if operands have none.
+        scales: (scale_x, scale_w); empty for operands without scales.
 
     Raises:
-        TypeError: A dtype, layout or device is not supported, or not the same for all operands.
-        ValueError: A shape does not fit.
+        TypeError: An operand is not a strided Tensor, its dtype is not supported, or it has a tangent of
+            forward-mode AD. Or operands differ in device or, without scales, in dtype.
+        ValueError: A shape does not fit, or the number of biases differs from the number of weights.
     """
     op = spec.name
     if not weights:
-        raise ValueError(f"{op}: weight is an empty list")
+        raise ValueError(f"{op}: weight is an empty list; pass at least one weight [N, K]")
     if biases and len(biases) != len(weights):
         raise ValueError(f"{op}: {len(weights)} weights need as many biases or none, got {len(biases)}")
     named = [("x", x), *(("weight", weight) for weight in weights), *(("bias", bias) for bias in biases)]
@@ -64,9 +65,11 @@ def check_operands(
                 f"{name} {tensor.dtype} on {tensor.device}"
             )
         if not torch.compiler.is_compiling() and _has_tangent(tensor):
-            raise TypeError(f"{op}: {name} has a tangent, but there is no forward mode AD of it")
+            raise TypeError(
+                f"{op}: {name} has a tangent, but the op does not support forward-mode AD; use reverse mode"
+            )
     if x.dtype not in (FLOAT8 if scales else DTYPES):
-        hint = "; of 8 bits with scale_x and scale_w alone" if x.dtype in FLOAT8 else ""
+        hint = "; 8-bit operands need scale_x and scale_w" if x.dtype in FLOAT8 else ""
         those = "with scales must be one of" if scales else "must be one of"
         known = ", ".join(map(str, FLOAT8 if scales else DTYPES))
         raise TypeError(f"{op}: dtype {those} {known}, got {x.dtype}{hint}")
@@ -96,11 +99,20 @@ def check_scaled(
     scale_x: Tensor,
     scale_w: Any,
 ) -> None:
-    """Checks operands with scales, in addition to `check_operands`: dtypes, strides, shapes of scales.
+    """Checks operands with scales, in addition to `check_operands`: dtypes, strides, and shapes of scales.
+
+    Args:
+        op: Name of the op, for messages.
+        x: `[M, ..., K]`, 8-bit.
+        weights: `[N, K]` each, 8-bit.
+        biases: `[N]` each, in `call.out_dtype`; or none.
+        call: Options of the call; `block` names the elements that share a scale.
+        scale_x: Scales of x: one element, or one for each row or block.
+        scale_w: Scales of the weight in the same way, or a list.
 
     Raises:
         TypeError: A dtype is not supported.
-        ValueError: A shape, stride or number of scales does not fit.
+        ValueError: A shape, a stride, `call.block`, `call.dim` or the number of scales does not fit.
     """
     scales = _each(scale_w)
     if len(scales) != len(weights):
@@ -124,8 +136,8 @@ def check_scaled(
     for name, matrix in (("x", x), *(("weight", weight) for weight in weights)):
         if matrix.numel() and matrix.stride(-1) != 1:
             raise ValueError(
-                f"{op}: the columns of {name} must be contiguous where operands have scales, as Hopper's "
-                f"tensor cores read 8-bit operands; got strides {matrix.stride()}"
+                f"{op}: {name} must be contiguous along K if operands have scales, because Hopper's tensor "
+                f"cores read 8-bit operands so; got strides {matrix.stride()}; call .contiguous()"
             )
     try:
         blocks = blocks_named(call.block, x.dtype)
@@ -135,8 +147,8 @@ def check_scaled(
         _check_mx(op, x, weights, scale_x, scales)
         if x.ndim > 2 and call.dim not in (None, 0, -x.ndim):
             raise ValueError(
-                f"{op}: scales of {mx.SCALE} lie in the order of x's rows, so dim must be its first; got "
-                f"dim={call.dim} of x {shape_of(x)}"
+                f"{op}: scales of {mx.SCALE} are in the order of x's rows, so dim must be the first "
+                f"dimension of x {shape_of(x)}; got dim={call.dim}"
             )
         return
     if blocks:
@@ -158,7 +170,7 @@ def check_scaled(
 
 
 def _check_mx(op: str, x: Tensor, weights: list[Tensor], scale_x: Tensor, scales: list[Tensor]) -> None:
-    """Checks K and the numbers of scales of MX types."""
+    """Raises ValueError unless K and the scales of each operand fit MX types."""
     if x.shape[-1] % mx.WIDTH:
         raise ValueError(
             f"{op}: K of operands with scales of {mx.SCALE} must be a multiple of {mx.WIDTH}, got "
@@ -179,7 +191,7 @@ def _check_mx(op: str, x: Tensor, weights: list[Tensor], scale_x: Tensor, scales
 def _check_blocks(
     op: str, x: Tensor, weights: list[Tensor], scale_x: Tensor, scales: list[Tensor], blocks: Blocks
 ) -> None:
-    """Checks the shapes of scales of blocks."""
+    """Raises ValueError unless each operand has one scale for each of its blocks."""
     along_k = blocks_along(x.shape[-1], blocks)
     for name, scale, matrix, wanted in (
         ("scale_x", scale_x, x, [*x.shape[:-1], along_k]),

@@ -1,18 +1,20 @@
-"""The ops as torch.library custom ops: schema, implementation, fake (meta) kernel and autograd of each.
+"""The ops with a product as torch custom ops: schema, implementation, fake kernel and gradient of each.
 
-Everything here is 2-D and validated; users call `api.functional`. All ops have one schema: x, weight
-and bias (lists of the latter two where an op takes lists), their scales or None, and the fields of
-`backends.op_call.OpCall`. Groups are passed by name, so that the ops are plain graph nodes to torch.compile.
-Gradients follow the duality of the ops:
+Operands are 2-D and validated; users call the functions of `api.functional`. All ops have the same arguments:
+x, weight and bias, their scales or None, and the fields of `backends.op_call.OpCall`. An op that takes lists
+has lists of weights and biases. A group is passed by its name, so that torch.compile can put the ops into a
+graph. The gradient of an op's x is computed by its dual op:
 
     all_gather_gemm     <->  gemm_reduce_scatter
     gemm_all_reduce     <->  column_parallel_gemm
     gemm_all_gather      ->  slice of the output's gradient, then gemm_all_reduce
     registered ops      <->  their duals (`GemmOp.by_dual`)
 
-`column_parallel_gemm` is a product of replicated rows, whose input's gradient is a gemm_all_reduce. A
-replicated output's gradient must be the same on every rank, as it is if every rank computes the same loss. A
-replicated input gets its full gradient on every rank. The same holds for gradients of gradients.
+`column_parallel_gemm` is a local product of a replicated x with a shard of the weight.
+
+Replicated tensors follow two rules, which hold for gradients of gradients, too. The gradient of a replicated
+output must be the same on every rank; it is if every rank computes the same loss. A replicated input gets its
+full gradient on every rank.
 """
 
 from collections.abc import Sequence
@@ -56,7 +58,7 @@ NO_GRADIENT = "operands with scales have no gradients: call under torch.no_grad(
 _KEEP = OpCall._fields.index("keep")
 
 NO_SCALES = None, None
-"""Arguments in place of the scales of x and weight."""
+"""Arguments scale_x and scale_w of a call without scales."""
 
 
 def _without_no_scales(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -64,15 +66,15 @@ def _without_no_scales(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 class GemmOp(Registered):
-    """An op with a product.
+    """An op with a product, registered as a custom op and in `GEMM_OPS`.
 
     An op that takes lists returns a list: the operand that was communicated, which is empty unless it is
-    kept, and a result for each weight.
+    kept, then a result for each weight. Other ops return one tensor.
 
     Args:
         spec: Definition of the op.
-        backward: Gradients of x, weight and bias, as in `Registered`; saved are x (or the part of it that is
-            kept) and weights. None: by the op's dual.
+        backward: Function that returns the gradients of x, weight and bias, as in `Registered`. Its saved
+            tensors are x, or the communicated operand if it is kept, then the weights. None: `by_dual`.
     """
 
     def __init__(self, spec: OpSpec, backward: Any = None) -> None:
@@ -114,7 +116,7 @@ class GemmOp(Registered):
         return [x.new_empty(*self.kept_extents(call, x, weight[0])), *outs]
 
     def kept_extents(self, call: OpCall, x: Tensor, weight: Tensor) -> tuple[Any, Any]:
-        """Returns (rows, columns) of the operand that is communicated, as far as it is kept."""
+        """Returns (rows, columns) of the communicated operand; (0, columns of x) if it is not kept."""
         if not call.keep:
             return 0, x.shape[1]
         rows: Any = call.rows
@@ -129,7 +131,7 @@ class GemmOp(Registered):
         return super()._run_with_gradient(_without_no_scales(tensors), arguments)
 
     def keep(self, ctx: Any, tensors: Sequence[Any], arguments: tuple[Any, ...], output: Any) -> None:
-        """Saves x, or the part of it that is kept, and the weights."""
+        """Saves x, or the communicated operand if it is kept, and the weights."""
         x, weight, *_ = tensors
         ctx.rest, ctx.is_scaled = arguments, len(tensors) > 3 and tensors[3] is not None
         if not self.takes_lists:
@@ -140,15 +142,20 @@ class GemmOp(Registered):
         ctx.set_materialize_grads(False)
 
     def gradients(self, ctx: Any, needs: Any, *grads: Any) -> tuple[Any, ...]:
-        """Returns the gradients of x, weight and bias."""
+        """Returns the gradients of x, weight and bias.
+
+        Raises:
+            TypeError: Operands had scales.
+        """
         if ctx.is_scaled:
             raise TypeError(NO_GRADIENT)
         return super().gradients(ctx, needs[:3], *grads)
 
     def by_dual(self, ctx: Any, call: OpCall, needs: Any, grads: Any) -> tuple[Any, ...]:
-        """Returns gradients of x, weights and biases of an op whose weight every rank has, by its dual.
+        """Returns the gradients of x, weights and biases by the dual op, for ops with a replicated weight.
 
-        The dual moves the result's gradient. All ranks sum, and get, the gradients of weights and biases.
+        The dual communicates the gradient of the result. The gradients of weights and biases are all-reduced,
+        so that every rank gets the full ones.
         """
         x, *weights = ctx.saved_tensors
         needs_x, needs_weights, needs_biases = needs
@@ -183,7 +190,7 @@ class GemmOp(Registered):
     def _dual_of(
         self, grad: Tensor, weight: Tensor, call: OpCall, needs_x: bool, needs_moved: bool
     ) -> tuple[Tensor | None, Any]:
-        """Returns the gradient of x, and that of the result as it is multiplied, where they are needed."""
+        """Returns the gradient of x, and the communicated gradient of the result; None if not needed."""
         dual = dual_of(self.spec)
         how = call.backward(columns=weight.shape[1], k=weight.shape[0], keep=False)
         if not needs_x:
@@ -196,7 +203,7 @@ class GemmOp(Registered):
         return grad_x, kept if how.keep else grad
 
     def _sum(self, grad: Tensor, multiplied: Tensor, call: OpCall) -> Tensor:
-        """Returns `grad.t() @ multiplied` of this rank's rows, summed over the ranks."""
+        """Returns `grad.t() @ multiplied`, summed over the ranks."""
         extents = grad.shape[1], multiplied.shape[1]
         chunk = -(-extents[0] // group_size(call.group))
         how = call.backward(rows=extents[0], columns=extents[1], k=call.rows, chunk=chunk, keep=False)
@@ -212,19 +219,19 @@ def dual_of(spec: OpSpec) -> GemmOp:
     """Returns the op that computes the gradient of an op's x.
 
     Raises:
-        RuntimeError: No op of its name is registered.
+        RuntimeError: The dual op is not registered.
     """
     if spec.dual not in GEMM_OPS:
         x, weight, out = spec.dual_axes
         raise RuntimeError(
-            f"{spec.name} has no gradient: its dual, {spec.dual!r}, is not registered: an op with x={x!r}, "
-            f"weight={weight!r}, out={out!r}"
+            f"{spec.name} has no gradient: its dual, {spec.dual!r}, is not registered; register an op with "
+            f"x={x!r}, weight={weight!r}, out={out!r}"
         )
     return GEMM_OPS[spec.dual]
 
 
 def result_extents(spec: OpSpec, call: OpCall, weight: Tensor) -> tuple[Any, Any]:
-    """Returns (rows, columns) of a rank's result of a lowered call, for one weight."""
+    """Returns (rows, columns) of this rank's result of a lowered call, for one weight."""
     rows: Any = call.rows
     if spec.out == "m":
         rows = own_rows(call.chunk, rows, call.group)
@@ -235,20 +242,23 @@ def result_extents(spec: OpSpec, call: OpCall, weight: Tensor) -> tuple[Any, Any
 
 
 def _moved(x: Tensor, spec: OpSpec, call: OpCall, weight: Tensor) -> Tensor:
-    """Returns the operand of the product: x moved by the op's collective, by ops that have gradients."""
+    """Returns the operand of the product: x communicated by the op's collective, with a gradient."""
     move = spec.operand_move
     if move is None:
         return x
     if move.kind == "slice":
         if torch.is_grad_enabled():
-            raise RuntimeError(f"{spec.name} has no gradients of gradients: each rank takes its rows of x")
+            raise RuntimeError(
+                f"{spec.name} has no gradients of gradients, because each rank takes its rows of x; call "
+                "backward without create_graph=True"
+            )
         ranks = resolve(call.group)
         return x[slice(*Shards(x.shape[0], ranks.size, call.chunk).range(ranks.rank))]
     return deal_rows(x, weight.shape[1], call.chunk, call.group)  # type: ignore[no-any-return]
 
 
 def _moved_back(grad: Tensor, spec: OpSpec, call: OpCall) -> Tensor:
-    """Returns the gradient of x, from the gradient of the operand that was multiplied."""
+    """Returns the gradient of x, computed from the gradient of the communicated operand."""
     assert spec.operand_is_sent, spec
     return deal_columns(grad, call.rows, call.chunk, call.group)  # type: ignore[no-any-return]
 
@@ -269,13 +279,19 @@ ordered_gemm: Registered = Registered(
 
 
 def along_rows(x: Tensor, y: Tensor, how: Any) -> Tensor:
-    """Returns `x.t() @ y`, a sum over all rows: a weight's gradient."""
+    """Returns `x.t() @ y`, the gradient of a weight, in the order of summation that the call promises.
+
+    Args:
+        x: `[M, N]`.
+        y: `[M, K]`.
+        how: Arguments of the op with `partials`, `invariant` and `group`.
+    """
     is_ordered = promises_of(how.partials, how.invariant).leaves
     return ordered_gemm(x.t(), y.t(), how.group) if is_ordered else x.t() @ y
 
 
 def sum_of_rows(x: Tensor, how: Any) -> Tensor:
-    """Returns the sum of the rows: a bias' gradient."""
+    """Returns the sum over the rows of x `[M, N]`, the gradient of a bias; `how` as in `along_rows`."""
     if not promises_of(how.partials, how.invariant).leaves:
         return x.sum(0)
     sums: Tensor = ordered_gemm(x.new_ones(1, x.shape[0]), x.t(), how.group)
@@ -305,13 +321,13 @@ def _backward_all_gather_gemm(
     grad_weights: list[Tensor | None] = [None] * len(weights)
     grad_biases = None
     if isinstance(needs_biases, (list, tuple)):
-        pairs = zip(grad_outs, needs_biases, strict=False)  # there is none, or one for each weight
+        pairs = zip(grad_outs, needs_biases, strict=False)  # no bias, or one for each weight
         grad_biases = [sum_of_rows(grad, call) if needed else None for grad, needed in pairs]
     keeps_apart = call.promises.has_tree and len(weights) > 1
     if needs_x and all(needs_weights) and not (kept or keeps_apart or torch.is_grad_enabled()):
         grad_x, *grads_of_weights = all_gather_gemm_gradients(x, grad_outs, weights, *dual)
         return grad_x, grads_of_weights, grad_biases
-    if needs_x and keeps_apart and grad_gathered is None:  # a rank's columns of all, joined, are other leaves
+    if needs_x and keeps_apart and grad_gathered is None:  # joined columns would be cut into other leaves
         of_each = zip(grad_outs, weights, strict=True)
         grad_x = sum(
             gemm_reduce_scatter(grad, weight.t(), None, *NO_SCALES, *dual._replace(k=None))
@@ -323,8 +339,8 @@ def _backward_all_gather_gemm(
             grad_x = gemm_reduce_scatter(stacked, weight.t(), None, *NO_SCALES, *dual)
         elif call.promises.has_tree:
             raise InvarianceError(
-                f"invariant={call.promises.invariant!r} promises nothing of the gradient of gathered rows "
-                "(return_gathered=True), which every rank uses in its own way"
+                f"invariant={call.promises.invariant!r} cannot be kept for the gradient of gathered rows "
+                "(return_gathered=True), because ranks use them differently; detach them, or omit invariant="
             )
         elif call.promises.leaves:
             grad_x = gemm_reduce_scatter(stacked, weight.t(), None, *NO_SCALES, *dual)
@@ -360,7 +376,7 @@ def _backward_gemm_reduce_scatter(ctx: Any, call: OpCall, needs: Any, grad: Tens
     elif needs_gathered:
         gathered = all_gather_rows(grad, x.shape[0], call.chunk, call.group)
     grad_bias = None
-    if needs_bias and torch.is_grad_enabled():  # replicated; gathered rows are each rank's own
+    if needs_bias and torch.is_grad_enabled():  # the bias is replicated, gathered rows are not
         grad_bias = sum_over_ranks(grad.sum(0), call.group)
     elif needs_bias and gathered is not None:
         grad_bias = sum_of_rows(gathered, call)
@@ -414,7 +430,7 @@ def _backward_gemm_all_gather(ctx: Any, call: OpCall, needs: Any, grad: Tensor) 
 
 
 class ColumnParallelGemm(GemmOp):
-    """A rank's local product, for which no backend is chosen."""
+    """Local product of each rank, by torch: no backend is chosen, and forward does not communicate."""
 
     def _bind(self, x: Tensor, weight: Any, bias: Any, *rest: Any) -> Run:
         call = OpCall(*rest[-len(OpCall._fields) :])

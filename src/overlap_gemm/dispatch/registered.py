@@ -1,9 +1,11 @@
 """`Registered`: an op of ``torch.ops.overlap_gemm`` that can also be called without torch's dispatcher.
 
-An op is its `bind`: a function from all arguments to a function of tensors of these layouts. torch's
-dispatcher binds and runs. A plain call, which only autograd observes (`calls.is_plain`), binds once and runs
-often, by `Bound.with_gradient` if a gradient is needed. Plain calls are made by `Registered.__call__` and by
-`bound.call_op`, which also keeps the checked arguments.
+An op is defined by `bind`, a function from all arguments to a function of tensors with these layouts. The
+bound function is cached by the group, so that it is made once for each signature.
+
+A plain call, which only autograd observes (`calls.is_plain`), does not use torch's dispatcher. It runs
+`Bound.run`, or `Bound.with_gradient` if a gradient is needed. `Registered.__call__` and `bound.call_op` make
+plain calls; `call_op` also caches the checked arguments.
 """
 
 from collections import namedtuple
@@ -24,16 +26,18 @@ _library = torch.library.Library("overlap_gemm", "DEF")
 class Registered:
     """An op of ``torch.ops.overlap_gemm``, whose first arguments are its tensors (or lists of tensors).
 
-    It does not use `torch.library.custom_op`, whose wrappers take a quarter of the host time of a call.
+    The constructor registers the op with `torch.library.Library`. `torch.library.custom_op` is not used: its
+    wrappers take a quarter of the host time of a call.
 
     Args:
         schema: Schema in torch's syntax.
-        bind: Function from all arguments to a function from tensors of these layouts to the result.
+        bind: Function from all arguments to a function, which maps tensors of these layouts to the result.
         fake: Function from all arguments to an empty result of the right shape and dtype.
-        backward: `(ctx, arguments, needs, gradients)` -> the gradients of the first tensors, as many as have
-            one. `arguments` are those after the tensors, by name; `needs` has a flag for each gradient;
-            `ctx.shape` is the first tensor's shape.
-        saves: Number of first tensors that backward needs: `ctx.saved_tensors`.
+        backward: Function `(ctx, arguments, needs, gradients)` that returns the gradients of the tensors, in
+            order; trailing tensors without a gradient may be left out. `arguments` is a named tuple of the
+            arguments after the tensors. `needs` has a flag for each tensor. `ctx.shape` is the shape of the
+            first tensor.
+        saves: Number of tensors, from the first one on, that `backward` reads as `ctx.saved_tensors`.
         named: NamedTuple class of the arguments after the tensors; None: made from the schema.
     """
 
@@ -57,7 +61,7 @@ class Registered:
 
         def run(*arguments: Any) -> Any:
             operands, rest = arguments[:tensors], arguments[tensors:]
-            if torch.compiler.is_dynamo_compiling():  # Dynamo cannot trace the check of the thread
+            if torch.compiler.is_dynamo_compiling():  # Dynamo cannot trace `enter`'s check of the thread
                 return self._run(operands, rest)
             return enter(self._ranks(rest), self.name, operands[0], self._run, operands, rest)
 
@@ -75,19 +79,32 @@ class Registered:
         torch.library.register_autograd(name, gradients, setup_context=setup, lib=_library)
 
     def keep(self, ctx: Any, tensors: Sequence[Any], arguments: tuple[Any, ...], output: Any) -> None:
-        """Saves in `ctx` what `gradients` reads."""
+        """Saves in autograd's `ctx` the values that `gradients` reads.
+
+        Args:
+            ctx: Context of autograd.
+            tensors: Tensors of the call.
+            arguments: Arguments after the tensors.
+            output: Result of the call.
+        """
         ctx.rest, ctx.shape = arguments, tensors[0].shape
         if self.saves:
             ctx.save_for_backward(*tensors[: self.saves])
 
     def gradients(self, ctx: Any, needs: Any, *grads: Any) -> tuple[Any, ...]:
-        """Returns the gradients of the tensors; see `backward`."""
+        """Returns the gradients of the tensors, computed by `backward`.
+
+        Args:
+            ctx: Context of autograd, filled by `keep`.
+            needs: Flag for each tensor (a list of flags for a list of tensors): whether it needs a gradient.
+            *grads: Gradient of the result; a list if the result is one.
+        """
         return self.backward(ctx, self._named(*ctx.rest), needs, *grads)
 
     def __call__(self, *arguments_of: Any) -> Any:
-        """Calls the op with tensors and arguments, without torch's dispatcher if only autograd observes it.
+        """Calls the op with its tensors and arguments; a plain call does not use torch's dispatcher.
 
-        Gradients call ops this way: in eager mode the dispatcher takes more host time than the call.
+        Backward passes call ops this way: in eager mode the dispatcher takes more host time than the call.
         """
         tensors, arguments = arguments_of[: self.tensors], arguments_of[self.tensors :]
         if not is_plain(tensors[0], *tensors):
@@ -105,7 +122,12 @@ class Registered:
         return self.bound(tensors, arguments).with_gradient(*tensors)
 
     def bound(self, tensors: tuple[Any, ...], arguments: tuple[Any, ...]) -> "Bound":
-        """Returns the op bound to arguments like these: from the group's cache, else by `bind`."""
+        """Returns the op bound to the signature of these arguments: from the group's cache, else by `bind`.
+
+        Args:
+            tensors: Tensors and lists of tensors.
+            arguments: Arguments after the tensors, one of which is the group's name.
+        """
         ranks = self._ranks(arguments)
         key = (self.name, layouts(*tensors), arguments, state(tensors[0]))
         if (bound := ranks.calls.get(key)) is None:
@@ -116,13 +138,13 @@ class Registered:
 
 
 class Bound(NamedTuple):
-    """An op, bound to everything that calls of one signature share.
+    """An op bound to one signature; a call is `run(*tensors)` or `with_gradient(*tensors)`.
 
     Attributes:
         op: Op that is bound.
-        bare: Function that `Registered.bind` returned.
+        bare: Function from tensors to the result, returned by `Registered.bind`.
         arguments: Arguments after the tensors.
-        lists: Whether tensors are passed, and returned, in lists.
+        lists: Whether some tensors are passed in lists; the result then is a list, too.
         counts: Number of tensors of each list argument; None for a single tensor.
     """
 
@@ -133,10 +155,11 @@ class Bound(NamedTuple):
     counts: tuple[int | None, ...]
 
     def run(self, *tensors: Any) -> Any:
-        """Returns the result, a tensor or a list of tensors, none of which is a view for autograd.
+        """Returns the result, a tensor or a list of tensors, without recording a gradient.
 
-        Backends may return a part of a larger buffer; with uneven shards that depends on the rank. Autograd
-        would refuse to write to such a part in place, on that rank alone.
+        No result is a view for autograd. A backend may return a part of a larger buffer, and with uneven
+        shards whether it does depends on the rank. Autograd would then raise on that rank alone if a caller
+        writes to the result in place.
         """
         result = self.bare(*tensors)
         if not isinstance(result, list):
@@ -147,7 +170,7 @@ class Bound(NamedTuple):
         return result
 
     def with_gradient(self, *tensors: Any) -> Any:
-        """Returns `run(*tensors)` as a node of autograd's graph, at a third of torch.library's host time."""
+        """Returns `run(*tensors)`, recorded by autograd; takes a third of torch.library's host time."""
         if not self.lists:
             return _Eager.apply(self, *tensors)
         flat: list[Any] = []
@@ -156,7 +179,11 @@ class Bound(NamedTuple):
         return list(_Eager.apply(self, *flat))
 
     def grouped(self, flat: Sequence[Any]) -> Sequence[Any]:
-        """Returns one value per tensor argument, a list of values for a list of tensors."""
+        """Returns the values grouped by argument: a list of values for each list of tensors.
+
+        Args:
+            flat: One value for each tensor, those of lists included.
+        """
         if not self.lists:
             return flat
         left = iter(flat)

@@ -1,8 +1,8 @@
-"""Calls with an epilogue: the ops `torch.ops.overlap_gemm.<op>_with_epilogue`.
+"""Calls with an epilogue, and the custom ops `torch.ops.overlap_gemm.<op>_with_epilogue`.
 
-If a gradient is needed and the epilogue has no gradient function, a call is the plain op, followed by the
-epilogue on tensors. Autograd (and a compiler) records that, and the sums are kept for it. Otherwise the call
-is one op, and the backend applies the epilogue: in its kernel, or after it.
+If a gradient is needed and the epilogue has no gradient function, a call runs the plain op, then the
+epilogue's function on tensors. Autograd records both, and saves the sums. Otherwise a call is one custom op,
+whose backend applies the epilogue in its kernel or after it.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,13 +29,13 @@ from .registered import Bound, Registered, Run
 
 
 class EpilogueOp(Registered):
-    """An op of one weight, or of the two of a pair, whose sums go through an epilogue.
+    """An op with an epilogue, of one weight or of a pair of weights.
 
-    Returns a list: the operand that was communicated, if the op communicates one (empty unless it is kept);
-    the result; the epilogue's outputs.
+    The op returns a list: if it takes lists of weights, the operand that was communicated, which is empty
+    unless it is kept; then the result; then the epilogue's outputs.
 
     Args:
-        plain: The op without an epilogue.
+        plain: Op without an epilogue.
     """
 
     def __init__(self, plain: GemmOp) -> None:
@@ -86,7 +86,11 @@ class EpilogueOp(Registered):
         ctx.set_materialize_grads(False)
 
     def gradients(self, ctx: Any, needs: Any, *grads: Any) -> tuple[Any, ...]:
-        """Returns gradients of x, weight, bias and inputs: the author's for the sum, then the plain op's."""
+        """Returns the gradients of x, weight, bias and inputs.
+
+        The epilogue's gradient function computes those of the sum and the inputs. The plain op computes the
+        others from the gradient of the sum.
+        """
         (returned,), call = grads, OpCall(*ctx.rest)
         assert call.epilogue is not None
         epilogue = epilogue_of(call.epilogue)
@@ -110,22 +114,25 @@ class EpilogueOp(Registered):
 def author_gradient(
     epilogue: Epilogue, gradients: Sequence[Tensor], outputs: Sequence[Tensor], inputs: Sequence[Tensor]
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """Returns the gradient of the sum, and those of the inputs, computed by the epilogue's author.
+    """Returns the gradient of the sum and those of the inputs, computed by `Epilogue.gradient`.
 
     Raises:
-        TypeError: Their number is not one more than the number of inputs.
-        ValueError: A gradient's shape differs from the shape of its tensor.
+        TypeError: The function does not return a tuple with a gradient of the sum and one for each input.
+        ValueError: The shape of an input's gradient differs from the shape of the input.
     """
     assert epilogue.gradient is not None
     computed = epilogue.gradient(tuple(gradients), tuple(outputs), tuple(inputs))
     if not isinstance(computed, tuple) or len(computed) != 1 + len(inputs):
         names = ", ".join(("the sum", *(name for name, _ in epilogue.inputs)))
-        raise TypeError(f"epilogue {epilogue.name}: its gradient must return a tuple, of ({names})")
+        got = f"{len(computed)} values" if isinstance(computed, tuple) else type(computed).__name__
+        raise TypeError(
+            f"epilogue {epilogue.name}: its gradient must return a tuple, of ({names}); got {got}"
+        )
     of_sums, *of_inputs = computed
     for (name, _), grad, tensor in zip(epilogue.inputs, of_inputs, inputs, strict=True):
         if grad is not None and grad.shape != tensor.shape:
             raise ValueError(
-                f"epilogue {epilogue.name}: the gradient of {name} must have its shape {shape_of(tensor)}, "
+                f"epilogue {epilogue.name}: the gradient of {name} must have the shape {shape_of(tensor)}, "
                 f"got {shape_of(grad)}"
             )
     pairs = zip(of_inputs, inputs, strict=True)
@@ -133,25 +140,25 @@ def author_gradient(
 
 
 WITH_EPILOGUE: dict[str, EpilogueOp] = {}
-"""Ops with an epilogue, by the plain op's name."""
+"""Ops with an epilogue, by the name of the plain op."""
 
 for _name in OPS:
     EpilogueOp(GEMM_OPS[_name])
 
 
 def extents(op: GemmOp, call: OpCall, weight: Any) -> tuple[Any, Any]:
-    """Returns (rows, columns) of the sums that a rank gets from a lowered call, of all weights."""
+    """Returns (rows, columns) of this rank's sums of a lowered call; columns are added over the weights."""
     each = [result_extents(op.spec, call, one) for one in (weight if op.takes_lists else [weight])]
     return each[0][0], sum(columns for _, columns in each)
 
 
 class _Shapes(NamedTuple):
-    """Shapes of a lowered call: of the op's arguments and results, and of the user's tensors.
+    """Conversion between the caller's shapes and the op's, of inputs and results.
 
     Attributes:
         lowered: Lowered call.
         epilogue: Epilogue of the call.
-        extents: (rows, columns) of a rank's sums.
+        extents: (rows, columns) of this rank's sums.
     """
 
     lowered: Lowered
@@ -159,7 +166,7 @@ class _Shapes(NamedTuple):
     extents: tuple[Any, Any]
 
     def flat(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Returns the inputs as the op takes them: matrices and vectors."""
+        """Returns the epilogue's inputs in the form that the op takes: matrices and vectors."""
         dim = self.lowered.dim
         if dim is None or not inputs:
             return list(inputs)
@@ -174,7 +181,7 @@ class _Shapes(NamedTuple):
         return flat
 
     def shaped(self, results: list[Tensor]) -> list[Tensor]:
-        """Returns the op's results in the user's shapes."""
+        """Returns the op's results in the caller's shapes."""
         lowered, declared = self.lowered, self.epilogue.outputs
         if lowered.finish is None:
             return results
@@ -188,7 +195,7 @@ class _Shapes(NamedTuple):
 
 
 class _PreparedApplied(NamedTuple):
-    """Everything that calls of one signature have in common."""
+    """Prepared call of one signature; calling it with tensors runs the op and its epilogue."""
 
     bound: Bound
     shapes: _Shapes
@@ -210,26 +217,31 @@ def call_with_epilogue(
     applied: Any,
     *scales: Any,
 ) -> list[Tensor]:
-    """Calls an op, and applies an epilogue to its sums.
+    """Calls an op and applies an epilogue to its sums.
 
     Args:
-        op: Op to call.
-        x: The user's x.
-        weight: The user's weight, or a list.
-        bias: The user's bias, or a list.
-        group: The user's group.
-        call: The user's options and extents.
-        applied: The user's epilogue with its inputs.
-        *scales: The user's scales, which must be None.
+        op: Op to call, without an epilogue.
+        x: `[M, ..., K]`, as the caller passes it.
+        weight: `[N, K]`; a list of one weight, or of the two of a pair, if the op takes lists.
+        bias: `[N]` or None; a list, which may be empty, if the op takes lists.
+        group: Process group, device mesh, name of a group, or None for the default group.
+        call: Options and extents of the caller.
+        applied: Epilogue with its inputs (`epilogues.Applied`).
+        *scales: Scales of the operands, which must be None.
 
     Returns:
-        The operand that was communicated, if the op communicates one; the result; the outputs.
+        A list: the operand that was communicated, if the op takes lists of weights; the result; the outputs.
+
+    Raises:
+        TypeError: `applied` is no epilogue with inputs, an input's dtype or device is not supported, or
+            operands have scales.
+        ValueError: Shapes of weights or inputs do not fit, or the call has `invariant=`.
     """
     epilogue, inputs, otherwise = _checked(op, x, weight, applied, scales)
     if (promised := call.promises.invariant) is not None:
         raise ValueError(
-            f"{op.name}: invariant={promised!r} is for calls without an epilogue, which some backends "
-            "apply to rounded sums; apply it to the result"
+            f"{op.name}: invariant={promised!r} allows no epilogue, because some backends apply epilogues to "
+            "rounded sums; omit epilogue=, and apply the function to the result"
         )
     if op.takes_lists and not bias:
         bias = None
@@ -271,8 +283,8 @@ def _with_gathered_rows(
     """Returns the call with its rows over all ranks, and the inputs, with local rows gathered."""
     if not op.spec.gathers_operand:
         raise TypeError(
-            f"{op.name}: epilogue {epilogue.name} has an input of kind 'gathered_rows', of rows that "
-            "all_gather_gemm gathers; in other ops an input of each row is of kind 'rows'"
+            f"{op.name}: epilogue {epilogue.name} has an input of kind 'gathered_rows', which only "
+            "all_gather_gemm supports; declare an input with one value for each row as 'rows'"
         )
     for (name, kind), tensor in zip(epilogue.inputs, inputs, strict=True):
         if kind == "gathered_rows" and tensor.shape != x.shape[:-1]:
@@ -303,7 +315,7 @@ def _run(
     call: OpCall,
     in_kernel: bool,
 ) -> list[Tensor] | None:
-    """Returns the op's results; None if the epilogue must be applied `in_kernel` and no kernel does."""
+    """Returns the op's results; None if `in_kernel` is set and no kernel can apply the epilogue."""
     of_op = WITH_EPILOGUE[op.name]
     key = (of_op.name, in_kernel, layouts(x, weight, bias, inputs), call, state(x))
     prepared: _PreparedApplied | str | None = ranks.calls.get(key)
@@ -330,7 +342,7 @@ def _function_after(
     inputs: list[Tensor],
     otherwise: Callable[..., Any] | None,
 ) -> list[Tensor]:
-    """Calls the plain op, and applies the function to its results."""
+    """Calls the plain op, then applies the epilogue's function, or `otherwise`, to its results."""
     results = call_op(op, x, weight, (bias or []) if op.takes_lists else bias, group, call)
     moved, products = (results[:1], results[1:]) if op.takes_lists else ([], [results])
     if otherwise is not None:
@@ -343,7 +355,7 @@ def _function_after(
 
 
 def _extent_of_one(rows: Any, others: Sequence[Any]) -> Any:
-    """Returns the extent of one of the dimensions that make up `rows`; `others` are the remaining ones."""
+    """Returns `rows` divided by the product of `others`: the extent of the remaining dimension."""
     for other in others:
         rows = rows // other if other else 0
     return rows
@@ -375,13 +387,15 @@ def _checked(
             f"got {got}"
         )
     if any(scale is not None for scale in scales):
-        raise TypeError(f"{op.name}: operands with scales take no epilogue; pass x and weight without scales")
+        raise TypeError(
+            f"{op.name}: an epilogue does not support operands with scales; pass x and weight without scales"
+        )
     epilogue, values, otherwise = applied
     if op.takes_lists and len(weight) != 1:
         shapes = [shape_of(one) for one in weight]
         if not (epilogue.pairs and len(weight) == 2 and shapes[0] == shapes[1]):
             raise ValueError(
-                f"{op.name}: epilogue {epilogue.name} is of one weight{_OR_TWO if epilogue.pairs else ''}, "
+                f"{op.name}: epilogue {epilogue.name} needs one weight{_OR_TWO if epilogue.pairs else ''}, "
                 f"got {len(weight)}: {', '.join(map(str, shapes))}"
             )
     inputs = []
@@ -399,19 +413,19 @@ def _checked(
     return epilogue, inputs, otherwise
 
 
-_OR_TWO = ", or of two of one shape"
+_OR_TWO = ", or two of equal shape"
 
 
 def _check_shapes(
     op: GemmOp, epilogue: Epilogue, inputs: Sequence[Tensor], shape: Sequence[Any], weights: int
 ) -> None:
-    """Raises for inputs that do not fit sums of this shape, those of so many weights side by side."""
+    """Raises ValueError for inputs that do not fit sums of `shape`, with the columns of all weights."""
     *leading, columns = shape
     if epilogue.pairs:
         if columns % (2 * PAIR) and weights == 1:
             raise ValueError(
-                f"{op.name}: epilogue {epilogue.name} takes pairs, of {2 * PAIR} columns the first and the "
-                f"last {PAIR}; N={columns} of this rank must be a multiple of {2 * PAIR}"
+                f"{op.name}: epilogue {epilogue.name} takes pairs of columns, {PAIR} and {PAIR} of each "
+                f"{2 * PAIR}; N={columns} of this rank must be a multiple of {2 * PAIR}"
             )
         columns = columns // 2
     shapes: dict[str, list[Any]] = {
