@@ -37,7 +37,7 @@ REFUSED = {
     "weight by columns": (
         {"weight": WEIGHT.t().contiguous().t()},
         ValueError,
-        "weight must be contiguous along K",
+        "weight must be contiguous",
     ),
 }
 

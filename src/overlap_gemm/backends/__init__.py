@@ -1,1 +1,1 @@
-"""Implementations of the ops (fused, decomposed, torch, sequential) and the choice among them (`select`)."""
+"""Backends, that is implementations of the ops: fused, decomposed, torch, sequential; and their selection."""

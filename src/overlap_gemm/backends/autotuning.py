@@ -1,13 +1,15 @@
-"""`auto` by measurement: the time model proposes candidates; those that it cannot separate are benchmarked.
+"""Autotuning for `backend="auto"`: the time model proposes candidates, and benchmarks select among them.
 
-Benchmarks run at the first call of a kind (`Problem.kind`) with `backend="auto"` under policy "measure". Each
-candidate is called on all ranks, with operands like the caller's. A candidate's time is the maximum over the
-ranks, so that all ranks choose alike. The choice holds while the group exists, and is kept in a file
-(`tuning.measured`). Nothing is measured while a CUDA graph is captured, nor for a kind that has been called
-by the model's choice before.
+Candidates are benchmarked at the first call of a kind (`Problem.kind`) with `backend="auto"` under policy
+"measure". Each candidate is called on all ranks, with copies of the caller's operands. Its time is the
+maximum over the ranks, so that all ranks choose alike. The result is valid while the group exists, and is
+stored in a file (`tuning.measured`) for later processes.
+
+Nothing is measured during the capture of a CUDA graph, or for a kind that already runs by the time model's
+choice.
 
 A candidate that cannot be compiled, launched or captured, or that runs out of memory, is excluded on all
-ranks. A candidate that ends the process is refused in the next process.
+ranks. A candidate that ends the process is not tried again by the next process.
 """
 
 from __future__ import annotations
@@ -41,13 +43,13 @@ from .select import BACKENDS, why_unfit
 logger = logging.getLogger(__name__)
 
 ROUNDS = 5
-"""Samples of each candidate."""
+"""Number of timed samples of each candidate."""
 
 BURST_SECONDS = 0.01
 """Length of a sample in seconds."""
 
 CACHES = 100 << 20
-"""Bytes of operands that exceed every GPU's caches; with fewer bytes, several sets of operands take turns."""
+"""Bytes of operands that exceed every GPU's caches. With fewer bytes, calls use several sets in turn."""
 
 SETS = 3
 """Number of sets of operands below `CACHES` bytes."""
@@ -56,21 +58,24 @@ FASTER = 0.99
 """A kernel replaces the model's choice if it takes less than this fraction of that kernel's time."""
 
 FARTHEST = 2.0
-"""Ratio of the best candidate's time above which a candidate is excluded.
+"""Ratio to the best candidate's time above which a candidate is excluded.
 
-It applies to the predicted time, and to the time of the first calls, to which `HOST` is added."""
+The ratio applies to predicted times, and to the times of the first calls, where the limit is `HOST` higher.
+"""
 
 HOST = 5e-4
-"""Host time in seconds that an eager call may take regardless of its device time: in a graph, a candidate
-that takes three times as long eagerly may be the fastest."""
+"""Seconds of host time that an eager call may take regardless of its device time.
+
+In a CUDA graph, a candidate that takes three times as long eagerly may be the fastest."""
 
 
 class Candidate(NamedTuple):
-    """A backend and its kernel.
+    """Candidate of a benchmark: a backend, and for the fused one a kernel.
 
     Attributes:
         backend: Backend to benchmark.
-        kernel: Kernel of the fused backend; the empty one for other backends.
+        kernel: Kernel of the fused backend. The empty `Kernel()` means the time model's choice, or another
+            backend.
     """
 
     backend: Backend
@@ -83,9 +88,14 @@ class Candidate(NamedTuple):
 
 
 def policy_of(problem: Problem, known: Known) -> Policy:
-    """Returns "measure" or "model": the policy of a warm-up or of the environment, if there is one.
+    """Returns the policy for a kind of call: "measure" or "model".
 
-    Otherwise, kinds are measured on GPUs for which no constants were measured.
+    It is the policy of a warm-up, or else of the environment. Without either, kinds are measured on GPUs with
+    peer access whose constants are not calibrated.
+
+    Args:
+        problem: Problem of the call.
+        known: Measurements of the group.
     """
     if known.policy is not None:
         return known.policy
@@ -129,9 +139,13 @@ def measure_if_due(
 
 @contextmanager
 def asking(policy: Policy | None, requested: str, group: Group, device: torch.device) -> Iterator[None]:
-    """Sets the policy of a group's calls with this `backend=` within the block.
+    """Sets the policy of a group's calls within the block, if measurements may decide them.
 
-    With None the environment's policy applies; without one, candidates are measured on GPUs.
+    Args:
+        policy: Policy; None: that of the environment, or else "measure" on GPUs.
+        requested: The caller's `backend=`.
+        group: Group of the calls.
+        device: Device of this rank's tensors.
     """
     if not may_know(requested, group):
         yield
@@ -144,7 +158,15 @@ def asking(policy: Policy | None, requested: str, group: Group, device: torch.de
 
 
 def share(problem: Problem, other: Problem, requested: str, group: Group, device: torch.device) -> None:
-    """Applies the measurement of a problem to another one, whose callers pass fewer extents."""
+    """Copies the measurement of `problem` to `other`, the same call with fewer extents, if it has none.
+
+    Args:
+        problem: Problem that was measured.
+        other: Problem that gets its measurement.
+        requested: The caller's `backend=`.
+        group: Group of the calls.
+        device: Device of this rank's tensors.
+    """
     if not may_know(requested, group):
         return
     known = known_of(group, device)
@@ -222,7 +244,7 @@ def _candidates(problem: Problem, group: Group) -> Iterator[Candidate]:
 
 
 def _operands(problem: Problem, x: Tensor, weight: Any, bias: Any) -> list[tuple[Any, ...]]:
-    """Returns sets of tensors like the caller's, as the bound function takes them."""
+    """Returns sets of copies of the caller's tensors, with scales of 1, in the bound function's form."""
 
     def copied(tensors: Any) -> Any:
         if isinstance(tensors, (list, tuple)):
@@ -243,14 +265,19 @@ def _operands(problem: Problem, x: Tensor, weight: Any, bias: Any) -> list[tuple
 
 
 def num_sets(nbytes: int, device: torch.device) -> int:
-    """Returns the number of operand sets that take turns for so many bytes of operands; 1 on CPUs."""
+    """Returns the number of operand sets that calls use in turn, so that caches hold none; 1 on CPUs.
+
+    Args:
+        nbytes: Bytes of one set of operands.
+        device: Device of the operands.
+    """
     return SETS if device.type == "cuda" and nbytes < CACHES else 1
 
 
 def _call(
     candidate: Candidate, problem: Problem, operands: Sequence[tuple[Any, ...]], shards: Shards, group: Group
 ) -> Callable[[], object]:
-    """Returns a call of a candidate, each with the next set of operands; the first one binds the backend."""
+    """Returns a function that calls a candidate with the next set of operands; its first call binds."""
     sets, bound = cycle(operands), list[Callable[..., Any]]()
 
     def call() -> object:
@@ -263,7 +290,7 @@ def _call(
 
 
 def _failure(call: Callable[[], object], device: torch.device) -> str | None:
-    """Runs `call` to completion; returns its error as text for the other ranks, or None."""
+    """Runs `call` and synchronises; returns the error as text for the other ranks, or None."""
     try:
         call()
         if device.type == "cuda":
@@ -274,7 +301,7 @@ def _failure(call: Callable[[], object], device: torch.device) -> str | None:
 
 
 def _timed(calls: Mapping[Candidate, Callable[[], object]], device: torch.device, group: Group) -> Measured:
-    """Returns the candidates' times; the times of fused kernels are device times."""
+    """Returns the measured times of candidates; fused kernels are compared by their times in CUDA graphs."""
 
     def medians(
         variants: Mapping[Candidate, Callable[[], object]],
@@ -323,7 +350,7 @@ def _capture(
 
 
 def _fastest(times: Mapping[Candidate, float]) -> Kernel:
-    """Returns the fastest kernel, or the model's choice if no kernel is clearly faster."""
+    """Returns the fastest kernel, or the model's choice if that is not slower by the factor `FASTER`."""
     if not times:
         return Kernel()
     fastest = min(times, key=times.__getitem__)

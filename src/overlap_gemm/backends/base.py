@@ -1,4 +1,4 @@
-"""`Backend`, the interface of an implementation of the ops, and `Problem`, the facts that a choice reads."""
+"""`Backend`, the interface of an implementation of the ops, and `Problem`, the facts that select one."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -26,25 +26,25 @@ from .portable_arithmetic import Arithmetic, arithmetic_of
 from .reach import PeerAccess, reach_of
 from .scales.scaling import Operand, dequantised, with_scales
 
-VIRTUAL = "virtual ranks exchange tiles inside kernels; torch.distributed does not know them"
-"""Reason for which a portable backend does not serve virtual ranks."""
+VIRTUAL = "virtual ranks exchange tiles inside kernels; torch.distributed does not support them"
+"""Reason for which a portable backend cannot run calls of virtual ranks."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Facts on which a choice of backend may depend: a call, its tensors and its ranks.
+    """Facts on which the choice of a backend may depend: those of a call, its tensors and its ranks.
 
-    All facts are equal on every rank, so that all ranks choose alike. Local extents (N_local of
-    all_gather_gemm, K_local of gemm_reduce_scatter) are left out on purpose: with uneven shards they differ
-    between ranks. Their sums over the ranks are in `call`, if the caller passed them.
+    All facts are equal on every rank, so that all ranks choose alike. Local extents, such as N_local of
+    all_gather_gemm, are therefore not included: with uneven shards they differ between ranks. Their sums over
+    the ranks are in `call`, if the caller passed them.
 
     Attributes:
-        op: The op's public name.
+        op: Public name of the op.
         call: Lowered call: its extents are numbers, or None if they were not passed.
         dtype: Dtype of operands and result; of x alone if operands have scales.
         device_type: "cpu" or "cuda".
         world_size: Number of ranks of the group, P.
-        virtual: Whether the ranks are virtual (`runtime.virtual`): torch.distributed does not serve them.
+        virtual: Whether the ranks are virtual (`runtime.virtual`), so that torch.distributed cannot be used.
         peer_access: Facts of the ranks' GPUs and their peer access; None if they have not been probed.
         captured: Whether the call is being captured in a CUDA graph, which replays without host time.
         weight_dtype: Dtype of the weight if operands have scales; else None.
@@ -83,17 +83,17 @@ class Problem:
     ) -> "Problem":
         """Returns the problem of calling `op` with `x` in `group`.
 
-        `deterministic=None` is replaced by torch's switch. The group's first call probes the GPUs and their
-        peer access, which is collective. It does so only if `auto` may choose fused kernels, or if copy
-        engines may send shards.
+        `deterministic=None` is replaced by torch's deterministic mode. The first call of a group is
+        collective if `auto` may choose fused kernels, or if copy engines may send shards: it then probes the
+        GPUs and their peer access.
 
         Args:
-            op: The op's name.
+            op: Public name of the op.
             call: Lowered call.
             x: Operand, for its dtype and device.
             group: Ranks that take part.
-            weight: The weight, or a list; may be left out if operands have no scales.
-            bias: The bias, a list, or None.
+            weight: Weight, or a list; needed if operands have scales.
+            bias: Bias, a list, or None.
             inputs: Inputs of the epilogue.
         """
         call = call.promising()
@@ -130,13 +130,13 @@ class Problem:
 
     @property
     def applying(self) -> Applying | None:
-        """Returns the epilogue that is applied to the sums; None if there is none."""
+        """Returns the call's epilogue with its dtypes; None if there is none."""
         if self.call.epilogue is None:
             return None
         return Applying(epilogue_of(self.call.epilogue), self.input_dtypes, self.out_dtype or self.dtype)
 
     def without_epilogue(self) -> "Problem":
-        """Returns the problem without its epilogue: backends are chosen for that one."""
+        """Returns the problem without its epilogue, for which the backend is chosen."""
         if self.call.epilogue is None:
             return self
         return replace(self, call=self.call._replace(epilogue=None), input_dtypes=())
@@ -150,12 +150,12 @@ class Problem:
 
     @property
     def n(self) -> int | None:
-        """Returns the columns over all ranks; None if unknown, which is allowed for all_gather_gemm."""
+        """Returns N over all ranks; None if it is unknown, which is allowed for all_gather_gemm."""
         return _number(self.call.columns)
 
     @property
     def k(self) -> int | None:
-        """Returns K over all ranks; None if unknown, which is allowed for the other ops."""
+        """Returns K over all ranks; None if it is unknown, which is allowed for ops that shard K."""
         return _number(self.call.k)
 
     @property
@@ -165,7 +165,7 @@ class Problem:
 
     @property
     def keep(self) -> bool:
-        """Returns whether the caller needs the operand that is communicated, too."""
+        """Returns whether the caller also needs the communicated operand."""
         return self.call.keep
 
     @property
@@ -185,13 +185,13 @@ class Problem:
 
     @property
     def shards(self) -> Shards:
-        """Returns the division of the rows; of the columns if the output is gathered."""
+        """Returns the division over the ranks of the rows, or of the columns if the output is gathered."""
         total = self.n if self.spec.gathers_output else self.m
         assert total is not None, self
         return Shards(total, self.world_size, self.call.chunk)
 
     def agreed(self) -> tuple[tuple[str, Any], ...]:
-        """Returns the facts that must be the same on all ranks, under the names of users' arguments."""
+        """Returns (name, value) of all facts that must be the same on all ranks."""
         facts = ((name, value) for name, value in vars(self).items() if name not in ("call", "known"))
         return (*facts, *self.call.agreed(), ("measured", self.measured))
 
@@ -242,9 +242,9 @@ class Problem:
         return width
 
     def dual(self) -> "Problem | None":
-        """Returns the problem of x's gradient (`grad_out @ weight`: its N is this K), or None.
+        """Returns the problem of the dual op, which computes the gradient of x; None if there is no dual.
 
-        The gradient's exchange sends as many bytes as this one.
+        The gradient is `grad_out @ weight`, so N and K change places. It sends as many bytes as this problem.
         """
         if self.spec.dual not in OPS:
             return None
@@ -253,7 +253,7 @@ class Problem:
 
     @property
     def bytes(self) -> int:
-        """Returns the size S in bytes of the communicated tensor: each rank sends (P - 1) / P of it."""
+        """Returns the bytes of the communicated tensor, of which each rank sends the part (P - 1) / P."""
         travels = self.dtype if self.out_dtype is None or self.spec.operand_is_sent else self.out_dtype
         is_dealt = any(move.kind == "all_to_all" for move in self.spec.sent)
         return self.m * self.width * travels.itemsize // (self.world_size if is_dealt else 1)
@@ -269,11 +269,11 @@ class Backend(Protocol):
 
     Attributes:
         name: Name in the public argument `backend=`.
-        deterministic: Whether results are bitwise the same from call to call. If so, partial results are
-            summed in rank order in float32 (float64 for float64), with the bias, and converted once. If not,
-            order and precision are those of torch.distributed's collective.
-        verifies: Whether ranks compare their calls before every transfer (`runtime.agree.of_calls`): no other
-            check detects that known calls differ.
+        deterministic: Whether results are bitwise the same from call to call. If True, partial results are
+            summed in rank order in float32 (float64 for float64), then the bias is added, and the sum is
+            rounded once. If False, torch.distributed's collective determines order and precision.
+        verifies: Whether ranks compare their calls before every transfer (`runtime.agree.of_calls`). Fused
+            kernels compare signatures themselves.
     """
 
     name: str
@@ -284,7 +284,7 @@ class Backend(Protocol):
         """Returns the reason this backend cannot run `problem`; None if it can."""
 
     def why_slower(self, problem: Problem) -> str | None:
-        """Returns the reason `auto` need not compare its time with others'; None if it is worth comparing."""
+        """Returns the reason `auto` excludes this backend without comparing times; None to compare them."""
 
     def why_after(self, problem: Problem, weight: Tensor) -> str | None:
         """Returns the reason torch applies the epilogue of `problem` after the op; None if the op does it."""
@@ -292,23 +292,32 @@ class Backend(Protocol):
     def bind(
         self, problem: Problem, x: Tensor, weight: Any, bias: Any, shards: Shards, group: Group
     ) -> Callable[..., Any]:
-        """Returns a function of `(x, weight, bias)` that runs `problem` on tensors laid out as these.
+        """Returns a function that runs `problem` on tensors with the shapes, strides and dtypes of these.
 
-        If `problem.is_scaled`, it is a function of `(x, weight, bias, scale_x, scale_w)`, see `scaling`; if
-        `problem.applying`, of `(x, weight, bias, inputs)`, see `epilogues.applied_after`. All facts that do
-        not change between calls are computed here, under the caller's `settings`, which hold for the returned
-        function. All tensors are 2-D, on one device and of one dtype; x may be any matrix; a weight is
-        `[N, K]` and may be the transpose of a contiguous matrix (the backward passes call with `weight.t()`).
-        Shapes are validated before. Calls are collective over `group`, stream-ordered on CUDA, and return new
-        tensors. The bias is added once, after the sum over the ranks.
+        The arguments of the returned function are `(x, weight, bias)`. If `problem.is_scaled`, they are
+        `(x, weight, bias, scale_x, scale_w)`, see `scaling`. If `problem.applying`, they are
+        `(x, weight, bias, inputs)`, see `epilogues.applied_after`. Its calls are collective over `group`,
+        stream-ordered on CUDA, and return new tensors. The bias is added once, after the sum over the ranks.
+
+        `bind` computes everything that does not change between calls. The caller's `settings` at `bind` are
+        those of the returned function.
+
+        Args:
+            problem: Problem to run; its shapes are validated.
+            x: Matrix of any strides.
+            weight: `[N, K]`, or a list. It may be a transposed contiguous matrix, as in backward passes.
+            bias: `[N]` or None; a list if `weight` is one.
+            shards: Division of the rows, or of the columns if the output is gathered.
+            group: Ranks that take part, each of which must call.
         """
 
 
 class Portable(ABC):
-    """Base class of backends made of torch.distributed's transfers and torch's products.
+    """Base class of backends that use torch.distributed's transfers and torch's products.
 
-    A method that implements an op has the op's name; other ops run by their collective (`by_collective`).
-    Tensors of these methods are those of `Backend.bind`, but x is contiguous; `how` multiplies and sums.
+    A method that implements an op has the op's name. `by_collective` runs ops that have no method. The
+    methods take the tensors of `Backend.bind`, but x is contiguous, and an `Arithmetic`, `how`, for products
+    and sums.
     """
 
     name: str
@@ -317,15 +326,15 @@ class Portable(ABC):
     """Form in which products take an operand with scales, see `with_scales`."""
 
     def why_not(self, problem: Problem) -> str | None:
-        """Returns None for every problem whose group torch.distributed serves."""
+        """Returns a reason for virtual ranks; None for every other problem."""
         return VIRTUAL if problem.virtual else None
 
     @abstractmethod
     def why_slower(self, problem: Problem) -> str | None:
-        """Returns the reason `auto` need not compare its time; see `Backend.why_slower`."""
+        """Returns the reason `auto` excludes this backend; see `Backend.why_slower`."""
 
     def why_after(self, problem: Problem, weight: Tensor) -> str | None:
-        """Returns a reason for every epilogue: torch's products apply no more than a bias."""
+        """Returns a reason for every epilogue, because torch's products can only add a bias."""
         return "torch's products have no epilogue"
 
     def all_gather_gemm(
@@ -382,7 +391,7 @@ class Portable(ABC):
         group: Group,
         how: Arithmetic,
     ) -> tuple[Any, list[Tensor]]:
-        """Runs an op that has no method here; see `by_collective.multiplied_and_moved`."""
+        """Runs an op that has no method in this class; see `by_collective.multiplied_and_moved`."""
         return multiplied_and_moved(spec, x, weights, biases, shards, group, how)
 
     def _by_collective(
@@ -403,7 +412,7 @@ class Portable(ABC):
     def bind(
         self, problem: Problem, x: Tensor, weight: Any, bias: Any, shards: Shards, group: Group
     ) -> Callable[..., Any]:
-        """Returns the op's method with its fixed arguments; see `Backend.bind`."""
+        """Returns the op's method, with the arguments that do not change; see `Backend.bind`."""
         how = arithmetic_of(problem.promises, group.size)
         method: Callable[..., Any] = self._by_collective(problem, shards, group, how)
         if hasattr(self, problem.op):

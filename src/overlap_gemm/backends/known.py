@@ -1,6 +1,6 @@
-"""Measured choices of a group: rank 0's file, read once, and the ranks' measurements since.
+"""Measurements of a group: those that rank 0 read from its file, and those made by the ranks since.
 
-All ranks choose alike, so one rank's file counts; files of other ranks may differ or be damaged.
+All ranks must choose alike, so only the file of rank 0 is read; files of other ranks may differ.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from ..tuning.settings import settings
 SECONDS_VARIABLE = "OVERLAP_GEMM_AUTOTUNE_SECONDS"
 
 DEFAULT_SECONDS = 60.0
-"""Seconds for candidates of a kind to compile and start; the candidates that remain are left out."""
+"""Default limit in seconds for compiling and starting the candidates of a kind; later ones are excluded."""
 
 
 @dataclass
 class Known:
-    """Measurements known to the ranks of a group; the same on all of them.
+    """Measurements of a group, the same on all its ranks.
 
     Attributes:
-        under: Conditions on which the times depend, those of rank 0.
+        under: Conditions on which the times depend (GPU, driver, versions), those of rank 0.
         policy: Policy of the environment or of `asking`; None if there is none.
-        seconds: Limit in seconds for the candidates of a kind; 0: no limit.
-        kinds: `Problem.kind` -> measurement; None if calls of the kind already run by the model's choice,
-            which does not change while the group exists.
-        refused: (kind, candidate) that are not tried again.
+        seconds: Limit in seconds for compiling and starting the candidates of a kind; 0: no limit.
+        kinds: Measurement by `Problem.kind`. None means that calls of the kind already run by the time
+            model's choice, which does not change while the group exists.
+        refused: (kind, candidate) that ended a process, and are not tried again.
     """
 
     under: Conditions
@@ -65,13 +65,21 @@ class Known:
 
 
 def may_know(requested: str, group: Group) -> bool:
-    """Returns whether measurements may decide a group's calls with this `backend=` and these settings."""
+    """Returns whether measurements may determine the calls of a group.
+
+    They may if `requested` leaves a choice of backend or of fused kernel, and the settings (`configured`) name
+    no kernel. The group must have several ranks and a process group.
+
+    Args:
+        requested: The caller's `backend=`.
+        group: Group of the calls.
+    """
     is_open = requested.startswith("fused") or requested.endswith("auto")
     return is_open and group.process_group is not None and group.size > 1 and not settings().names_kernels
 
 
 _known: dict[tuple[str, int], tuple[Group, Known]] = {}
-"""By group name and rank: emulated ranks are threads of one process."""
+"""Measurements by (group name, rank), because emulated ranks are threads of one process."""
 
 
 def known_groups() -> list[Known]:
@@ -80,11 +88,15 @@ def known_groups() -> list[Known]:
 
 
 def known_of(group: Group, device: torch.device) -> Known:
-    """Returns the measurements known to `group`; collective at its first call.
+    """Returns the measurements of a group; its first call is collective and reads rank 0's file.
+
+    Args:
+        group: Ranks that take part.
+        device: Device of this rank's tensors.
 
     Raises:
-        DisagreementError: On every rank: their environments differ, or a rank could not read its environment,
-            or rank 0 its file.
+        DisagreementError: On every rank: an environment variable differs between ranks or is invalid on one,
+            or rank 0 cannot read its file.
     """
     place = group.name, group.rank
     known = _known.get(place)
@@ -102,7 +114,7 @@ def _read(group: Group, device: torch.device) -> Known:
     everyone = gather(group, "reading what was measured", read_local)
     for place, variable in ((0, AUTOTUNE_VARIABLE), (1, SECONDS_VARIABLE)):
         if views := differences(group, [theirs[place] for theirs in everyone]):
-            raise DisagreementError(f"{variable} must be the same on all ranks: {views}")
+            raise DisagreementError(f"{variable} must be the same on all ranks, got {views}")
     policy, limit, under, entries = everyone[0]
     assert entries is not None
     kinds: Mapping[str, Measured | None] = entries.measured

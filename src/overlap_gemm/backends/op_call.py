@@ -1,14 +1,14 @@
-"""`OpCall`: all options and extents of a call except its op and its tensors, in one record.
+"""`OpCall`: options and extents of one call, that is all arguments except the op and the tensors.
 
-The public function makes it, with extents as callers pass them. `dispatch.lowering` replaces these by the
-extents over all ranks, and the record is passed on unchanged:
+A public function makes the record from the caller's arguments. `dispatch.lowering` replaces the extents by
+those over all ranks. The record is then passed on unchanged, and has these uses:
 
-- with the tensors' layouts it is the key of the cache of known calls;
-- its fields are the arguments, after the tensors, of the ops of ``torch.ops.overlap_gemm`` (`SCHEMA`);
-- ranks compare `OpCall.agreed`;
-- backends, the time model and `explain` read it in a `Problem`, with the facts of tensors and ranks.
+- Together with the tensors' layouts, it is the key of the cache of prepared calls.
+- Its fields are the arguments after the tensors of the ops of ``torch.ops.overlap_gemm`` (`SCHEMA`).
+- Ranks compare `OpCall.agreed`.
+- Backends, the time model and `explain` read it as `Problem.call`.
 
-A new option is a field here: key, schema, comparison and `explain` include it.
+A new option of the ops is a new field here: all four uses then include it.
 """
 
 from functools import cache
@@ -28,25 +28,27 @@ BackendName = Literal["auto", "torch", "sequential", "decomposed", "fused"]
 """Names that callers may pass as `backend=`; `select.BACKENDS` has the backends."""
 
 FALLBACK = " or auto"
-"""Suffix of a backend's name: if that backend does not have the op, `auto` chooses another one."""
+"""Suffix of a backend's name: if that backend cannot run the op, `auto` chooses another one."""
 
 Length: TypeAlias = int | Literal["equal", "exchange"] | None
-"""A sharded extent over all ranks.
+"""A sharded extent over all ranks, as callers pass it.
 
-- "equal": every rank has as much as this one.
-- None: the same; the ranks compare it at the first call of a signature. An extent that an op does not need
-  is unknown.
-- "exchange": the ranks exchange their extents in every call."""
+- A number: the extent.
+- "equal": every rank has the same share as this one.
+- None: the same, and the ranks compare their shares at the first call of a signature. An extent that the op
+  does not need stays unknown.
+- "exchange": the ranks exchange their shares in every call.
+"""
 
 
 class OpCall(NamedTuple):
-    """Options and extents of one call of any op; each op uses the fields that it has.
+    """Options and extents of one call of any op; an op ignores fields that it does not support.
 
-    A `NamedTuple`, since one is made in every call: a frozen dataclass takes the host 3 us more.
+    It is a `NamedTuple`, because one is made in every call: a frozen dataclass takes 3 us more host time.
 
     Attributes:
         group: Name of the process group; empty until the call is lowered.
-        rows: M over all ranks; lowered: of the flattened x.
+        rows: M over all ranks; after lowering, the rows of the flattened x.
         columns: N over all ranks.
         k: K over all ranks.
         chunk: Rows (columns if the output is gathered) of a full shard; set when the call is lowered.
@@ -88,31 +90,33 @@ class OpCall(NamedTuple):
 
     @property
     def promises(self) -> Promises:
-        """Returns the promises of the call, else of the caller's block, else of the environment."""
+        """Returns the promises of the call; those it lacks come from `promising`, then the environment."""
         return promises_of(self.partials, self.invariant)
 
     def promising(self) -> "OpCall":
-        """Returns the call with its promises as fields, so that they hold after the caller's block, too."""
+        """Returns the call with `promises` stored in its fields; later calls need no context for them."""
         partials, invariant = self.promises
         return self._replace(partials=partials, invariant=invariant)
 
     def summed(self, op: OpSpec, local: int, ranks: int) -> "OpCall":
-        """Returns the call with K over all ranks, if K is cut into leaves; these need equal parts of K.
+        """Returns the call with `k` set, if the op must sum K in the order of a tree (`invariant=`).
+
+        The tree needs equal shares of K.
 
         Args:
             op: Definition of the op.
-            local: This rank's part of K.
+            local: This rank's share of K.
             ranks: Number of ranks.
 
         Raises:
-            InvarianceError: K is cut into leaves, and the ranks have different parts of K.
+            InvarianceError: The op sums by a tree, and `k` is not `ranks` times this rank's share.
         """
         if not (op.sums and self.promises.has_tree):
             return self
         if self.k is not None and self.k != local * ranks:
             raise InvarianceError(
-                f"invariant={self.promises.invariant!r} sums equal parts of {self.k} elements on {ranks} "
-                f"ranks; this one has {local}"
+                f"invariant={self.promises.invariant!r} needs equal parts of K={self.k} on {ranks} ranks; "
+                f"this rank has {local}"
             )
         return self._replace(k=local * ranks)
 
@@ -125,12 +129,15 @@ class OpCall(NamedTuple):
         )
 
     def backward(self, **changes: Any) -> "OpCall":
-        """Returns the call for an op of the gradient, whose weight may be several weights joined."""
+        """Returns the call for an op of the backward pass, with these fields changed.
+
+        Its weight may be a copy, because several weights may be joined.
+        """
         changes = {"backend": with_fallback(self.backend), "copied_weight": True, **changes}
         return self._replace(**changes)
 
     def without_exchange(self, op: OpSpec) -> "OpCall":
-        """Returns the call without an exchange of extents: unknown shards are taken as equal."""
+        """Returns the call with "equal" in place of an extent that ranks would compare or exchange."""
         if op.unresolved_axis is None or getattr(self, ARGUMENTS[op.unresolved_axis]) not in (
             None,
             "exchange",
@@ -139,7 +146,11 @@ class OpCall(NamedTuple):
         return self._replace(**{ARGUMENTS[op.unresolved_axis]: "equal"})  # type: ignore[arg-type]
 
     def check_lengths(self, op: OpSpec) -> None:
-        """Raises a ValueError for extents of a wrong type or name."""
+        """Checks the extents as callers pass them.
+
+        Raises:
+            ValueError: An extent is no number, None, or one of the strings that the op allows.
+        """
         for axis, argument in ARGUMENTS.items():
             extent = getattr(self, argument)
             words = ("equal", "exchange") if axis == op.unresolved_axis else ("equal",)
@@ -149,7 +160,7 @@ class OpCall(NamedTuple):
                 raise ValueError(f"{op.name}: {argument} must be a number, {known}, or None; got {extent!r}")
 
     def __str__(self) -> str:
-        """Returns the options that differ from the defaults, as a caller writes them."""
+        """Returns the options that differ from the defaults, as keyword arguments; for messages."""
         left_out = ("group", "backend", "chunk", *ARGUMENTS.values())
         fields = zip(self._fields, self, _DEFAULTS, strict=True)
         options = [(n, v) for n, v, usual in fields if n not in left_out and v != usual and v is not False]
@@ -173,16 +184,20 @@ INVARIANT_VARIABLE = "OVERLAP_GEMM_INVARIANT"
 
 @cache
 def _of_environment() -> Promises:
-    """Returns the promises of the environment at the first call."""
+    """Returns the promises of `OVERLAP_GEMM_INVARIANT`, which is read once in a process."""
     name = environment.choice(INVARIANT_VARIABLE, ("none", *LEAVES))
     return Promises(invariant=None if name == "none" else name)  # type: ignore[arg-type]
 
 
 def promises_of(partials: Any = None, invariant: Any = None) -> Promises:
-    """Returns the promises of a call: its arguments, else the caller's block, else the environment.
+    """Returns the promises of a call: its arguments, else those of `promising`, else of the environment.
 
-    While Dynamo traces the code around an op, the arguments count alone: the op resolves them again when it
+    While Dynamo traces code around an op, only the arguments are used: the op resolves the promises when it
     runs.
+
+    Args:
+        partials: Dtype of partial sums, or None.
+        invariant: Invariance of the bits, or None.
     """
     if torch.compiler.is_dynamo_compiling():
         return Promises(partials, invariant)
@@ -202,10 +217,10 @@ SCHEMA = ", ".join(
 
 
 def extents_of(extents: tuple[int, int | None, int | None]) -> dict[str, Any]:
-    """Returns (M, N, K) under the names of the fields."""
+    """Returns the extents (M, N, K) as keyword arguments `rows`, `columns` and `k`."""
     return dict(zip(ARGUMENTS.values(), extents, strict=True))
 
 
 def with_fallback(requested: str) -> str:
-    """Returns the backend of a backward pass: the forward's if it has the dual op, else `auto`'s choice."""
+    """Returns `backend=` of a backward pass: the forward pass's backend, and `auto` if that cannot run it."""
     return requested if requested == "auto" or requested.endswith(FALLBACK) else requested + FALLBACK

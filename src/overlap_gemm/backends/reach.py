@@ -1,7 +1,7 @@
-"""Peer access between the GPUs of a group, probed once, at the first need.
+"""Peer access between the GPUs of a group, probed once, at the first call that depends on it.
 
-All ranks exchange facts of their GPUs, try to map each other's memory, and store the same result: the choice
-of `auto` must not depend on a fact of one rank alone. Collective, like every first call of an op.
+The ranks exchange facts of their GPUs, then try to map each other's memory. All ranks store the same result,
+because the choice of `auto` must be the same on all ranks. The probe is collective.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class PeerAccess:
         arch: Architecture that kernels are compiled for; empty if our kernels do not run on all ranks.
         num_sms: SMs that kernels may use on every rank, less ``OVERLAP_GEMM_RESERVE_SMS``. The reserve of a
             call (`configured`, ``reserve_sms=``) may differ between ranks, so no choice reads it.
-        why_not: Reason they cannot store to each other's memory; None if they can.
+        why_not: Reason the ranks cannot store to each other's memory; None if they can.
         uncalibrated: Reason times of fused kernels are unknown (`tuning.machine.why_uncalibrated`), or None.
     """
 
@@ -44,14 +44,14 @@ class PeerAccess:
 
 @dataclass(frozen=True)
 class Device:
-    """Facts of a rank's GPU that the ranks exchange.
+    """Facts of one rank's GPU, which the ranks exchange.
 
     Attributes:
-        why_not: Reason our kernels do not run on it; None if they do.
+        why_not: Reason fused kernels do not run on this GPU; None if they do.
         arch: Architecture that kernels are compiled for.
         num_sms: Number of SMs, less those reserved by the environment.
         constants: `Machine.digest` of the constants of the time model; empty if there are none.
-        host: Name of its host.
+        host: Name of the host.
         uuid: UUID of the GPU.
         uncalibrated: Reason the times of fused kernels are unknown, as in `PeerAccess`.
     """
@@ -69,10 +69,14 @@ _known: dict[tuple[str, torch.device], tuple[Group, PeerAccess]] = {}
 
 
 def reach_of(group: Group, device: torch.device) -> PeerAccess:
-    """Returns the facts of `group`, with `device` this rank's; collective at its first call.
+    """Returns the facts of a group's GPUs. The first call for a group and device is collective.
+
+    Args:
+        group: Ranks that take part.
+        device: CUDA device of this rank.
 
     Raises:
-        CaptureError: It is the first call, and a CUDA graph is being captured.
+        CaptureError: The facts are not known yet, and a CUDA graph is being captured.
     """
     known = _known.get((group.name, device))
     if known is None or known[0] is not group:
@@ -83,18 +87,18 @@ def reach_of(group: Group, device: torch.device) -> PeerAccess:
 def _find_out(group: Group, device: torch.device) -> PeerAccess:
     if group.size == 1:
         return PeerAccess("", 0, "one rank has nothing to transfer")
-    forbid_capture(device, f"the ranks of group {group.name!r} cannot find out whether they reach each other")
+    forbid_capture(device, f"the peer access between the ranks of group {group.name!r} cannot be probed")
     everyone = gather(group, "looking at the ranks' GPUs", lambda: this_device(device))
     reach = compare(group, everyone)
     if reach.why_not is not None:
         return reach
     apart = gather(group, "asking who reaches whom", lambda: _out_of_reach(device, everyone))
     if not any(apart):
-        # The driver's answer is verified by mapping a block of a few bytes.
+        # Mapping a few bytes verifies the peer access that the driver reports.
         try:
             TorchSymmetric(group, PROBE_BYTES, device).close()
             apart = group.all_gather_object(None)
-        except Exception as error:  # whatever it is, all ranks must store the same result
+        except Exception as error:  # all ranks must store the same result, whatever the error is
             apart = group.all_gather_object(f"{type(error).__name__}: {error}")
     failed = [f"rank {group.global_rank(rank)}: {why}" for rank, why in enumerate(apart) if why]
     why_not = f"not all ranks reach each other's memory ({'; '.join(failed)})" if failed else None
@@ -126,7 +130,12 @@ def this_device(device: torch.device) -> Device:
 
 
 def compare(group: Group, everyone: Sequence[Device]) -> PeerAccess:
-    """Returns the facts that the ranks share, before peers' memory is mapped."""
+    """Returns the common facts of the ranks' GPUs, before peers' memory is mapped.
+
+    Args:
+        group: Ranks that take part.
+        everyone: Facts of each rank's GPU, in rank order.
+    """
     num_sms = min(device.num_sms for device in everyone)
     if unfit := next(((r, device.why_not) for r, device in enumerate(everyone) if device.why_not), None):
         return PeerAccess("", 0, f"rank {group.global_rank(unfit[0])}: {unfit[1]}")
@@ -142,7 +151,7 @@ def compare(group: Group, everyone: Sequence[Device]) -> PeerAccess:
 
 
 def _out_of_reach(device: torch.device, everyone: Sequence[Device]) -> str | None:
-    """Returns a message naming the peers' devices without peer access by the driver; None if all have it."""
+    """Returns a message that names the visible devices without peer access; None if there are none."""
     ours = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
     local = torch.cuda.current_device() if device.index is None else device.index
     visible = [ours[peer.uuid] for peer in everyone if peer.uuid in ours]

@@ -1,8 +1,11 @@
-"""The choice of the backend that runs an op, and its reasons. `explain` prints every choice.
+"""Selection of the backend that runs an op, with the reasons for it, which `explain` prints.
 
-`auto` takes the backend with the least measured time (`autotuning`) among those that can run the problem. If
-calls of the kind were not measured, it takes the one with the least predicted time (`tuning.prediction`)
-among those that are worth comparing. If no time can be predicted, it takes the first of these.
+`auto` selects from the backends that can run the problem:
+
+1. If calls of the kind were measured (`autotuning`), the backend with the least measured time.
+2. Otherwise backends with a reason to be slower (`Backend.why_slower`) are excluded. Of the others, the one
+   with the least predicted time (`tuning.prediction`) is selected.
+3. If no time can be predicted, the first of these in the order of `BACKENDS`.
 """
 
 import logging
@@ -26,7 +29,7 @@ from .torch_backend import Torch
 logger = logging.getLogger(__name__)
 
 BACKENDS: tuple[Backend, ...] = (Fused(), Decomposed(), Torch(), Sequential())
-"""Backends in the order in which `auto` tries them if no times are known. A new backend is one more entry."""
+"""Backends, in the order in which `auto` tries them if no times are known; register a new backend here."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +38,9 @@ class Choice:
 
     Attributes:
         backend: Chosen backend.
-        problem: Problem it was chosen for.
+        problem: Problem to run.
         requested: The caller's `backend=`.
-        verdicts: (name, reason) of each backend considered, in order; reason None for the chosen one.
+        verdicts: (name, reason against it) of each considered backend, in order; None for the chosen one.
         prediction: Predicted times of the backends, if they are known.
         backward: Choice for the dual op in the backward pass, set by `explain`.
         epilogue: Epilogue and its implementation, set by `explain`.
@@ -53,7 +56,7 @@ class Choice:
 
     @property
     def kernel(self) -> Kernel:
-        """Returns the fused kernel that was measured to be fastest; the empty one: the model's choice."""
+        """Returns the fused kernel with the least measured time; an empty one means the model's choice."""
         measured = self.problem.measured if self.backend.name == "fused" else None
         return Kernel() if measured is None else measured.kernel
 
@@ -94,14 +97,15 @@ class Choice:
 
 
 def choose(problem: Problem, requested: str = "auto") -> Choice:
-    """Returns the backend for a problem. Every rank of a group makes the same choice.
+    """Returns the choice of a backend for a problem, the same on every rank of a group.
 
     Args:
         problem: Problem to run.
-        requested: "auto", the name of the backend that must run it, or that name and `FALLBACK`.
+        requested: "auto", the name of the backend that must run the problem, or a name with `FALLBACK`.
 
     Raises:
-        ValueError: No backend has that name, or it cannot run the problem.
+        ValueError: The name is unknown, the named backend cannot run the problem, or no backend can.
+        InvarianceError: No backend can keep the promises of the problem.
     """
     check_promised(problem)
     check_name(requested)
@@ -113,9 +117,9 @@ def choose(problem: Problem, requested: str = "auto") -> Choice:
         if verdicts[name] is None:
             return Choice(backend, problem, requested, tuple(verdicts.items()), prediction)
         if name == requested:
-            raise ValueError(f"backend={requested!r} cannot carry out {problem}: {verdicts[name]}")
+            raise ValueError(f"backend={requested!r} cannot run {problem}: {verdicts[name]}")
     others = [backend for backend in BACKENDS if backend.name != name]
-    # Bits depend on the backend, and times on M: with a promise about bits times are ignored.
+    # Times depend on M, so a choice by times would make bits depend on M: promises exclude that.
     times: Mapping[str, float] = {} if prediction is None or problem.promises.leaves else prediction.seconds
     unfit = {backend.name: why_unfit(backend, problem) for backend in others}
     measured = problem.measured.seconds(problem.captured) if problem.measured else {}
@@ -127,7 +131,7 @@ def choose(problem: Problem, requested: str = "auto") -> Choice:
     worth = [backend for backend in others if verdicts[backend.name] is None]
     if not worth:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in verdicts.items())
-        raise ValueError(f"no backend can carry out {problem}: {reasons}")
+        raise ValueError(f"no backend can run {problem}: {reasons}")
     best = min(
         worth, key=lambda backend: times.get(backend.name, math.inf)
     )  # the first where none has a time
@@ -138,14 +142,14 @@ def choose(problem: Problem, requested: str = "auto") -> Choice:
 
 
 reasons: dict[tuple[str, str], dict[str, str]] = {}
-"""By op and chosen backend: the reasons against backends considered before it, of the last choice."""
+"""Reasons against the other backends (name -> reason) in the last choice, by (op, chosen backend)."""
 
 
 def announce(choice: Choice) -> Choice:
-    """Logs a choice that is about to run, once per op and class of shapes; returns it.
+    """Logs a choice that is about to run, once per op and class of shapes, and returns it.
 
-    The chosen backend is logged as information. If it is not the one the caller preferred, that is a warning
-    with the reason.
+    The chosen backend is logged at level INFO. If it is not the preferred one, the reason is logged as a
+    warning.
     """
     problem = choice.problem
     about = (problem.op, (problem.m - 1).bit_length(), problem.width, problem.types, problem.world_size)
@@ -190,7 +194,7 @@ def predicted(problem: Problem, promises: Promises = NO_PROMISES) -> Prediction 
 def why_unfit(backend: Backend, problem: Problem) -> str | None:
     """Returns the reason `auto` may not take a backend; None if it may."""
     if problem.deterministic and not backend.deterministic:
-        return "deterministic sums are asked for, and its order and rounding are the collective's"
+        return "deterministic sums are required, and its order and rounding are those of the collective"
     return backend.why_not(problem)
 
 
@@ -203,7 +207,7 @@ def with_backward(choice: Choice) -> Choice:
 
 
 def cost_of_promises(problem: Problem) -> list[str]:
-    """Returns lines for `explain`: the cost of the promises about bits."""
+    """Returns lines for `explain` with the cost of the promises about bits; empty without promises."""
     promises, lines = problem.promises, []
     if promises.leaves:
         lines.append(
@@ -239,7 +243,11 @@ def _times_of_promises(problem: Problem) -> tuple[float, float] | None:
 
 
 def check_promised(problem: Problem) -> None:
-    """Raises an InvarianceError if no backend can keep the promises of a problem."""
+    """Checks that the extents and scales of a problem permit its promises.
+
+    Raises:
+        InvarianceError: No backend can keep the promises.
+    """
     promises = problem.promises
     if not promises.has_tree:
         return
@@ -248,24 +256,34 @@ def check_promised(problem: Problem) -> None:
         return
     if problem.is_scaled and problem.blocks is None:
         raise InvarianceError(
-            f"{problem.op}: invariant={promises.invariant!r} needs scales of blocks along K: a scale of a "
-            "row of a rank's shard depends on how many ranks there are"
+            f"{problem.op}: invariant={promises.invariant!r} needs scales of blocks along K, because a scale "
+            "of a row of a rank's shard depends on the number of ranks; pass block="
         )
     if reason := promises.why_no_cut(problem.k, problem.blocks[2] if problem.blocks else 1):
         raise InvarianceError(f"{problem.op}: {reason}")
 
 
 def check_name(requested: str, deterministic: bool = False, promises: Promises = NO_PROMISES) -> None:
-    """Raises a ValueError unless `requested` is "auto" or the name of a backend of this version.
+    """Checks the argument `backend=` of a call.
 
-    Raises one, too, if the caller requires deterministic sums of a backend without them. (torch's global
-    switch steers `auto`, but does not forbid a named backend.)
+    Args:
+        requested: "auto" or a backend's name, with or without `FALLBACK`.
+        deterministic: Whether the caller passed deterministic=True. torch's deterministic mode alone
+            does not exclude a named backend.
+        promises: Promises of the call.
+
+    Raises:
+        ValueError: The name is unknown; or the named backend's sums are not deterministic, but the caller
+            requires deterministic or invariant ones.
     """
     kept = {"auto": True, **{backend.name: backend.deterministic for backend in BACKENDS}}
     if not isinstance(requested, str) or requested.removesuffix(FALLBACK) not in kept:
         raise ValueError(f"backend={requested!r} is not available; choose one of {', '.join(kept)}")
-    told = "deterministic=True" if deterministic else None
+    required = "deterministic=True" if deterministic else None
     if promises.leaves:
-        told = f"invariant={promises.invariant!r}"
-    if told and not kept[requested.removesuffix(FALLBACK)]:
-        raise ValueError(f"{told} and backend={requested!r}, whose sums are not, cannot go together")
+        required = f"invariant={promises.invariant!r}"
+    if required and not kept[requested.removesuffix(FALLBACK)]:
+        raise ValueError(
+            f"{required} and backend={requested!r}, whose sums are not deterministic, cannot go together; "
+            "use backend='auto'"
+        )

@@ -1,4 +1,4 @@
-"""Collective, then product (or vice versa), summed in rank order; runs everywhere, without overlap."""
+"""Backend `sequential`: product, then collective, or the reverse, without overlap; sums in rank order."""
 
 from torch import Tensor
 
@@ -11,7 +11,7 @@ from .scales.scaling import why_no_scaled_mm
 
 
 class Sequential(Portable):
-    """torch.distributed's collectives and torch's matmul, on any device and group. Nothing overlaps."""
+    """Backend of torch.distributed's collectives and torch's products, for any device and process group."""
 
     name = "sequential"
 
@@ -19,7 +19,7 @@ class Sequential(Portable):
         """Returns None if sums must be deterministic, or if torch does not have the product."""
         if problem.is_scaled and why_no_scaled_mm(problem):
             return None
-        return None if problem.deterministic else "its sums in rank order cost more than the collective's"
+        return None if problem.deterministic else "its sums in rank order are slower than the collective's"
 
     def gemm_reduce_scatter(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group, how: Arithmetic
