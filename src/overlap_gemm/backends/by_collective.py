@@ -1,4 +1,4 @@
-"""Ops whose weight every rank has in full, by definition: a product with a collective before or after it.
+"""Generic implementation of ops with a replicated weight: a product with a collective before or after it.
 
 Portable backends use it for ops for which they have no method.
 """
@@ -24,11 +24,11 @@ def multiplied_and_moved(
     group: Group,
     how: Arithmetic,
 ) -> tuple[Any, list[Tensor]]:
-    """Runs an op: moves x, multiplies, moves the products; see `spec.OpSpec`.
+    """Runs an op by its definition (`spec.OpSpec`): communicates x or slices it, multiplies, communicates.
 
     Args:
         spec: Definition of the op.
-        x: x of this rank, contiguous.
+        x: Local x, contiguous.
         weights: Weights `[N_i, K]`, the same on every rank.
         biases: One `[N_i]` per weight, or nothing; the same on every rank.
         shards: Division of the rows.

@@ -3,12 +3,11 @@
     second stream   local shard to r-1, flag; to r-2, flag; ...                        copy engines
     stream          x[r] w    gate(r+1)   x[r+1] w    gate(r+2)   x[r+2] w ...   end   cuBLAS
 
-A gate is a warp that waits for a shard's flag (:mod:`overlap_gemm.gather.gate`). Buffers, flags and their
-reuse are the fused all-gather GEMM's (:mod:`overlap_gemm.backends.fused.gather_plans`), in the same
-workspaces.
+A gate is a kernel of one warp that waits for a shard's flag (:mod:`overlap_gemm.gather.gate`). Workspaces,
+flags and the rules for their reuse are those of the fused all-gather GEMM
+(:mod:`overlap_gemm.backends.fused.gather_plans`).
 
-It is the rival of the fused kernel, and serves operands that the fused kernel does not take: any dtype and
-extents.
+Unlike the fused kernel, this implementation supports any dtype and any extents.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ R = TypeVar("R")
 def why_not(problem: Problem) -> str | None:
     """Returns the reason copy engines cannot send a problem's shards; None if they can."""
     if not problem.spec.gathers_operand or problem.device_type != "cuda":
-        return "copy engines send shards of an operand, between GPUs"
+        return "copy engines only send shards of an operand that is gathered, between GPUs"
     if problem.is_scaled:
         return "copy engines send shards without scales"
     if problem.promises.leaves:
@@ -65,7 +64,7 @@ def pays_alongside(problem: Problem, shards: Shards) -> bool:
 
 @dataclass(frozen=True)
 class ByShards:
-    """Plan of a call without a product: the caller multiplies, shard after shard.
+    """Plan of a gather whose caller multiplies the shards, one after the other, as they arrive.
 
     Attributes:
         plan: Plan that sends the local shard and waits for the others.
@@ -83,15 +82,16 @@ class ByShards:
 
     @property
     def is_open(self) -> bool:
-        """Returns `Plan.is_open` of the plan."""
+        """Returns whether the plan may still be used; see `Plan.is_open`."""
         return self.plan.is_open
 
     @contextmanager
     def call(self, shard: Tensor, *others: Tensor | None) -> Iterator[Iterator[tuple[int, Tensor]]]:
-        """Runs one call of this rank, after every other fused launch of its device.
+        """Queues one call of this rank, after every other fused launch of its device.
 
-        Yields an iterator over (rank, its shard), the local one first. Work that is queued next on the
-        current stream may read the shard. If the block fails, the call still ends: peers do not wait for it.
+        Yields an iterator over (source rank, shard), the local shard first. Each step queues a gate, so that
+        work queued after it on the current stream may read the shard. If the block raises, the call is ended
+        all the same, so that no peer waits for this rank.
 
         Args:
             shard: Local shard, `[rows, K]`, contiguous.
@@ -109,10 +109,10 @@ class ByShards:
 
     @contextmanager
     def alongside(self, shard: Tensor, run: Callable[[], R], *others: Tensor) -> Iterator[tuple[R, Tensor]]:
-        """Runs one call whose shards are sent alongside another fused call's kernel: copies take no SM.
+        """Queues one call whose shards are sent alongside another fused call's kernel; copies need no SM.
 
-        Yields the result of `run` and the gathered shards `[rows, K]`, which work queued in the block on the
-        current stream may read. They are a view of the gather buffer: nothing may read them after the block.
+        Yields the result of `run` and the gathered shards `[rows, K]`. Work queued in the block on the
+        current stream may read these. They are a view of the gather buffer: later work must not read them.
 
         Args:
             shard: Local shard, `[rows, K]`, contiguous.
@@ -182,7 +182,16 @@ def bind(
     group: Group,
     keep: bool,
 ) -> Callable[..., tuple[Tensor, list[Tensor]]]:
-    """Returns the bound function, see `Backend.bind`; `keep` costs a copy of each shard."""
+    """Returns the bound function, see `Backend.bind`.
+
+    Args:
+        x: Local shard, `[shards.size(rank), K]`.
+        weights: Weights `[N_i, K]`.
+        biases: One `[N_i]` per weight, or nothing.
+        shards: Division of the rows.
+        group: Ranks that take part, each of which must call.
+        keep: Whether to return the gathered x, which costs a copy of each shard.
+    """
     rows, depth, widths = shards.total, x.shape[1], [len(weight) for weight in weights]
 
     def run(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
@@ -227,7 +236,10 @@ def _make_plan(peers: Peers, dtype: torch.dtype, depth: int, shards: Shards) -> 
     full, nbytes = shards.chunk * row_bytes, shards.size(rank) * row_bytes
     workspace = obtain(peers, STORES.shards_class(group.size * full))
     if not workspace.reaches_all:
-        raise RuntimeError("copy engines send shards, and some ranks have no peer access to each other")
+        raise RuntimeError(
+            f"copy engines need peer access between all ranks of group {group.name!r}, but some have none; "
+            "use another backend"
+        )
     exchange = exchange_arguments(workspace, STORES, shards.chunk, peers.agreed.timeout_ns, executor)
     exchange = exchange._replace(buffer_bytes=0)  # one buffer, whatever the epoch
     start = workspace.size.zeroed

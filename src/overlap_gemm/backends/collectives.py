@@ -1,4 +1,4 @@
-"""Functions that the portable backends share: products, sums in rank order, collectives for any shards."""
+"""Functions that the portable backends share: products, ordered sums, and collectives for uneven shards."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,9 +14,13 @@ from .scales.scaling import Scaled
 
 
 def gemm(x: Any, weight: Any, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """Returns `x @ weight.T + bias` for 2-D x `[m, K]` and weight `[N, K]`.
+    """Returns `x @ weight.T + bias`, by torch.
 
-    x and weight are Tensors, or both `Scaled`. The product is stored in `out` `[m, N]` if it is passed.
+    Args:
+        x: `[m, K]`, a Tensor or `Scaled`.
+        weight: `[N, K]`, of the same type as x.
+        bias: `[N]`, or None.
+        out: `[m, N]` to store the result in, or None.
     """
     with span("compute", "GEMM"):
         if isinstance(x, Scaled):
@@ -27,13 +31,18 @@ def gemm(x: Any, weight: Any, bias: Tensor | None = None, out: Tensor | None = N
 
 
 class collective(span):  # noqa: N801
-    """Span of a transfer of torch.distributed, whose label is compared with the peers' before it begins.
+    """Context manager around a collective of torch.distributed: a profiler span with checks.
 
-    Its failure names the rank and the group.
+    If the group verifies calls, ranks compare label and dtype before the collective starts.
+
+    Args:
+        label: Name of the collective.
+        group: Ranks that take part.
+        data: Tensor to send, for its dtype.
 
     Raises:
         DisagreementError: On every rank: a peer is in another call, or in another transfer of the call.
-        RuntimeError: It failed; the transport's words are quoted.
+        RuntimeError: The collective failed. The message names this rank and quotes the transport's error.
     """
 
     __slots__ = ("group", "kind_of_data")
@@ -43,7 +52,7 @@ class collective(span):  # noqa: N801
         self.group, self.kind_of_data = group, data.dtype
 
     def __enter__(self) -> None:
-        # After all that may raise on one rank alone, above all allocations.
+        # Callers allocate before this point: from here on no rank may raise alone, because peers wait.
         if self.group.enter is not None:
             self.group.enter(f"{self.label} of {self.kind_of_data}")
         super().__enter__()
@@ -54,7 +63,7 @@ class collective(span):  # noqa: N801
             group = self.group
             raise RuntimeError(
                 f"rank {group.global_rank(group.rank)}: the {self.label} with the {group.size - 1} others of "
-                f"its group failed; one of them is gone, or does something else: {error}"
+                f"its group failed; one of them has ended, or runs another call: {error}"
             ) from error
 
 
@@ -131,7 +140,10 @@ def all_gather_rows(x: Any, shards: Shards, group: Group) -> Any:
 
 
 def reduce_scatter_rows(x: Tensor, bias: Tensor | None, shards: Shards, group: Group) -> Tensor:
-    """Returns this rank's rows of the sum of all ranks' x in rank order, plus bias; see `scattered_rows`."""
+    """Returns this rank's rows of the sum of all ranks' x, summed in rank order, plus bias.
+
+    Arguments as for `scattered_rows`; `bias` is `[N]` or None.
+    """
     return (
         x if group.size == 1 and bias is None else sum_in_rank_order(scattered_rows(x, shards, group), bias)
     )

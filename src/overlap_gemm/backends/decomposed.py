@@ -1,15 +1,16 @@
-"""Ops cut into one GEMM per shard, overlapped with point-to-point transfers of torch.distributed.
+"""Backend `decomposed`: one GEMM per shard, overlapped with point-to-point transfers of torch.distributed.
 
     all_gather_gemm, rank r                        gemm_reduce_scatter, rank r
     compute  x[r]   x[r+1]  x[r+2] ...             compute  for r+1  for r+2 ...   for r (local)
     receive     x[r+1]  x[r+2] ...                 send            to r+1  to r+2 ...
     send        to r-1  to r-2 ...                 receive         from r-1  from r-2 ...
 
-At step i every rank sends to one peer and receives from one, so no link is used twice in a step. A step is
-one `batch_isend_irecv`. NCCL then runs its send and its receive together: if they were separate, two ranks
-that both receive first on one stream would deadlock. gloo runs them on its own threads. Waiting is
-torch.distributed's: a stream dependency on NCCL, a blocking wait with the group's timeout on gloo. An empty
-block is neither sent nor awaited; sender and receiver both compute that from the shards.
+In each step every rank sends to one peer and receives from one, so no link is used twice in a step. A step is
+one `batch_isend_irecv`: NCCL runs its send and its receive together. As separate transfers they could
+deadlock, because two ranks might both receive first on one stream. gloo runs transfers on threads.
+
+A wait is a stream dependency with NCCL, and blocks until the group's timeout with gloo. An empty block is
+neither sent nor awaited; sender and receiver both compute that from the shards.
 
 Between GPUs with peer access, copy engines send the shards of all_gather_gemm instead
 (:mod:`overlap_gemm.backends.by_shards`).
@@ -34,20 +35,23 @@ from .base import Portable, Problem
 from .portable_arithmetic import Arithmetic
 
 _TAG_BASE = 1 << 30
-"""Above every tag a user is likely to use on the same group; a tag is a C int."""
+"""First tag of this module, above the tags that users are likely to use; a tag is a C int."""
 
 _calls: defaultdict[str, "itertools.count[int]"] = defaultdict(itertools.count)
 
 
 class _Exchange:
-    """The transfers of one call, posted step by step.
+    """Transfers of one call, posted step by step.
 
-    gloo matches messages by (peer, tag). Every call takes the next number of its group as its tag. So a call
-    cannot receive messages of a call that failed midway. NCCL matches by order alone. Within a call the
-    messages of one pair are matched in the order they are posted.
+    gloo matches messages by (peer, tag), and each call of a group uses the next tag. A call therefore cannot
+    receive messages of an earlier call that failed midway. NCCL matches messages by order alone. Within a
+    call, messages of a pair of ranks match in the order in which they are posted.
 
-    It is constructed after all memory of the call is allocated: from then on peers wait for messages of this
-    rank.
+    Construct it after all memory of the call is allocated: from then on peers wait for this rank's messages.
+
+    Args:
+        op: Name of the op, for messages.
+        group: Ranks that take part.
     """
 
     def __init__(self, op: str, group: Group):
@@ -58,7 +62,14 @@ class _Exchange:
         self._tag = _TAG_BASE + next(_calls[group.name]) % _TAG_BASE
 
     def post(self, send: Tensor, to: int, receive: Tensor, source: int) -> "Transfer":
-        """Starts one step: sends a contiguous block to `to`, receives one from `source`; skips empty ones."""
+        """Starts one step and returns its transfer; empty blocks are skipped.
+
+        Args:
+            send: Contiguous block to send.
+            to: Rank in the group that receives it.
+            receive: Contiguous block to receive into.
+            source: Rank in the group that sends it.
+        """
         transfers = [
             dist.P2POp(move, block, group=self._group.process_group, tag=self._tag, group_peer=peer)
             for move, block, peer in ((dist.isend, send, to), (dist.irecv, receive, source))
@@ -70,7 +81,15 @@ class _Exchange:
 
 @dataclass(frozen=True)
 class Transfer:
-    """One posted step."""
+    """Posted step of an exchange.
+
+    Attributes:
+        op: Name of the op, for messages.
+        group: Ranks that take part.
+        to: Rank to which this rank sends.
+        source: Rank from which this rank receives.
+        works: Transfers to wait for.
+    """
 
     op: str
     group: Group
@@ -79,10 +98,10 @@ class Transfer:
     works: Sequence[Waitable]
 
     def wait(self) -> None:
-        """Returns when the block has arrived and the sent one may be overwritten (on CUDA: in stream order).
+        """Waits until the block has arrived and the sent block may be overwritten; on CUDA in stream order.
 
         Raises:
-            RuntimeError: A peer is gone or did not answer within the group's timeout.
+            RuntimeError: A peer has ended, or did not send or receive within the group's timeout.
         """
         try:
             for work in self.works:
@@ -97,7 +116,7 @@ class Transfer:
 
 
 class Decomposed(Portable):
-    """P chunk GEMMs and ring-ordered transfers, on any device and group. See the module's timeline."""
+    """Backend of P GEMMs and transfers in ring order, for any device and process group."""
 
     name = "decomposed"
 
@@ -107,17 +126,17 @@ class Decomposed(Portable):
             return "one rank has nothing to transfer"
         if problem.device_type == "cuda":
             if by_shards.why_not(problem):
-                return "its transfers cost the host more than it hides (benchmarks/README.md, H200)"
+                return "its transfers take more host time than the overlap saves (benchmarks/README.md, H200)"
             assert problem.peer_access is not None, "by_shards.why_not says so"
             if problem.world_size > constants(problem.peer_access.arch).copies_world:
-                return "it has not been measured between so many GPUs; ask for it with backend='decomposed'"
+                return "it has not been measured between so many GPUs; request it with backend='decomposed'"
             return problem.peer_access.uncalibrated
-        return "on CPUs it costs more than it hides (benchmarks/README.md, 2 CPU ranks)"
+        return "on CPUs it takes more time than the overlap saves (benchmarks/README.md, 2 CPU ranks)"
 
     def bind(
         self, problem: Problem, x: Tensor, weight: Any, bias: Any, shards: Shards, group: Group
     ) -> Callable[..., Any]:
-        """Returns the bound function, see `Backend.bind`: copy engines send the shards if they can."""
+        """Returns the bound function, see `Backend.bind`; if possible, copy engines send the shards."""
         if by_shards.why_not(problem) is None:
             return by_shards.bind(x, weight, bias, shards, group, problem.keep)
         return super().bind(problem, x, weight, bias, shards, group)
@@ -224,7 +243,7 @@ class Decomposed(Portable):
         group: Group,
         how: Arithmetic,
     ) -> tuple[Any, list[Tensor]]:
-        """Cuts an all-to-all; an all-gather of the product is not cut."""
+        """Runs an op with a replicated weight; an all-to-all is overlapped, an all-gather is not."""
         (move,) = spec.sent
         if move.kind != "all_to_all":
             return super().by_collective(spec, x, weights, biases, shards, group, how)
@@ -274,7 +293,7 @@ class Decomposed(Portable):
         group: Group,
         how: Arithmetic,
     ) -> tuple[Tensor, list[Tensor]]:
-        """Cuts local rows into as many panels as ranks: one is multiplied while the next ones arrive."""
+        """Cuts local rows into P panels; a panel is multiplied while the next ones arrive."""
         depth = weights[0].shape[1]
         columns, rows = Shards.even(depth, group.size), shards.size(group.rank)
         received = [x.new_empty(rows, columns.size(source)) for source in range(group.size)]

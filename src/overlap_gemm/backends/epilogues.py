@@ -1,4 +1,4 @@
-"""Epilogues on the host: in which calls a kernel applies one, and the tensors that it reads and writes."""
+"""Epilogues in fused calls: the rules for which a kernel applies one, and the tensors it reads and writes."""
 
 from __future__ import annotations
 
@@ -17,22 +17,24 @@ if TYPE_CHECKING:
     from .base import Problem
 
 INPUT_DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
-"""Dtypes of inputs that kernels read, and their names in kernel configurations."""
+"""Names in kernel configurations of the dtypes of inputs that kernels can read."""
 
 _OF_NAMES = {name: dtype for dtype, name in INPUT_DTYPES.items()}
 
 ONE_SHOT_ROWS = 128
-"""Rows of an all-reduce up to which every rank makes all sums, at H200's rates (`tuning.space.with_pattern`):
-with more rows, a rank does not have all columns of a row."""
+"""Rows of an all-reduce up to which it is one-shot at H200's rates (`tuning.space.with_pattern`).
+
+In a one-shot all-reduce every rank sums all elements. With more rows, a rank sums a part of a row's columns.
+"""
 
 
 class Applying(NamedTuple):
     """An epilogue with the dtypes of its operands.
 
     Attributes:
-        epilogue: The epilogue.
-        dtypes: Types of its inputs.
-        out_dtype: Type of the result, and of outputs that have a value for each element.
+        epilogue: Epilogue of the call.
+        dtypes: Dtype of each input.
+        out_dtype: Dtype of the result, and of outputs with a value for each element.
     """
 
     epilogue: Epilogue
@@ -50,7 +52,7 @@ class Applying(NamedTuple):
         return f"{self.epilogue.key}({', '.join(map(str, self.dtypes))}) to {self.out_dtype}"
 
     def on_sums(self, sums: Tensor | tuple[Tensor, ...], inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Returns result and outputs of complete sums, each rounded once."""
+        """Applies the epilogue to complete sums; returns the result and the outputs, each rounded once."""
         result, *others = self.epilogue.on_tensors(sums, inputs)
         kinds = ("element", *(kind for _, kind in self.epilogue.outputs))
         return [
@@ -60,43 +62,47 @@ class Applying(NamedTuple):
 
 
 def why_after(problem: Problem, columns: int) -> str | None:
-    """Returns the reason no kernel applies a problem's epilogue to its sums; None if one does.
+    """Returns the reason no kernel can apply a problem's epilogue to its sums; None if one can.
 
     Args:
-        problem: The problem.
-        columns: Rows of this rank's weight.
+        problem: Problem with an epilogue.
+        columns: Rows of this rank's weight, that is columns of its product.
     """
     applying, spec = problem.applying, problem.spec
     assert applying is not None, problem
     epilogue = applying.epilogue
     if problem.num_weights > 1:
         columns *= problem.num_weights
-        if problem.n is not None:  # the same on every rank, since callers may do something else
+        if problem.n is not None:  # a rule on N over all ranks gives the same reason on every rank
             columns = 0 if problem.n % problem.world_size else problem.n // problem.world_size
         if columns % (2 * PAIR) or not columns:
-            return f"kernels read two weights in bands of {PAIR} rows, of which each rank must have as many"
+            return f"kernels read two weights in bands of {PAIR} rows, equally many on each rank"
     if epilogue.pairs and not spec.gathers_operand:
-        return "kernels make pairs of columns where the product is the output, in all_gather_gemm"
+        return "kernels support pairs of columns in all_gather_gemm only"
     if spec.weight is None:
-        return "kernels apply none in ops whose weight every rank has"
+        return "kernels support no epilogue in ops with a replicated weight"
     if strange := [dtype for dtype in applying.dtypes if dtype not in INPUT_DTYPES]:
         return f"kernels read inputs of bfloat16, float16 and float32, not {strange[0]}"
     if epilogue.of == "partial" and not spec.sums:
-        return "partial sums are those of a reduce-scatter and an all-reduce"
+        return "kernels have partial sums in ops that sum over ranks only"
     if columns % ROW_ELEMENTS:
-        return f"rows of a rank's product must be whole {ROW_BYTES} bytes of 16-bit elements, not N={columns}"
+        return f"N={columns} of a rank must be a multiple of {ROW_ELEMENTS}, which are {ROW_BYTES} bytes"
     if epilogue.outputs and not (spec.sums and problem.world_size > 1):
-        return "outputs are stored where sums over ranks are made"
+        return "kernels support outputs in ops that sum over several ranks only"
     if epilogue.outputs and spec.out is None and problem.m > ONE_SHOT_ROWS:
-        return f"of an all-reduce of M={problem.m} rows, more than {ONE_SHOT_ROWS}, ranks have parts of rows"
+        return f"kernels support outputs of an all-reduce up to M={ONE_SHOT_ROWS}, not M={problem.m}"
     return None
 
 
 def applied_after(run: Callable[..., Any], applying: Applying) -> Callable[..., Any]:
-    """Returns a plain call extended by an epilogue: a function of `(x, weight, bias, inputs, *scales)`.
+    """Returns a function of `(x, weight, bias, inputs, *scales)` that applies an epilogue after a plain call.
 
-    The function returns a list of the result and the outputs; if an operand is gathered, the pair of that
-    operand and this list.
+    The function returns a list of the result and the outputs. If an operand is gathered, it returns a tuple
+    of that operand and this list.
+
+    Args:
+        run: Bound function of the plain call.
+        applying: Epilogue of the call.
     """
 
     def run_and_apply(x: Tensor, weight: Any, bias: Any, inputs: Sequence[Tensor], *scales: Any) -> Any:
@@ -113,8 +119,8 @@ def read_by_kernel(visitor: Visitor, inputs: Sequence[Tensor], rows: int, column
     """Returns the inputs in the layout that a kernel reads.
 
     Args:
-        visitor: The epilogue.
-        inputs: Its inputs, with no rows where the rank has none.
+        visitor: Epilogue in the form of kernel configurations.
+        inputs: Inputs of the epilogue, without rows if the rank has none.
         rows: Rows of the sums, at least 1.
         columns: Columns of the sums.
     """
@@ -136,12 +142,12 @@ def read_by_kernel(visitor: Visitor, inputs: Sequence[Tensor], rows: int, column
 def written_by_kernel(
     visitor: Visitor, config: GemmConfig, counts: Tensor | None, x: Tensor, rows: int, columns: int
 ) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-    """Returns the tensors that a kernel writes for the outputs, and the outputs among them.
+    """Allocates the tensors that a kernel writes for the outputs; returns these, and the outputs among them.
 
     Args:
-        visitor: The epilogue.
-        config: The kernel's configuration.
-        counts: Zeros between calls, if an output has a value for each row.
+        visitor: Epilogue in the form of kernel configurations.
+        config: Configuration of the kernel.
+        counts: Counts of finished rows (`counts_of`), needed if an output has a value for each row.
         x: Operand, for its device.
         rows: Rows of the sums, at least 1.
         columns: Columns of the sums.
@@ -161,7 +167,7 @@ def written_by_kernel(
 
 
 def written_without_kernel(visitor: Visitor, result: Tensor) -> list[Tensor]:
-    """Returns the outputs of a result without elements: zeros for each of its rows."""
+    """Returns the outputs for a result without elements, for which no kernel runs; row values are zeros."""
     return [
         result.new_empty(result.shape) if kind == "element" else result.new_zeros(len(result)).float()
         for _, kind in visitor.epilogue.outputs
@@ -169,7 +175,7 @@ def written_without_kernel(visitor: Visitor, result: Tensor) -> list[Tensor]:
 
 
 def own_columns(visitor: Visitor, inputs: Sequence[Tensor], first: int, end: int) -> list[Tensor]:
-    """Returns the part of each input for columns `first` to `end` of the result."""
+    """Returns the part of each input for the result's columns `first` to `end`, `end` excluded."""
     return [
         tensor[..., first:end] if operand.kind in ("element", "columns") else tensor
         for operand, tensor in zip(visitor.reads, inputs, strict=True)
@@ -177,7 +183,7 @@ def own_columns(visitor: Visitor, inputs: Sequence[Tensor], first: int, end: int
 
 
 def counts_of(config: GemmConfig, rows: int, columns: int, device: torch.device) -> Tensor | None:
-    """Returns zeros for the counts of finished rows; None if no epilogue has such counts."""
+    """Returns int32 zeros for a kernel's counts of finished rows; None if no epilogue needs counts."""
     for visitor in config.epilogue:
         for operand in visitor.writes:
             if operand.kind == "row_counts":

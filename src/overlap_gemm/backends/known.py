@@ -67,8 +67,8 @@ class Known:
 def may_know(requested: str, group: Group) -> bool:
     """Returns whether measurements may determine the calls of a group.
 
-    They may if `requested` leaves a choice of backend or of fused kernel, and the settings (`configured`) name
-    no kernel. The group must have several ranks and a process group.
+    They may if `requested` leaves a choice of backend or of fused kernel, and the settings (`configured`)
+    name no kernel. The group must have several ranks and a process group.
 
     Args:
         requested: The caller's `backend=`.

@@ -1,7 +1,7 @@
-"""`Arithmetic`: how the portable backends multiply and sum, by the promises of the call.
+"""`Arithmetic`: products and sums of the portable backends, in the order that the call's promises require.
 
-Without a promise products are torch's, and partial sums have the operands' type. With
-`invariant=` the order in which an element's products are summed is a function of K alone:
+Without a promise torch computes the products, and partial sums have the operands' dtype. With `invariant=`,
+K alone determines the order in which an element's products are summed:
 
 - product: blocks of `BLOCK` rows and columns, padded with zeros; each is one `torch.mm` of the same shape in
   float32. `why_no_order` checks once that an element's place in its block does not change the order.
@@ -24,11 +24,11 @@ from ..tuning.spans import span
 from .collectives import accumulation_dtype, gemm, sum_in_rank_order, sum_in_tree
 
 BLOCK = {"cpu": (32, 128), "cuda": (256, 1024)}
-"""Rows and columns of a block of the product, by device type."""
+"""(rows, columns) of a block of the product, by device type."""
 
 
 class Arithmetic:
-    """torch's products, and sums over ranks in rank order of partial sums of the operands' type."""
+    """Arithmetic without promises: torch's products, and partial sums in the operands' dtype."""
 
     is_ordered = False
     """Whether the order in which an element is summed is a function of K."""
@@ -119,7 +119,7 @@ class Ordered(Arithmetic):
 
 
 def arithmetic_of(promises: Promises, world: int = 1) -> Arithmetic:
-    """Returns the arithmetic that keeps these promises on `world` ranks."""
+    """Returns the arithmetic for these promises on `world` ranks."""
     if promises.leaves:
         return Ordered(promises, world)
     return WidePartials() if promises.has_wide_partials else Arithmetic()
@@ -190,8 +190,8 @@ def why_no_order(device: torch.device, dtype: torch.dtype, depth: int) -> str | 
     if key not in _compared:
         if is_capturing(device):
             return (
-                "invariant= compares torch's products once for each K, which cannot be while a CUDA graph is "
-                "captured: call once before"
+                "invariant= compares torch's products once for each K, which is impossible while a CUDA "
+                "graph is captured: call once before the capture"
             )
         _compared[key] = _compare_places(device, dtype, depth)
     return _compared[key]

@@ -1,11 +1,10 @@
-"""torch's product and torch's collective, unchanged: the ops of a model without this library.
+"""Backend `torch`: torch's product and torch's collective, as a model without this library calls them.
 
-It is the baseline, and the choice of `auto` if nothing is known to be faster. Sums over ranks are those of
-the collective: NCCL and gloo round every partial sum to the operands' dtype, in an order of their own.
+It is the baseline of benchmarks, and the choice of `auto` if no backend is known to be faster. The collective
+sums over ranks: NCCL and gloo choose the order, and round every partial sum to the operands' dtype.
 
-The collectives take equal blocks only, so shards of different lengths are padded to the longest. A product
-that will be scattered is written into a padded tensor directly. Only a short shard that will be gathered is
-copied.
+The collectives support only blocks of equal size, so short shards are padded. A product to be scattered is
+written into a padded tensor without a copy. A short shard to be gathered is copied.
 """
 
 import torch
@@ -34,9 +33,9 @@ class Torch(Portable):
     operand = Scaled
 
     def why_not(self, problem: Problem) -> str | None:
-        """Returns None if torch.distributed has the group and torch the product."""
+        """Returns the reason torch or torch.distributed cannot run a problem; None if they can."""
         if problem.is_scaled and problem.promises.has_wide_partials:
-            return "torch's products of 8-bit operands are rounded to 16 bits, partials='float32' or not"
+            return "torch rounds products of 8-bit operands to 16 bits, also with partials='float32'"
         return super().why_not(problem) or (why_no_scaled_mm(problem) if problem.is_scaled else None)
 
     def why_slower(self, problem: Problem) -> str | None:
@@ -97,7 +96,7 @@ def reduce_scatter_padded(
     group: Group,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Returns this rank's rows of the sum of every rank's `padded`, by torch's reduce-scatter, plus bias.
+    """Returns this rank's rows of the sum of all ranks' `padded`, by torch's reduce-scatter, plus bias.
 
     Args:
         padded: `[P * shards.chunk, N]`, contiguous; written to. Rows from `shards.total` on are ignored.

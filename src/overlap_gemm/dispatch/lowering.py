@@ -278,8 +278,7 @@ def total_extent(
     if local != length:
         raise ValueError(
             f"{op}: of {what}={passed} rank {group_rank(group)} of {group_size(group)} owns {local} (as "
-            f"torch.chunk cuts), but its operand has {length}; pass {what} over all ranks, and equal shards "
-            f"but for the last"
+            f"torch.chunk cuts), but its operand has {length}"
         )
     return passed
 
