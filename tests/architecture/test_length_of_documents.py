@@ -5,9 +5,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("docs", "benchmarks", "emulator/docs")
 
-GOAL = 35_000
-AT_MOST = 49_969
-"""Words today. Lower it with every page that becomes shorter, until it is the goal."""
+AT_MOST = 34_914
+"""Words that a reader can manage: the goal of 35,000 is met. What is added is cut elsewhere."""
 
 PAGE_AT_MOST = 4_600
 
@@ -23,7 +22,7 @@ def test_all_pages_together_do_not_grow():
     found = words_of_pages()
     total = sum(found.values())
     longest = sorted(found.items(), key=lambda page: -page[1])[:8]
-    assert total <= AT_MOST, f"{total} words, at most {AT_MOST} (goal: {GOAL}). Longest pages: {longest}"
+    assert total <= AT_MOST, f"{total} words, at most {AT_MOST}. Longest pages: {longest}"
 
 
 def test_no_page_is_a_book():

@@ -285,16 +285,8 @@ def test_tests_and_files_that_are_named_exist():
             assert (ROOT / "src" / "overlap_gemm" / file).exists(), f"{page}: {file}"
 
 
-def test_the_pictures_are_the_same_in_both_places():
-    """Of the architecture and of a call's timeline."""
-    design, contributing = (
-        re.findall(r"^```\n(.*?)^```$", (ROOT / page).read_text(), re.M | re.S)
-        for page in ("docs/design/index.md", "CONTRIBUTING.md")
-    )
-    assert len(design) == 3 and set(design) <= set(contributing)
-
-
 def test_the_timelines_figures_are_measured():
-    [timeline] = re.findall(r"us after the first CTA.*?```", (FOLDER / "index.md").read_text(), re.S)
+    """In CONTRIBUTING.md, the only page with the picture."""
+    [timeline] = re.findall(r"us after the first CTA.*?```", (ROOT / "CONTRIBUTING.md").read_text(), re.S)
     found = re.findall(r"(\d+\.\d) +[a-z]", timeline)
     assert len(found) == 6 and set(map(float, found)) <= quoted()["h200x2-tail"], found

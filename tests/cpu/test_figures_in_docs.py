@@ -89,20 +89,6 @@ def errors(name, way):
     return [abs(result["graph"]["ours"][way]["error"]) for result in report(name)["results"]]
 
 
-def captured(op, m, n, k, way):
-    """Microseconds on four H200."""
-    asked = {"op": op, "m": m, "n": n, "k": k}
-    [result] = [one for one in report("h200x4")["results"] if asked.items() <= one.items()]
-    return tables.microseconds(result["graph"]["seconds"][way])
-
-
-def few_rows():
-    """16 rows of 8192 columns, of both depths, by three ways."""
-    scatter, reduce = "gemm_reduce_scatter", "gemm_all_reduce"
-    ways = [(scatter, "fused"), (reduce, "fused"), (scatter, "torch")]
-    return [captured(op, 16, 8192, k, way) for op, way in ways for k in (8192, 28672)]
-
-
 def layer(tokens):
     """Time relative to the fastest of torch's ways, which was asynchronous tensor parallelism each time."""
     every = [r for r in report("h200x4-layer")["results"] if (r["model"], r["rows"]) == ("70B", tokens)]
@@ -248,22 +234,6 @@ FIGURES = {
         lambda: f"within {100 * max(map(abs, beyond_the_models_bytes())):.1f} % (flags;",
         lambda: f"took {said(collective_beside_product())} of the time of the product alone",
     ],
-    "docs/fused.md": [
-        lambda: (
-            f"`auto` takes {said(against('h200x2-shapes', 'graph', 512))} of the time of the faster of "
-            f"torch's own ways for 512 to 8192 rows"
-        ),
-        lambda: (
-            f"Eagerly it takes {said(against('h200x2-shapes', 'eager', 512))} from 512 rows on "
-            f"({slower(against('h200x2-shapes', 'eager', 512))} are slower). "
-            f"Below it takes {said(against('h200x2-shapes', 'eager', 0, 511))} "
-            f"({slower(against('h200x2-shapes', 'eager', 0, 511))} are slower)"
-        ),
-        lambda: (
-            "took {} us (K = 8192) and {} (K = 28672). The all-reduce took {} and {}, "
-            "torch's two calls {} and {}".format(*few_rows())
-        ),
-    ],
     "docs/fp8.md": [
         lambda: (
             "took {} us on one H200 eagerly, {} compiled, and {} by torch's operations; a copy of as many "
@@ -319,7 +289,6 @@ SOURCES = {
         "h200x8-reduce-scatter-graphs", "cpu-2-ranks-decode", "h100x2-shapes", "h200-quantize",
         "h200-train-step", "emulator-speed",
     ],
-    "docs/fused.md": ["h200x2-shapes", "h200x4"],
     "docs/all-to-all.md": ["h200x2-all-to-all", "h200x2-all-to-all-gemm"],
     "docs/epilogues.md": ["h200x2-epilogues"],
     "docs/evidence.md": ["h200x4"],
@@ -364,8 +333,9 @@ def test_a_figure_says_of_when_its_data_is(document, name):
 
 
 def test_tables_are_what_was_measured():
+    """Of h200x4.json the page has no table: it names the command that prints it."""
     text = (ROOT / "benchmarks/README.md").read_text()
-    assert len(tables.COMMENT.findall(text)) == text.count("<!-- table:") >= 15
+    assert len(tables.COMMENT.findall(text)) == text.count("<!-- table:") >= 14
     assert text == tables.rendered(text), "python benchmarks/tables.py writes them anew"
 
 
