@@ -135,7 +135,10 @@ MX_REFUSED = {
     ),
     "K": ({"x": X[:, :16], "weight": WEIGHT[:, :16]}, "K .* a multiple of 32, got 16"),
     "without block=": ({"block": None}, r"got \[512\] .*pass block=, one of 128, 32, 'mx'"),
-    "dim": ({"x": torch.ones(2, 3, 64).to(E4M3), "dim": 1}, "dim must be its first; got dim=1"),
+    "dim": (
+        {"x": torch.ones(2, 3, 64).to(E4M3), "dim": 1},
+        "dim must be the first dimension of x .*; got dim=1",
+    ),
 }
 
 

@@ -238,7 +238,7 @@ def refuse(rank, size, message, op, shapes, dtype, options):
     [
         (3, "8 leaves, which 3 ranks do not divide", 16, {"invariant": "ranks"}),
         (4, "2 leaves, which 4 ranks do not divide", 16, {"invariant": "ranks:2"}),
-        (2, "equal parts of 20 elements on 2 ranks; this one has 12", 12, {"invariant": "ranks", "k": 20}),
+        (2, "equal parts of K=20 on 2 ranks; this rank has 12", 12, {"invariant": "ranks", "k": 20}),
         (2, "8 does not divide 28; invariant='ranks:4' is possible", 14, {"invariant": "ranks"}),
     ],
 )
