@@ -60,7 +60,7 @@ SIGNATURES = {
     "warmup": (
         "op", "shapes", "*", "group=None", "dtype=torch.bfloat16", "block=None", "device=None", "bias=False",
         "backend='auto'", "deterministic=None", "reserve_sms=None", "backward=False", "autotune=None",
-        "partials=None", "invariant=None",
+        "partials=None", "invariant=None", "epilogue=None",
     ),
     "workspace_bytes": ("group=None",),
 }  # fmt: skip
