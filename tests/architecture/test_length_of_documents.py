@@ -5,10 +5,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("docs", "benchmarks", "emulator/docs")
 
-AT_MOST = 34_914
-"""Words that a reader can manage: the goal of 35,000 is met. What is added is cut elsewhere."""
+AT_MOST = 35_000
+"""Words of all pages. What is added to one is cut in another."""
 
-PAGE_AT_MOST = 4_600
+PAGE_AT_MOST = 3_300
 
 
 def words_of_pages() -> dict[str, int]:
