@@ -1,18 +1,19 @@
-"""Scales of blocks: for A one per row, for B one per 128 rows (or 32), both per as many elements of K.
+"""fp32 block scales of promoted mainloops (`scale_blocks.PROMOTED`): one scale per b elements of K.
 
-They are applied when sums are promoted: the sum of a block of K is multiplied by both scales as it is added
-to the fp32 registers.
+A has one scale per row and block of K; B has one per b rows and block of K, with b = 128 or 32. The sum of a
+block of K is multiplied by both scales when it is added to the fp32 accumulator (`promote`).
 
-- Load warp, per k tile: TMA of the scales of the CTA's rows of A, and of the tile's blocks of columns, into
-  the stage of A and B, counted with them on ab.full.
-- Epilogue warps, after ab.wait: each thread reads the scales of its 2 rows of a 64-row instruction, and of
-  all blocks of columns, before it releases the stage.
+- Load warp, per k tile: acquires the stage, starts TMA loads of A, B and their scales. The bytes of the
+  scales are part of the transaction count of ab.full.
+- Epilogue warps, per k tile: wait on ab.full. Each thread reads the scales of its 2 rows of a 64-row
+  instruction, and of all blocks of columns, while the products are in flight. Then the stage is released.
 
-Ordinary loads in the epilogue warps would separate the products of a k tile. Copies of 4 bytes, one per row,
-took a seventh of all time (docs/design/fp8.md). So A's scales are contiguous along M.
+Global memory: the first two tensors of the kernel's ``extras``, fp32:
 
-Matrices, both the first of the kernel's ``extras``, fp32, with blocks of b: of A ``(ceil(K / b), M)``, M
-contiguous; of B ``(ceil(N / b), ceil(K / b))``, K contiguous; both with lines of whole 16 bytes.
+- A: ``(ceil(K / b), M)``, M contiguous. So a TMA box has the scales of a tile's rows. One 4-byte copy per row
+  took a seventh of the kernel's time (docs/design/fp8.md).
+- B: ``(ceil(N / b), ceil(K / b))``, K contiguous.
+- The pitch of both is a multiple of 16 bytes.
 """
 
 from __future__ import annotations
@@ -34,11 +35,12 @@ class BlockScales(NamedTuple):
     """TMA sources of the scales of A and of B.
 
     Attributes:
-        tma_a: TMA load atom of the scales of a CTA's rows, of a k tile.
-        a: Coordinate tensor (k blocks, rows).
-        tma_b: TMA load atom of the scales of the tile's blocks of columns.
-        b: Coordinate tensor (blocks of rows, k blocks).
-        padding: Rows of A by which the shards before the tile's were padded: boxes begin at 16 bytes.
+        tma_a: TMA load atom; box (parts of a k tile, rows of the CTA tile).
+        a: Coordinate tensor (blocks of K, rows of A, ...) of A's scales.
+        tma_b: TMA load atom; box (column blocks of the CTA tile, `TMA_SCALES`).
+        b: Coordinate tensor (blocks of B's rows, blocks of K) of B's scales.
+        padding: Number of padding columns of ``a`` before the tile's shard. Each shard's scales begin at a
+            multiple of 16 bytes.
     """
 
     tma_a: Any
@@ -48,12 +50,12 @@ class BlockScales(NamedTuple):
     padding: Any = 0
 
     def of_shard(self, shard: Scalar, work: Any) -> BlockScales:
-        """Returns the scales for a tile of an owner's shard, whose lines begin at whole 16 bytes."""
+        """Returns the scales for tiles of shard ``shard``, with the padding of the shards before it."""
         step = work.shards.row_step
         return self._replace(padding=shard * (ceil_div(step, TMA_SCALES) * TMA_SCALES - step))
 
     def with_gathered(self, scales: tuple[Any, Any]) -> BlockScales:
-        """Returns scales of A gathered with a shard (TMA atom, coordinate tensor), and local ones of B."""
+        """Returns the scales with gathered ones of A, (TMA atom, coordinate tensor); those of B are local."""
         tma, tensor = scales
         return self._replace(tma_a=tma, a=tensor)
 
@@ -66,10 +68,18 @@ class BlockScales(NamedTuple):
         row: Scalar,
         column: Scalar,
     ) -> tuple[JointLoads, JointLoads]:
-        """Returns the loads of A and B with their scales: of A from ``row`` on, of B from ``column`` on.
+        """Returns the loads of A and of B, each together with its scales.
 
-        ``column`` is a row of B. Past the end of A, of B or of K scales are zeros: the scaled values are
-        clipped, or zero.
+        Scales outside the tensors are loaded as zeros. The values that they multiply are zeros or are
+        clipped.
+
+        Args:
+            config: The kernel's configuration.
+            a: Loads of A's tile.
+            b: Loads of B's tile.
+            stages: Stages of the scales.
+            row: First row of A in the CTA tile, without padding.
+            column: First row of B in the CTA tile.
         """
         rows, parts = config.cta_tile[0], config.k_parts
         of_a = cute.local_tile(cute.domain_offset((0, row + self.padding), self.a), (parts, rows), (None, 0))
@@ -83,27 +93,29 @@ class BlockScales(NamedTuple):
 
 
 class SharedBoxes(NamedTuple):
-    """Loads of boxes that serve several k tiles, each of which loads its box: a box begins at 16 bytes.
+    """Loads of boxes with the scales of several k tiles.
+
+    A box has at least 16 bytes along K. Each k tile loads the entire box into its own stage.
 
     Attributes:
-        boxes: Loads of a box.
-        tiles: Number of k tiles whose scales are in a box.
+        boxes: Loads of the boxes, numbered along K.
+        tiles: Number of k tiles per box.
     """
 
     boxes: OperandLoads
     tiles: int
 
     def load(self, ab: Any, state: pipeline.PipelineState, k: Scalar) -> None:
-        """Starts to load the box of k tile ``k`` into an acquired stage."""
+        """Starts the load of the box of k tile ``k`` into the acquired stage; counted on ab.full."""
         self.boxes.load(ab, state, k // self.tiles)
 
 
 class StageScales(NamedTuple):
-    """Stages of scales in shared memory: the last mode is the stage.
+    """Stages of the scales in shared memory, fp32; the last mode is the stage.
 
     Attributes:
-        a: (parts of a k tile, the CTA tile's rows, stages).
-        b: (blocks of columns, k blocks of a TMA box, stages).
+        a: (parts of a k tile, rows of the CTA tile, stages).
+        b: (column blocks of the CTA tile, `TMA_SCALES` blocks of K, stages).
     """
 
     a: Any
@@ -112,14 +124,16 @@ class StageScales(NamedTuple):
     def factors(
         self, config: GemmConfig, rows: tuple[Any, Any], stage: Scalar, k: Scalar, part: int
     ) -> list[list[Any]]:
-        """Returns, for each block of columns, the products of its scale and those of a thread's rows.
+        """Returns the products of both scales, ``[column block][row of the thread]``, of a part of a k tile.
+
+        The stage is full and not yet released.
 
         Args:
             config: The kernel's configuration.
-            rows: Rows of the thread.
-            stage: Stage with the scales of k tile ``k``.
+            rows: The thread's two rows in the CTA tile (`rows_of`).
+            stage: Index of the stage that has k tile ``k``.
             k: Number of the k tile.
-            part: Part of the k tile.
+            part: Part of the k tile, 0 to ``config.k_parts - 1``.
         """
         at = k * config.k_parts % TMA_SCALES + part
         of_rows = [self.a[(part, row, stage)] for row in rows]
@@ -131,12 +145,15 @@ class StageScales(NamedTuple):
 
 
 def scales_of(config: GemmConfig, a: Any, b: Any) -> BlockScales:
-    """Returns the TMA loads of the scales of A and B."""
+    """Returns the TMA sources of A's and B's scales, two fp32 matrices as the module describes."""
     return BlockScales(*tma_of_a(config, a), *_tma(b, (config.column_blocks, TMA_SCALES)))
 
 
 def tma_of_a(config: GemmConfig, scales: Any) -> tuple[Any, Any]:
-    """Returns the TMA load of A's scales, and the coordinate tensor, whose further modes others slice."""
+    """Returns the TMA load atom of A's scales and their coordinate tensor.
+
+    ``scales`` may have modes after (blocks of K, rows), for example shards; the caller slices them.
+    """
     return _tma(scales, (config.k_parts, config.cta_tile[0]))
 
 
@@ -146,13 +163,13 @@ def _tma(scales: Any, box: tuple[int, int]) -> tuple[Any, Any]:
 
 
 def fake_scales() -> Any:
-    """Returns a fake matrix of scales for compilation."""
+    """Returns a symbolic fp32 matrix of scales for compilation; its pitch is a multiple of `TMA_SCALES`."""
     extents, pitch = (cute.sym_int32(), cute.sym_int32()), cute.sym_int64(divisibility=TMA_SCALES)
     return make_fake_tensor(Float32, extents, stride=(pitch, 1), assumed_align=16)
 
 
 def fake_gathered() -> Any:
-    """Returns a fake tensor of the scales of all shards in a gather buffer."""
+    """Returns a symbolic tensor (blocks of K, rows, shards) of gathered scales of A, for compilation."""
     extents = cute.sym_int32(), cute.sym_int32(divisibility=TMA_SCALES), cute.sym_int32()
     pitch, shard = (cute.sym_int64(divisibility=TMA_SCALES) for _ in range(2))
     return make_fake_tensor(Float32, extents, stride=(pitch, 1, shard), assumed_align=16)
@@ -162,7 +179,7 @@ def fake_gathered() -> Any:
 
 
 def setup(config: GemmConfig, smem: Any) -> StageScales:
-    """Allocates the stages."""
+    """Allocates the stages of the scales in shared memory, as many as stages of A and B."""
     parts, rows, blocks = config.k_parts, config.cta_tile[0], config.column_blocks
     of_a = cute.make_layout((parts, rows, config.ab_stages), stride=(rows, 1, parts * rows))
     pitch = STAGE_ALIGNMENT // 4
@@ -173,15 +190,23 @@ def setup(config: GemmConfig, smem: Any) -> StageScales:
 
 
 def rows_of(part: Any, tile: tuple[int, int]) -> tuple[Any, Any]:
-    """Returns a thread's 2 rows of an instruction's 64: of its elements 0, 1 and of 2, 3 of every 4."""
+    """Returns a thread's two rows in the tile: of elements 0, 1 and of elements 2, 3 of every four.
+
+    Args:
+        part: The thread's slice of the tiled MMA.
+        tile: (M, N) of the CTA tile.
+    """
     coordinates = part.partition_C(cute.make_identity_tensor(tile))
     return coordinates[0][0], coordinates[2][0]
 
 
 def promote(acc: cute.Tensor, done: cute.Tensor, factors: list[list[Any]] | None) -> None:
-    """Adds a sum, multiplied by the factor of the element's block of columns and row (`rows_of`).
+    """Adds the sum ``done`` to ``acc``, times the factor of each element's column block and row.
 
-    Of every 8 columns a thread has 2, in 2 rows.
+    Args:
+        acc: fp32 accumulator in registers.
+        done: fp32 sum of the same size; its wgmma group has completed.
+        factors: Result of `StageScales.factors`, or None to add without scales.
     """
     if factors is None:
         acc.store(acc.load() + done.load().reshape(acc.shape))
@@ -192,7 +217,10 @@ def promote(acc: cute.Tensor, done: cute.Tensor, factors: list[list[Any]] | None
 
 
 def share_of(factors: list[list[Any]] | None, part: int, parts: int) -> list[list[Any]] | None:
-    """Returns the factors of the ``part``-th of ``parts`` equal parts of a tile's blocks of columns."""
+    """Returns the factors of the ``part``-th of ``parts`` equal ranges of a tile's columns.
+
+    One column block may cover several ranges; then all of them have its factors. None stays None.
+    """
     if factors is None or len(factors) < parts:
         return factors
     width = len(factors) // parts

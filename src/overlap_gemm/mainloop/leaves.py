@@ -1,18 +1,19 @@
-"""Leaves of K: equal parts of K whose separate sums are added by a binary tree.
+"""Sums over K by a binary tree: K is cut into equal *leaves*, whose sums are added pairwise in fp32.
 
-- sums: a thread's fp32 values of a tile, of one leaf after the other.
-- nodes of the tree: sums of finished subtrees that wait for their sibling, one for each level, in the
-  thread's local memory. After leaf 0: level 0; after leaf 1: level 1; after leaf 2: levels 0 and 1; after
-  leaf 3: level 2.
+The order of additions depends only on the number of leaves, not on the tile or on the CTA. So the bits are
+the same for every tile shape, and for every number of ranks that share the leaves.
 
-So the tree depends only on the leaves, not on the tile, nor on the CTA that computes it. After leaf ``i``
-the number of subtrees that end with it is the number of trailing ones of ``i`` in binary.
+- A thread accumulates one leaf after the other, each from zero.
+- A *node* is the sum of a complete subtree whose sibling is not complete yet. There is at most one per level.
+  After leaf 0: level 0. After leaf 1: level 1. After leaf 2: levels 0 and 1. After leaf 3: level 2.
+- After leaf ``i``, nodes of as many levels are merged as ``i`` has trailing ones in binary (`park`). After
+  the last leaf all remaining levels are added (`finish`).
 
-The host cuts K: A and B have the leaf as their third dimension (`cut`). TMA loads zeros for the part of a
-leaf's last k tile after the leaf's end.
+On the host, `cut` adds the leaf as the third mode of A and B. TMA fills a leaf's last k tile with zeros after
+the leaf's end.
 
-Why local memory: a node is as large as the accumulator. Two do not fit in a Hopper thread's registers, nor
-those of all threads in shared memory next to the stages.
+A node is as large as the accumulator. If the nodes do not fit in registers (`GemmConfig.parks_in_memory`),
+they are in the thread's local memory. Shared memory has no space for them next to the stages.
 """
 
 from __future__ import annotations
@@ -26,15 +27,18 @@ from overlap_gemm.config.gemm_config import GemmConfig
 from overlap_gemm.device.registers import rematerialize
 
 ALIGNED = 8
-"""Divisor of a leaf's 16-bit elements, because strides of TMA are multiples of 16 bytes."""
+"""Divisor of a leaf's K extent in 16-bit elements: TMA strides are multiples of 16 bytes."""
 
 
 RUN = 4
-"""Values that are added, or moved, at a time: 16 bytes."""
+"""Number of fp32 values added or moved at a time: 16 bytes."""
 
 
 def cut(config: GemmConfig, operand: cute.Tensor) -> cute.Tensor:
-    """Returns an operand ``(rows, K)`` as ``(rows, K of a leaf, leaves)``, on the host."""
+    """Returns the view ``(rows, K / leaves, leaves)`` of an operand ``(rows, K)``; on the host.
+
+    Without leaves it returns the operand unchanged.
+    """
     leaves = config.accumulations
     if leaves == 1:
         return operand
@@ -47,7 +51,7 @@ def cut(config: GemmConfig, operand: cute.Tensor) -> cute.Tensor:
 
 
 def nodes_of(config: GemmConfig, *shape: int) -> Any:
-    """Allocates the tree's nodes for a thread's sums of this shape; returns None if there is no tree."""
+    """Allocates nodes of a thread's sums, fp32 ``(*shape, levels)``; returns None without a tree."""
     if not config.levels:
         return None
     # With one level its index would be a constant, and the compiler would keep all nodes in registers.
@@ -56,14 +60,15 @@ def nodes_of(config: GemmConfig, *shape: int) -> Any:
 
 @cute.jit
 def park(config: cutlass.Constexpr, sums: cute.Tensor, nodes: cute.Tensor, leaf: Int32) -> None:
-    """Adds the finished sibling subtrees to a leaf's sums, and stores the result as a node.
+    """Adds the nodes of complete siblings to a leaf's sums, and stores the result as a node.
 
-    It is called after each leaf but the last.
+    Each thread calls it after every leaf but the last.
 
     Args:
         config: The kernel's configuration.
-        sums: A thread's sums of the leaf; overwritten.
-        nodes: ``(values, levels)``. A run-time index of the level keeps them out of registers.
+        sums: The thread's fp32 sums of the leaf; overwritten.
+        nodes: ``(values, levels)``. If `GemmConfig.parks_in_memory`, the level is a run-time index, which
+            keeps the nodes out of registers.
         leaf: Number of the leaf.
     """
     level = Int32(0)
@@ -79,9 +84,9 @@ def park(config: cutlass.Constexpr, sums: cute.Tensor, nodes: cute.Tensor, leaf:
 
 @cute.jit
 def finish(config: cutlass.Constexpr, sums: cute.Tensor, nodes: cute.Tensor) -> None:
-    """Adds all other subtrees to the last leaf's sums; arguments as in `park`.
+    """Adds the nodes of all levels to the sums of the last leaf, in place; arguments as in `park`.
 
-    It loads one level after the other: all at once would need as many registers as the sums.
+    The loop over levels is not unrolled: all nodes at once would need as many registers as the sums.
     """
     for level in cutlass.range(config.levels, unroll=1):
         _add(sums, nodes, level)
@@ -95,5 +100,5 @@ def _add(sums: cute.Tensor, nodes: cute.Tensor, level: Any) -> None:
 
 
 def _run(values: cute.Tensor, first: int) -> Any:
-    """Returns `RUN` values: all values of a node at once would need as many registers as the sums."""
+    """Returns a view of `RUN` values; a view of all would need as many registers as the sums."""
     return cute.make_tensor(values.iterator + first, cute.make_layout(RUN))

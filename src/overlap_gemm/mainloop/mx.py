@@ -1,21 +1,21 @@
-"""Scales that the MMA reads: e8m0, one for 32 elements of K of each row of A and of B.
+"""MX scales, multiplied by the MMA itself: e8m0, one per row and 32 elements of K, of A and of B.
 
-They are stored in *atoms*: the scales of 128 rows and 128 elements of K, 512 bytes. Row ``r`` has
-4 bytes at ``16 * (r % 32) + 4 * (r // 32)``. That is the MMA's order (PTX ISA, tcgen05.mma, scale factors;
-torch's ``SWIZZLE_32_4_4``). Atoms of the same 128 rows follow each other along K.
+An *atom* has the scales of 128 rows and 128 elements of K: 512 bytes. The 4 scales of row ``r`` are at byte
+``16 * (r % 32) + 4 * (r // 32)`` (PTX ISA, tcgen05.mma, scale factors; torch's ``SWIZZLE_32_4_4``). Atoms of
+the same 128 rows are adjacent along K.
 
-- Load warp, per k tile: TMA of the atoms of this CTA's rows of A, and of the tile's columns, into the stage
-  of A and B, counted with them on ab.full.
-- MMA warp, per k tile: ab.wait; tcgen05.cp of the atoms to tensor memory, after the accumulators; 4
-  block-scaled MMAs, one for 32 of K; ab.release.
+- Load warp, per k tile: acquires the stage, starts TMA loads of A, B and their atoms. The bytes of the atoms
+  are part of the transaction count of ab.full.
+- MMA warp, per k tile: waits on ab.full, issues tcgen05.cp of the atoms to tensor memory (after the
+  accumulators), then 4 block-scaled MMAs of 32 elements of K, then the commit that releases the stage.
 
-Copies and MMAs of one CTA (2-CTA: of the leader, whose copies are made in both) run in the order in which
-they are issued (PTX ISA, tcgen05, pipelined instructions). So one place in tensor memory is enough, and the
-commit that frees a stage is after both.
+The tensor core executes copies and MMAs in issue order (PTX ISA, tcgen05, pipelined instructions). With 2
+CTAs the leader issues them for both. So one copy of the scales in tensor memory is enough: a copy overwrites
+it only after the MMAs before. The commit arrives after both have read the stage.
 
-Matrices, both the first of the kernel's ``extras``: Int16 ``(atoms of rows, 256 * ceil(K / 128))``, K
-contiguous. If an op's tiles begin with each owner's shard, its atoms begin there, too
-(`MxScales.of_shard`). No MMA reads the padding of the last atom of K.
+Global memory: the first two tensors of the kernel's ``extras``, Int16
+``(atoms of rows, 256 * ceil(K / 128))``, K contiguous. If tiles begin at each owner's shard, the atoms of a
+shard begin there, too (`MxScales.of_shard`). No MMA reads scales after the end of K in the last atom.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class MxScales(NamedTuple):
     """TMA sources of the scales of A and of B.
 
     Attributes:
-        tma_a: TMA load atom of the scale atoms of a CTA's rows of A.
-        a: Coordinate tensor (atoms of rows, words of K) of A's scales.
-        tma_b: TMA load atom of the scale atoms of the tile's columns.
-        b: Coordinate tensor (atoms of rows, words of K) of B's scales.
-        padding: Rows of A and of B that were added to pad the shards before the tile's shard to full atoms.
+        tma_a: TMA load atom; box: the scale atoms of the CTA's rows, for one k tile.
+        a: Coordinate tensor (atoms of rows, Int16 words along K, ...) of A's scales.
+        tma_b: TMA load atom; box: the scale atoms of the tile's columns, for one k tile.
+        b: Coordinate tensor (atoms of rows, Int16 words along K) of B's scales.
+        padding: Number of padding rows of A's and of B's scales before the tile's shard.
     """
 
     tma_a: Any
@@ -59,20 +59,29 @@ class MxScales(NamedTuple):
     padding: tuple[Any, Any] = (0, 0)
 
     def of_shard(self, shard: Scalar, work: Any) -> MxScales:
-        """Returns the scales for a tile of an owner's shard: the shards before it have whole atoms."""
+        """Returns the scales for tiles of shard ``shard``; each shard before it is padded to full atoms."""
         steps = (work.shards.row_step, work.shards.col_step)
         padding = tuple(shard * (ceil_div(step, ATOM_ROWS) * ATOM_ROWS - step) for step in steps)
         return self._replace(padding=padding)
 
     def with_gathered(self, scales: tuple[Any, Any]) -> MxScales:
-        """Returns scales of A gathered with a shard (TMA atom, coordinate tensor), and local ones of B."""
+        """Returns the scales with gathered ones of A, (TMA atom, coordinate tensor); those of B are local."""
         tma, tensor = scales
         return self._replace(tma_a=tma, a=tensor)
 
     def joined(
         self, config: GemmConfig, a: OperandLoads, b: OperandLoads, stages: Any, row: Scalar, column: Scalar
     ) -> tuple[JointLoads, JointLoads]:
-        """Returns the loads of A and B with their scales, from row `row` of A and row `column` of B on."""
+        """Returns the loads of A and of B, each together with its scale atoms.
+
+        Args:
+            config: The kernel's configuration.
+            a: Loads of A's tile.
+            b: Loads of B's tile.
+            stages: Stages of the scales (`MxStages`).
+            row: First row of A in the CTA tile, without padding.
+            column: First row of B in the tile, without padding.
+        """
         loads = []
         for which, (operand, atom, tensor, first, stage) in enumerate(
             ((a, self.tma_a, self.a, row, stages.a), (b, self.tma_b, self.b, column, stages.b))
@@ -91,11 +100,11 @@ class MxScales(NamedTuple):
 
 
 class MxStages(NamedTuple):
-    """Stages of scales in shared memory, as the MMA reads them: the last mode is the stage.
+    """Stages of the scales in shared memory, in the layouts of the MMA; the last mode is the stage.
 
     Attributes:
-        a: Scales of A.
-        b: Scales of B.
+        a: Scales of A, e8m0.
+        b: Scales of B, e8m0.
     """
 
     a: Any
@@ -106,12 +115,12 @@ class MxStages(NamedTuple):
 
 
 def cta_group(config: GemmConfig) -> Any:
-    """Returns the CTA group of the MMA, its copies and its commits."""
+    """Returns the CTA group (1 or 2 CTAs) of the MMA, and of its copies and commits."""
     return tcgen05.CtaGroup.TWO if config.cta_group == 2 else tcgen05.CtaGroup.ONE
 
 
 def tiled_mma(config: GemmConfig, a_major: Any, b_major: Any) -> cute.TiledMma:
-    """Returns the tiled MMA: one block-scaled instruction over the full tile."""
+    """Returns the block-scaled tiled MMA; one instruction covers the tile."""
     a_dtype, b_dtype = (DTYPES[dtype] for dtype in config.in_dtypes)
     return utils.sm100.make_blockscaled_trivial_tiled_mma(
         a_dtype, b_dtype, a_major, b_major, SCALE, MX[2], cta_group(config), config.tile
@@ -119,26 +128,29 @@ def tiled_mma(config: GemmConfig, a_major: Any, b_major: Any) -> cute.TiledMma:
 
 
 def scales_of(config: GemmConfig, a: Any, b: Any) -> MxScales:
-    """Returns the TMA loads of the scales of A and B."""
+    """Returns the TMA sources of A's and B's scales, two Int16 matrices as the module describes."""
     of_a, of_b = config.scale_atoms
     return MxScales(*tma_of(config, a, of_a), *tma_of(config, b, of_b))
 
 
 def tma_of(config: GemmConfig, scales: Any, atoms: int) -> tuple[Any, Any]:
-    """Returns the TMA load of `atoms` atoms, and the coordinate tensor, whose further modes others slice."""
+    """Returns the TMA load atom of ``atoms`` x 1 scale atoms and the coordinate tensor of ``scales``.
+
+    ``scales`` may have modes after (atoms of rows, words), for example shards; the caller slices them.
+    """
     layout = cute.make_layout((atoms, ATOM_WORDS), stride=(ATOM_WORDS, 1))
     op = cpasync.CopyBulkTensorTileG2SOp(cta_group(config))
     return cpasync.make_tiled_tma_atom(op, scales, layout, (atoms, ATOM_WORDS))
 
 
 def fake_scales() -> Any:
-    """Returns a fake matrix of scales for compilation."""
+    """Returns a symbolic Int16 matrix of scale atoms for compilation."""
     extents, pitch = (cute.sym_int32(), cute.sym_int32(ATOM_WORDS)), cute.sym_int64(divisibility=ATOM_WORDS)
     return make_fake_tensor(WORD, extents, stride=(pitch, 1), assumed_align=16)
 
 
 def fake_gathered() -> Any:
-    """Returns a fake tensor of the scales of all shards in a gather buffer."""
+    """Returns a symbolic Int16 tensor (atoms of rows, words, shards) in a gather buffer, for compilation."""
     extents = cute.sym_int32(), cute.sym_int32(ATOM_WORDS), cute.sym_int32()
     pitch, shard = cute.sym_int64(divisibility=ATOM_WORDS), cute.sym_int64(divisibility=8)
     return make_fake_tensor(WORD, extents, stride=(pitch, 1, shard), assumed_align=16)
@@ -148,7 +160,7 @@ def fake_gathered() -> Any:
 
 
 def setup(config: GemmConfig, mma: cute.TiledMma, smem: Any) -> MxStages:
-    """Allocates the stages."""
+    """Allocates the stages of the scales in shared memory, as many as stages of A and B."""
     return MxStages(
         *(
             smem.allocate_tensor(SCALE, layout, byte_alignment=128)
@@ -159,12 +171,12 @@ def setup(config: GemmConfig, mma: cute.TiledMma, smem: Any) -> MxStages:
 
 @dataclass(frozen=True)
 class TmemScales:
-    """Scales of a k tile in tensor memory, and the copies that store them there.
+    """Scales of one k tile in tensor memory, and the copies that fill them; for the MMA warp.
 
     Attributes:
-        a: Scales of A, the MMA's number as last mode.
-        b: Scales of B, the MMA's number as last mode.
-        copies: (copy, descriptors of the stages, target) of A and of B.
+        a: Scales of A; the last mode is the MMA's number in the k tile.
+        b: Scales of B; the last mode is the MMA's number in the k tile.
+        copies: For A and for B: (tiled copy, shared-memory descriptors of the stages, destination).
     """
 
     a: Any
@@ -172,18 +184,18 @@ class TmemScales:
     copies: Any
 
     def copy(self, stage: Scalar) -> None:
-        """Starts to copy a stage's scales; MMAs that are issued later read them."""
+        """Issues the copies of a full stage's scales. MMAs issued after this read them, without a wait."""
         for copy, source, target in self.copies:
             cute.copy(copy, source[(None, None, None, None, stage)], target)
 
     def scaled(self, a: Any, b: Any, block: int) -> tuple[list[Any], list[Any]]:
-        """Returns both operands of the `block`-th MMA of a k tile, with their scales."""
+        """Returns ``[a, its scales]`` and ``[b, their scales]`` for the `block`-th MMA of a k tile."""
         at = (None, None, block)
         return [a, self.a[at]], [b, self.b[at]]
 
 
 def in_tmem(config: GemmConfig, mma: cute.TiledMma, stages: MxStages, first: Any) -> TmemScales:
-    """Returns the scales of a k tile in tensor memory, from column ``first`` on, which is free."""
+    """Returns the scales in tensor memory from column pointer ``first`` on: A's columns, then B's."""
     tiler = (*config.tile, config.tile_k)
     one_a, one_b = (cute.slice_(stage.layout, (None, None, None, 0)) for stage in stages)
     layout_a = layouts.make_tmem_layout_sfa(mma, tiler, MX[2], one_a)
@@ -195,7 +207,10 @@ def in_tmem(config: GemmConfig, mma: cute.TiledMma, stages: MxStages, first: Any
 
 
 def _copy(config: GemmConfig, stages: Any, target: Any) -> tuple[Any, Any, Any]:
-    """Returns the copy from shared to tensor memory, the same for each warp's lanes."""
+    """Returns the tcgen05.cp of one operand's scales, with its sources and destination.
+
+    ``Cp4x32x128b`` writes the same 32 lanes' data to the lanes of each of the 4 warps.
+    """
     source, target = cute.filter_zeros(stages), cute.filter_zeros(target)
     copy = tcgen05.make_s2t_copy(cute.make_copy_atom(tcgen05.Cp4x32x128bOp(cta_group(config)), SCALE), target)
     part = copy.get_slice(0)

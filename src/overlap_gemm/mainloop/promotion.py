@@ -1,17 +1,18 @@
-"""Promotion of sums of 8-bit products to fp32, because wgmma on Hopper keeps 14 bits of its sums.
+"""Promotion of 8-bit products on Hopper: short wgmma sums are added to fp32 registers.
 
-The sum of each k tile (128 elements of K, 4 instructions) is added to fp32 registers. The k tile's sum needs
-64 registers of a thread, those of one instruction. The tile's sum needs 64, or 128 for wide tiles:
+wgmma keeps 14 bits in the sums of 8-bit products. So each sum covers one k tile (128 elements of K, 4
+instructions), and is then added to the fp32 accumulator by ordinary additions. A sum has 64 registers per
+thread, those of one instruction; the accumulator has 64 or 128 (wide tiles).
 
-- 64, without scales of blocks: sums of two k tiles are in flight. One is promoted during the products of the
-  other.
-- Otherwise one sum is in flight, of all columns, or of one half after the other. While one warp group
-  promotes, the tensor cores compute products of the other group: so these tiles are for cooperative kernels.
-  A group waits for the next k tile during the last products of the current one. An earlier wait would also
-  delay the current sums.
+- Accumulator of 64 without block scales: two sums are in flight. One is promoted while the tensor cores
+  compute the other.
+- Otherwise: one sum is in flight, of all columns or of one half after the other. Tensor cores are busy
+  during a promotion if the kernel is cooperative: then they compute products of the other warp group. A group
+  waits for the next stage only after it has issued the k tile's last products. An earlier wait would delay
+  these products.
 
-With scales of blocks the sum is multiplied by them as it is added (`mainloop.blocks`). If 32 elements of K
-share a scale, the sum of each instruction is promoted, one after the other.
+With block scales a sum is multiplied by them when it is added (`mainloop.blocks`). If blocks have 32
+elements of K, the sum of each instruction is promoted separately.
 """
 
 from __future__ import annotations
@@ -38,22 +39,24 @@ def accumulate_promoted(
     k_tiles: Int32,
     scales: Callable[[Any, Any, int], Any] | None,
 ) -> pipeline.PipelineState:
-    """Waits for a tile's k tiles, promotes their sums, releases the stages; all threads of its warp groups.
+    """Computes a tile into ``acc``; all threads of its warp groups.
+
+    Per k tile: waits on ab.full, issues wgmma, waits for their completion, releases the stage, adds the sum.
 
     Args:
         config: The kernel's configuration.
         mma: ``cute.TiledMma``.
         acc: fp32 registers, overwritten.
-        operands: Fragments of the stages of A and B.
+        operands: Fragments of the stages of A and of B.
         ab: Pipeline of the stages.
-        read: State of the pipeline at the tile's first k tile.
+        read: Consumer state of ``ab`` at the tile's first k tile.
         first: Number of the first k tile along K.
-        k_tiles: Number of k tiles.
-        scales: Scales of the tile's blocks, as a function of a stage, a k tile and a part of it
-            (`StageScales.factors`), or None.
+        k_tiles: Number of k tiles, a multiple of ``config.k_step``.
+        scales: Function of (stage, k tile, part of the k tile) that returns factors (`StageScales.factors`),
+            or None.
 
     Returns:
-        The state after the last k tile.
+        The consumer state after the last k tile.
     """
     acc.fill(0.0)
     num_blocks = cute.size(operands[0], mode=[2])
@@ -108,10 +111,22 @@ def multiply(
     adds: bool = False,
     column: int | None = None,
 ) -> Any:
-    """Starts the products of some blocks of the stage at ``read``; the first one ``adds``, or overwrites.
+    """Issues the products of some blocks of the stage at ``read`` as one wgmma group; does not wait.
 
-    Returns ``mma``, a field of which it sets. The caller rebinds the name, so that the DSL carries the field
-    through a loop.
+    The group first fences the registers. The caller has waited on ab.full, and waits for the group before it
+    reads ``acc`` or releases the stage.
+
+    Args:
+        mma: ``cute.TiledMma``; its ACCUMULATE field is set here.
+        acc: fp32 registers of the sum.
+        operands: Fragments of the stages of A and of B.
+        blocks: Numbers of the instructions along K in the stage.
+        read: State whose index is the stage.
+        adds: Whether the first product is added to ``acc``; else it overwrites ``acc``.
+        column: Number of the part of the tile's columns; None: all columns.
+
+    Returns:
+        ``mma``. The caller rebinds the name, so that the DSL carries the field through a loop.
     """
     a, b = operands
     warpgroup.fence()
@@ -130,5 +145,5 @@ def multiply(
 
 
 def _is_full(ab: Any, state: pipeline.PipelineState) -> Any:
-    """Returns whether a stage is full, without waiting."""
+    """Returns whether a stage is full: one test of its full barrier, without a wait."""
     return cute.arch.mbarrier_test_wait(ab.producer_get_barrier(state), state.phase)

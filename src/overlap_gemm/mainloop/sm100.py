@@ -9,15 +9,14 @@
 | ab       | load warp: 1 + bytes of A and B | tcgen05.commit of every CTA that reads the tile | what fits |
 | acc      | tcgen05.commit: 1               | epilogue warps: 4 per CTA of the pair           | 2, or 1  |
 
-Scales that the MMA reads are loaded with A and B, into the same stages: :mod:`overlap_gemm.mainloop.mx`.
+There is one accumulator if two leave no columns for scales. Scales that the MMA reads are loaded into the
+stages of A and B (:mod:`overlap_gemm.mainloop.mx`).
 
-In 2-CTA mode the leader CTA's MMA warp issues the MMA for both CTAs. Each CTA loads its half of A and B, and
-has 128 rows of the accumulator.
+2-CTA: the leader CTA's MMA warp issues the MMA of both. Each CTA loads half of A and half of B, and has 128
+rows of the accumulator. ab.full of the leader counts the bytes of both.
 
-Swapped: 1-CTA, with A and B exchanged in the MMA. The rows of B (a weight's output features) are the MMA's 64
-rows. The rows of A (tokens) are its columns, of which there may be as few as 16. An accumulator is the
-transposed tile; the store to the ring's stage transposes it back. The reason is described in
-:mod:`overlap_gemm.mainloop.sm90`.
+Swapped: 1-CTA, with A and B exchanged in the MMA, for few tokens; see :mod:`overlap_gemm.mainloop.sm90`. The
+accumulator is the transposed tile; the store to the ring transposes it back.
 """
 
 from __future__ import annotations
@@ -52,7 +51,11 @@ TMEM_BARRIER = 1  # named barrier: MMA warp and epilogue warps, tensor memory al
 
 @dataclass(frozen=True)
 class Sm100Resources:
-    """Resources of the roles: pipelines, tensor memory, stages of A and B, of a split tile, and of scales."""
+    """Resources of the roles in one CTA.
+
+    ``ab`` and ``acc`` are pipelines, ``tmem`` the allocator of tensor memory, ``sA`` and ``sB`` stages.
+    ``parts`` are those of split K (`split.Parts`), ``scales`` stages (`mx.MxStages`); both may be None.
+    """
 
     ab: Any
     acc: Any
@@ -65,9 +68,9 @@ class Sm100Resources:
 
 @dataclass(frozen=True)
 class Accumulator:
-    """One thread's view of a finished accumulator: TMEM source per subtile, and its load.
+    """A thread's view of one finished accumulator: copy of a subtile to registers, its sources, its shape.
 
-    For the last leaf, it has the nodes of all others (`leaves`): ``(values, subtiles, levels)``.
+    ``nodes`` are those of the leaves before the last, ``(values, subtiles, levels)`` (`leaves`), or None.
     """
 
     copy: Any
@@ -78,10 +81,10 @@ class Accumulator:
 
 @dataclass(frozen=True)
 class MainloopSm100(LoadedMainloop):
-    """tcgen05 mainloop: the tiles of `arch.ARCHS`.
+    """tcgen05 mainloop for the tiles that `arch.ARCHS` lists for sm_100a and sm_103a.
 
     Attributes:
-        config: The kernel's configuration; ``config.mma`` is one of sm_100's.
+        config: The kernel's configuration; ``config.mma`` is "1cta", "2cta" or "swap_ab".
     """
 
     load_warp = LOAD_WARP
@@ -92,7 +95,7 @@ class MainloopSm100(LoadedMainloop):
     # -- host side of the launch
 
     def tiled_mma(self) -> cute.TiledMma:
-        """Returns the tiled MMA: one instruction over the full tile."""
+        """Returns the tiled MMA; one instruction covers the tile."""
         cfg, (first, second) = self.config, self.config.mma_order
         if cfg.blocks == MX:
             return mx.tiled_mma(cfg, *self.majors)
@@ -106,21 +109,21 @@ class MainloopSm100(LoadedMainloop):
         )
 
     def operands(self, a: cute.Tensor, b: cute.Tensor, extras: Extras) -> OperandViews:
-        """Returns TMA descriptors of A (M x K) and B (N x K), multicast along the cluster, and of scales."""
+        """Returns the TMA views of A (M x K), B (N x K) and scales, multicast in the cluster; on the host."""
         a, b = leaves.cut(self.config, a), leaves.cut(self.config, b)
         scales = mx.scales_of(self.config, *extras[:NUM_MATRICES]) if self.config.blocks == MX else None
         return OperandViews(self.tiled_mma(), *self._tma(a, 0), *self._tma(b, 1), scales)
 
     def tma_of_a(self, a: cute.Tensor) -> tuple[Any, Any]:
-        """Returns atom and coordinate tensor of an A; see `Mainloop.tma_of_a`."""
+        """Returns the TMA load atom and the coordinate tensor of ``a``; see `Mainloop.tma_of_a`."""
         return self._tma(a, 0)
 
     def tma_of_scales(self, scales: cute.Tensor) -> tuple[Any, Any]:
-        """Returns atom and coordinate tensor of scales; see `Mainloop.tma_of_scales`."""
+        """Returns the TMA load atom and the coordinate tensor of ``scales``; see `Mainloop.tma_of_scales`."""
         return mx.tma_of(self.config, scales, self.config.scale_atoms[0])
 
     def _tma(self, tensor: cute.Tensor, operand: int) -> tuple[Any, Any]:
-        """Returns atom and coordinate tensor of A (0) or B (1)."""
+        """Returns the TMA load atom and the coordinate tensor of A (``operand`` 0) or B (1)."""
         mma = self.tiled_mma()
         make, op = cute.nvgpu.make_tiled_tma_atom_B, utils.sm100.cluster_shape_to_tma_atom_B
         if operand == self.config.mma_order[0]:
@@ -138,12 +141,12 @@ class MainloopSm100(LoadedMainloop):
 
     @property
     def num_barriers(self) -> int:
-        """Returns the number of 8-byte words of barrier storage that ``setup`` needs."""
+        """Returns the 8-byte words of barriers that ``setup`` needs: ab, acc, tensor memory, split K."""
         split_barriers = split.NUM_BARRIERS * (self.config.k_split > 1)
         return 2 * self.config.ab_stages + 2 * self.config.acc_stages + 2 + split_barriers
 
     def setup(self, ops: OperandViews, barriers: Any, smem: Any) -> Sm100Resources:
-        """Creates pipelines, allocates A and B stages; the caller synchronises the cluster afterwards."""
+        """Creates pipelines, allocates stages; all threads. The caller synchronises the cluster then."""
         cfg, mma = self.config, ops.mma
         cluster = self._cluster_layout(mma)
         multicast = cute.size(cluster, mode=[2]) + cute.size(cluster, mode=[1]) - 1
@@ -179,14 +182,14 @@ class MainloopSm100(LoadedMainloop):
         return Sm100Resources(ab, acc, tmem, sA, sB, parts, scales)
 
     def adjust_registers(self, is_epilogue: bool) -> None:
-        """Does nothing: 352 threads have enough registers each."""
+        """Does nothing: with 352 threads a CTA each thread has enough registers."""
 
     # -- load role
 
     def loads(
         self, res: Sm100Resources, ops: OperandViews, row: Int32, col: Int32
     ) -> tuple[Any, Any, Any, Any]:
-        """Returns the loads of a cluster tile, and its k tiles; see `Mainloop.loads`."""
+        """Returns the loads of this CTA's part of A and of B, and its k tiles; see `Mainloop.loads`."""
         cfg, tile = self.config, self.config.tile
         cluster = self._cluster_layout(ops.mma)
         v, m, n, _ = cluster.get_flat_coord(self._place_in_cluster)
@@ -205,14 +208,16 @@ class MainloopSm100(LoadedMainloop):
     # -- MMA role
 
     def private_roles(self) -> tuple[tuple[int, Any], ...]:
-        """Roles that only this mainloop has: (warp, role)."""
+        """Returns (warp, role) of the MMA role."""
         return ((MMA_WARP, self.mma_role),)
 
     @cute.jit
     def mma_role(self, res: Sm100Resources, ops: OperandViews, work: Work) -> None:
-        """Waits for a free accumulator and for each k tile, accumulates, commits; per tile, or leaf of one.
+        """Issues the MMAs of all tiles; the MMA warp. With 2 CTAs only the leader's warp issues.
 
-        Allocates tensor memory first, and frees it when every epilogue warp has read its last accumulator.
+        Per tile, or leaf of a tile: waits until the epilogue has released an accumulator. Per k tile: waits
+        on ab.full, issues the MMAs, commits the release of the stage. The last commit signals acc.full.
+        Tensor memory is allocated first, and freed when the epilogue warps have released every accumulator.
         """
         mma = ops.mma
         res.tmem.allocate(self._tmem_columns)
@@ -258,7 +263,7 @@ class MainloopSm100(LoadedMainloop):
     # -- epilogue side
 
     def epilogue_state(self, res: Sm100Resources, ops: OperandViews, group: Int32) -> pipeline.PipelineState:
-        """Returns the initial state of an epilogue thread; waits until tensor memory is allocated."""
+        """Returns an epilogue thread's initial state, after the MMA warp has allocated tensor memory."""
         res.tmem.wait_for_alloc()
         return pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.config.acc_stages)
 
@@ -266,7 +271,11 @@ class MainloopSm100(LoadedMainloop):
     def accumulate(
         self, res: Sm100Resources, ops: OperandViews, state: pipeline.PipelineState
     ) -> tuple[Accumulator, pipeline.PipelineState]:
-        """Waits for the next finished accumulator; with leaves for all, and parks all but the last."""
+        """Waits for the next finished accumulator, which stays in tensor memory until `drain`.
+
+        With leaves: waits for each in turn, parks all but the last (`leaves.park`), and releases their
+        accumulators.
+        """
         cfg = self.config
         copy, stages, shape = self._accumulator_views(res, ops)
         nodes = leaves.nodes_of(cfg, cute.size(shape), cfg.subtiles)
@@ -293,7 +302,7 @@ class MainloopSm100(LoadedMainloop):
         writer: SubtileWriter,
         ring_state: pipeline.PipelineState,
     ) -> tuple[pipeline.PipelineState, pipeline.PipelineState]:
-        """Passes the accumulator to ``writer`` by subtiles; frees it when the last one is in registers."""
+        """Passes the accumulator to ``writer`` by subtiles; releases it when the last is in registers."""
         subtiles, step = self.config.subtiles, self.config.subtile_step
         for index in cutlass.range(0, subtiles, step, unroll=1):
             fragments = self._load(acc, index)
@@ -314,7 +323,7 @@ class MainloopSm100(LoadedMainloop):
         return state, ring_state
 
     def _load(self, acc: Accumulator, index: Scalar) -> list[Any]:
-        """Starts to load the subtiles of the product that make one of the output."""
+        """Starts the loads of the subtiles of the product that make one subtile of the output."""
         return [self._load_subtile(acc, index + part) for part in range(self.config.subtile_step)]
 
     def _load_subtile(self, acc: Accumulator, index: Scalar) -> Any:
@@ -331,9 +340,10 @@ class MainloopSm100(LoadedMainloop):
         writer: SubtileWriter,
         ring_state: pipeline.PipelineState,
     ) -> pipeline.PipelineState:
-        """Writes a split tile, which is one subtile, by the first part, after it has added the others.
+        """Adds the other CTAs' accumulators and writes the sum (first part of K), or sends the fragment.
 
-        Tiles alternate between the two accumulators, and so between the phases of `split`'s barriers.
+        A split tile is one subtile. Tiles alternate between two accumulators, whose index is the phase of
+        `split`'s barriers.
         """
         if part_of_k() == 0:
             split.add(self.config, res.parts, fragment, state.index, writer.thread)
@@ -346,7 +356,7 @@ class MainloopSm100(LoadedMainloop):
     def store_to_stage(
         self, res: Sm100Resources, ops: OperandViews, thread: Int32, fragment: Fragment, stage: Any
     ) -> None:
-        """Writes ``fragment``, converted to the stage's type, into the swizzled ``stage``."""
+        """Writes ``fragment``, converted to the stage's dtype, to the swizzled ``stage``."""
         copy, _, _ = self._accumulator_views(res, ops)
         dtype, stage = stage.element_type, as_accumulated(self.config, stage)
         atom = utils.sm100.get_smem_store_op(self._accumulated_major, dtype, cutlass.Float32, copy)
@@ -356,7 +366,7 @@ class MainloopSm100(LoadedMainloop):
         cute.copy(tiled, tiled.retile(converted), tiled.get_slice(thread).partition_D(stage))
 
     def fragment_part(self, res: Sm100Resources, ops: OperandViews, thread: Int32, subtile: Scalar) -> Any:
-        """This thread's part of a tensor shaped as a subtile, in the order of its fragment."""
+        """Returns this thread's part of a tensor shaped as a subtile, in the order of the fragment."""
         copy, _, _ = self._accumulator_views(res, ops)
         return copy.get_slice(thread).partition_D(as_accumulated(self.config, subtile))
 
@@ -364,12 +374,12 @@ class MainloopSm100(LoadedMainloop):
 
     @property
     def _accumulated_major(self) -> LayoutEnum:
-        """Returns the major of a row-major subtile with the modes of the accumulator."""
+        """Returns the major of a row-major subtile in the accumulator's modes: column-major if swapped."""
         return LayoutEnum.COL_MAJOR if self.config.is_swap_ab else LayoutEnum.ROW_MAJOR
 
     @property
     def _place_in_cluster(self) -> Any:
-        """Returns this CTA's place among those with tiles of their own: parts of K are consecutive."""
+        """Returns this CTA's index among the cluster's CTAs of different tiles; parts of K share it."""
         place = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         return place % self.config.cluster_size if self.config.k_split > 1 else place
 
@@ -411,7 +421,7 @@ class MainloopSm100(LoadedMainloop):
         return mma.make_fragment_C(shape).layout
 
     def _accumulator_views(self, res: Sm100Resources, ops: OperandViews) -> tuple[Any, Any, Any]:
-        """Returns the load of a subtile, this thread's source for all subtiles and stages, and its shape."""
+        """Returns the copy of a subtile, this thread's source for all subtiles and stages, and a shape."""
         cfg = self.config
         base = res.tmem.retrieve_ptr(cutlass.Float32)
         acc = cute.make_tensor(base, self._accumulator_layout(ops.mma))
@@ -432,5 +442,5 @@ class MainloopSm100(LoadedMainloop):
 
 
 def _of_stage(tmem: Any, stage: Scalar) -> Any:
-    """Returns a thread's source of all subtiles of one accumulator."""
+    """Returns a thread's source for the subtiles of accumulator ``stage``; the last mode is the subtile."""
     return cute.group_modes(tmem[(None, None, None, None, None, stage)], 3, 5)

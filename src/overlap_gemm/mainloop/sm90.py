@@ -1,20 +1,21 @@
 """The Hopper mainloop: wgmma by two consumer warp groups, fp32 accumulators in registers.
 
-Ping-pong: the warp groups compute full tiles alternately. One group's epilogue overlaps the other's wgmma.
+Ping-pong: the warp groups compute full tiles in turn, so one group's epilogue overlaps the other's wgmma.
 
     load warp       per k tile:  ab.acquire -> TMA A, B (complete on ab.full)
     warp group g    tile j (j % 2 == g):
         turn.wait(mma) -> per k tile: ab.wait, wgmma, ab.release of the k tile before -> turn.arrive(mma)
         turn.wait(epilogue) -> subtiles to the ring -> turn.arrive(epilogue)
 
-Swapped: the same, with A and B exchanged in the MMA. The rows of B (a weight's output features) are the MMA's
-64 rows. The rows of A (tokens) are its columns, of which there may be as few as 16. So a few tokens fill a
-tile, and there is a tile for every 64 features: with N = 8192, 128 SMs read the weight. An accumulator is the
-transposed tile; the store to the ring's stage transposes it back.
+Cooperative: both warp groups compute the same tile, 64 rows each, and fill the ring together. There
+are no turns.
 
-8-bit operands: wgmma keeps 14 bits of its sums, so by default sums are promoted (`mainloop.promotion`).
+Swapped: ping-pong with A and B exchanged in the MMA. The MMA's 64 rows are rows of B (output features of the
+weight). Its columns are rows of A (tokens), 16 or more. So few tokens fill a tile, and each 64 features are a
+tile: with N = 8192, 128 SMs load the weight. The accumulator is the transposed tile; the store to the ring
+transposes it back.
 
-Cooperative: both warp groups compute one tile, 64 rows each, and fill the ring together; no turns.
+Sums of 8-bit products have 14 bits in wgmma, so they are promoted by default (`mainloop.promotion`).
 
 | pipeline | producer (arrivals per stage)   | consumer (arrivals per stage)                     | stages    |
 |----------|---------------------------------|---------------------------------------------------|-----------|
@@ -60,7 +61,16 @@ NUM_TURNS = 2  # per tile: the MMA, then the epilogue
 
 @dataclass(frozen=True)
 class Sm90Resources:
-    """Resources of the roles: pipeline and stages of A and B, turns, a split tile's, scales' stages."""
+    """Resources of the roles in one CTA.
+
+    Attributes:
+        ab: Pipeline of the stages of A, B and block scales.
+        turn: `PipelineOrder` of the ping-pong groups; None if cooperative.
+        sA: Stages of A.
+        sB: Stages of B.
+        parts: Resources of split K (`split.Parts`), or None.
+        scales: Stages of block scales (`blocks.StageScales`), or None.
+    """
 
     ab: Any
     turn: Scalar
@@ -72,7 +82,13 @@ class Sm90Resources:
 
 @dataclass(frozen=True)
 class ConsumerState:
-    """States of an epilogue thread: A/B stages, its group's turn, the first thread of its part of the MMA."""
+    """State of an epilogue thread.
+
+    Attributes:
+        ab: Consumer state of ``ab``.
+        turn: State of the group's turn; None if cooperative.
+        first_thread: First thread of the warp group's part of the tiled MMA, if sums are promoted; else None.
+    """
 
     ab: Any
     turn: Scalar
@@ -81,10 +97,10 @@ class ConsumerState:
 
 @dataclass(frozen=True)
 class MainloopSm90(LoadedMainloop):
-    """wgmma mainloop: the tiles of `arch.ARCHS`.
+    """wgmma mainloop for the tiles that `arch.ARCHS` lists for sm_90a.
 
     Attributes:
-        config: The kernel's configuration; ``config.mma`` is one of sm_90's.
+        config: The kernel's configuration; ``config.mma`` is "pingpong", "cooperative" or "swap_ab".
     """
 
     load_warp = LOAD_WARP
@@ -95,7 +111,7 @@ class MainloopSm90(LoadedMainloop):
     # -- host side of the launch
 
     def tiled_mma(self) -> cute.TiledMma:
-        """Returns the tiled MMA: 64-row instructions of one or (cooperative) two warp groups along M."""
+        """Returns the tiled MMA: 64-row instructions, of one warp group or (cooperative) of two along M."""
         cfg, (first, second) = self.config, self.config.mma_order
         return utils.sm90.make_trivial_tiled_mma(
             DTYPES[cfg.in_dtypes[first]],
@@ -107,7 +123,7 @@ class MainloopSm90(LoadedMainloop):
         )
 
     def operands(self, a: cute.Tensor, b: cute.Tensor, extras: Extras) -> OperandViews:
-        """Returns TMA descriptors of A (M x K) and B (N x K), multicast along the cluster, and of scales."""
+        """Returns the TMA views of A (M x K), B (N x K) and scales, multicast in the cluster; on the host."""
         cfg = self.config
         a, b = leaves.cut(cfg, a), leaves.cut(cfg, b)
         _, b_layout = self._smem_layouts()
@@ -117,12 +133,12 @@ class MainloopSm90(LoadedMainloop):
         )
 
     def tma_of_a(self, a: cute.Tensor) -> tuple[Any, Any]:
-        """Returns atom and coordinate tensor of an A; see `Mainloop.tma_of_a`."""
+        """Returns the TMA load atom and the coordinate tensor of ``a``; see `Mainloop.tma_of_a`."""
         cfg = self.config
         return self._tma(a, self._smem_layouts()[0], cfg.tile[0], cfg.cluster[1])
 
     def tma_of_scales(self, scales: cute.Tensor) -> tuple[Any, Any]:
-        """Returns atom and coordinate tensor of scales; see `Mainloop.tma_of_scales`."""
+        """Returns the TMA load atom and the coordinate tensor of ``scales``; see `Mainloop.tma_of_scales`."""
         return blocks.tma_of_a(self.config, scales)
 
     def _tma(self, tensor: cute.Tensor, layout: Any, rows: int, multicast: int) -> tuple[Any, Any]:
@@ -139,11 +155,11 @@ class MainloopSm90(LoadedMainloop):
 
     @property
     def num_barriers(self) -> int:
-        """Returns the number of 8-byte words of barrier storage that ``setup`` needs."""
+        """Returns the 8-byte words of barriers that ``setup`` initialises: ab, turns, split K."""
         return 2 * self.config.ab_stages + NUM_TURNS * 2 + split.NUM_BARRIERS * (self.config.k_split > 1)
 
     def setup(self, ops: OperandViews, barriers: Any, smem: Any) -> Sm90Resources:
-        """Creates pipelines, allocates A and B stages; the caller synchronises the cluster afterwards."""
+        """Creates pipelines, allocates stages; all threads. The caller synchronises the cluster then."""
         cfg = self.config
         multicast = cfg.cluster[0] + cfg.cluster[1] - 1
         ab = pipeline.PipelineTmaAsync.create(
@@ -176,10 +192,10 @@ class MainloopSm90(LoadedMainloop):
         return Sm90Resources(ab, turn, sA, sB, parts, scales)
 
     def adjust_registers(self, is_epilogue: bool) -> None:
-        """Moves registers from the producer warp group to the two that hold accumulators.
+        """Moves registers (``setmaxnreg``) from the producer warp group to the two that hold accumulators.
 
-        With small accumulators the receive role keeps its registers: loads of LL packets need more than
-        loads after flags.
+        Swapped tiles without promotion keep the registers of the launch. Their accumulators are small, and
+        the receive role needs more registers for LL packets than for loads after flags.
         """
         producer, consumer = PRODUCER_REGISTERS, CONSUMER_REGISTERS
         if self.config.receive_role_is_register_limited:
@@ -196,7 +212,7 @@ class MainloopSm90(LoadedMainloop):
     def loads(
         self, res: Sm90Resources, ops: OperandViews, row: Int32, col: Int32
     ) -> tuple[Any, Any, Any, Any]:
-        """Returns the loads of a cluster tile, and its k tiles; see `Mainloop.loads`."""
+        """Returns the loads of this CTA's tile of A and of B, and its k tiles; see `Mainloop.loads`."""
         cfg = self.config
         cluster = cute.make_layout((*cfg.cluster, 1))
         coord = cluster.get_flat_coord(cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()))
@@ -218,7 +234,7 @@ class MainloopSm90(LoadedMainloop):
     # -- epilogue side
 
     def epilogue_state(self, res: Sm90Resources, ops: OperandViews, group: Int32) -> ConsumerState:
-        """Returns an epilogue thread's initial states; the second ping-pong group skips the first tile."""
+        """Returns an epilogue thread's initial state. The second ping-pong group skips the first tile."""
         ab = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.config.ab_stages)
         turn = None
         if self.config.epilogue_groups > 1:
@@ -235,7 +251,14 @@ class MainloopSm90(LoadedMainloop):
     def accumulate(
         self, res: Sm90Resources, ops: OperandViews, state: ConsumerState
     ) -> tuple[Any, ConsumerState]:
-        """Computes this group's next tile into registers, in its turn."""
+        """Computes the next tile of the group in registers.
+
+        Ping-pong: waits for the group's MMA turn, and gives it to the other group when all products are
+        issued (with promotion: complete). Then completes the sums, and waits for the group's epilogue turn.
+
+        Returns:
+            The accumulator, and the state after it. All stages of the tile are released.
+        """
         cfg, mma = self.config, ops.mma
         pingpong = cfg.epilogue_groups > 1
         ab, turn, read = res.ab, res.turn, state.ab
@@ -296,7 +319,11 @@ class MainloopSm90(LoadedMainloop):
         freed: pipeline.PipelineState,
         k_tiles: Int32,
     ) -> tuple[Any, pipeline.PipelineState, pipeline.PipelineState]:
-        """Sums k tiles from zero; returns with the last one's products in flight, and its stage not freed."""
+        """Sums ``k_tiles`` k tiles into ``acc``, from zero.
+
+        Waits on ab.full of each stage, and releases a stage when the products of the next one are in flight.
+        On return the last products are in flight, and their stage (``freed``) is not released.
+        """
         num_blocks = cute.size(operands[0], mode=[2])
         ab.consumer_wait(read)
         mma = multiply(mma, acc, operands, range(num_blocks), read)
@@ -318,7 +345,7 @@ class MainloopSm90(LoadedMainloop):
         writer: SubtileWriter,
         ring_state: pipeline.PipelineState,
     ) -> tuple[ConsumerState, pipeline.PipelineState]:
-        """Passes the accumulator to ``writer`` by subtiles; then gives the turn to the other group."""
+        """Passes the accumulator to ``writer`` by subtiles; then (ping-pong) gives the epilogue turn away."""
         cfg = self.config
         if cfg.k_split > 1:
             ring_state = self._drain_split(res, acc, writer, ring_state)
@@ -332,7 +359,7 @@ class MainloopSm90(LoadedMainloop):
     def _drain_split(
         self, res: Sm90Resources, acc: cute.Tensor, writer: SubtileWriter, ring_state: pipeline.PipelineState
     ) -> pipeline.PipelineState:
-        """Writes a split tile by the first part, after it has added the others."""
+        """Adds the other CTAs' accumulators and writes the sum (first part of K), or sends its part."""
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         group = (warp - FIRST_EPILOGUE_WARP) // 4
         if part_of_k() == 0:
@@ -362,7 +389,7 @@ class MainloopSm90(LoadedMainloop):
     def store_to_stage(
         self, res: Sm90Resources, ops: OperandViews, thread: Int32, fragment: Fragment, stage: Any
     ) -> None:
-        """Writes ``fragment``, converted to the stage's type, into the swizzled ``stage``."""
+        """Writes ``fragment``, converted to the stage's dtype, to the swizzled ``stage``."""
         cfg, dtype, stage = self.config, stage.element_type, as_accumulated(self.config, stage)
         matrix = cute.make_copy_atom(StMatrix8x8x16bOp(cfg.is_swap_ab, 4), DTYPES[cfg.half_dtype])
         wide = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), dtype, num_bits_per_copy=64)
@@ -375,14 +402,14 @@ class MainloopSm90(LoadedMainloop):
         cute.copy(tiled, converted, part.partition_D(stage))
 
     def fragment_part(self, res: Sm90Resources, ops: OperandViews, thread: Int32, subtile: Scalar) -> Any:
-        """Returns this thread's part of a tensor shaped as a subtile, in the order of its fragment."""
+        """Returns this thread's part of a tensor shaped as a subtile, in the order of the fragment."""
         return ops.mma.get_slice(thread).partition_C(as_accumulated(self.config, subtile))
 
     # -- details
 
     @cute.jit
     def _arrive(self, turn: Scalar, state: pipeline.PipelineState) -> pipeline.PipelineState:
-        """Arrives once per warp on the other group's barrier of this turn; all lanes advance the state."""
+        """Arrives once per warp on the other group's barrier of turn ``state``; returns the next state."""
         after = state.clone()
         cute.arch.sync_warp()
         with cute.arch.elect_one():
