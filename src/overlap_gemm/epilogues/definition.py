@@ -42,7 +42,7 @@ PAIR = 32
 class Epilogue:
     """Function of a GEMM's sums with declared inputs and outputs, made by the decorator `epilogue`.
 
-    Epilogues with the same source and the same declaration are equal.
+    Epilogues with the same source and the same declaration are equal. The source includes that of `gradient`.
 
     Attributes:
         name: Name of the function; part of the kernel's name.
@@ -51,7 +51,8 @@ class Epilogue:
         of: Kind of sum that the function takes: "partial" or "complete".
         pairs: Whether the function takes pairs of sums; the result then has half as many columns.
         digest: 16 hexadecimal digits of a SHA-256 of the declaration, the function's source, and the
-            sources of functions and values of constants that it uses.
+            sources of functions and values of constants that it uses. The source of `gradient` is included,
+            but not the functions and constants that `gradient` uses. Computed once, by the decorator.
         function: Function of values.
         gradient: Gradient function as in `epilogue`, or None.
         key: "name:digest", by which graphs, records and other ranks name it (see `epilogue_of`).
@@ -78,7 +79,10 @@ class Epilogue:
 
     @property
     def with_rows(self) -> Epilogue:
-        """Returns the epilogue with inputs of kind "rows" in place of "gathered_rows"."""
+        """Returns the epilogue with inputs of kind "rows" in place of "gathered_rows"; "r" ends its digest.
+
+        `all_gather_gemm` gathers these inputs and then applies the returned epilogue.
+        """
         inputs = tuple((name, "rows" if kind == "gathered_rows" else kind) for name, kind in self.inputs)
         made = replace(self, inputs=inputs, digest=f"{self.digest}r")  # type: ignore[arg-type]
         return _known.setdefault(made.key, made)
@@ -86,9 +90,12 @@ class Epilogue:
     def __call__(self, **inputs: Any) -> Applied:
         """Returns the epilogue with its inputs, which ops take as the argument `epilogue=`.
 
+        Ops raise TypeError for an epilogue that was not called; one without inputs is passed as
+        `apply_silu()`.
+
         Args:
             **inputs: Tensor for each declared input, by name; for a scalar also a number. The op checks
-                shapes and dtypes.
+                types, shapes and dtypes.
 
         Raises:
             TypeError: A declared name is missing, or a name is not declared.
@@ -185,27 +192,33 @@ def epilogue(
     returns the value of the result, or a tuple of that and the value of each output.
 
     It may use `+ - * /`, `abs`, numbers, functions of `overlap_gemm.epilogues`, and functions made of these.
+    The decorator tries it on placeholder values.
 
     Args:
-        function: Function to decorate.
+        function: Function to decorate, with a source in a file or a notebook. Functions made by `exec` have
+            none. Lambdas on the same line have the same source, so they can get the same epilogue.
         inputs: Kind of each input (`InputKind`), by the name of the function's parameter.
         outputs: Kind of each output (`OutputKind`) after the result, in the order of the returned tuple.
         of: "complete": the function takes the sum over all ranks. "partial": it takes the sum of one rank,
-            and the op then adds its results over the ranks.
+            and the op then adds its results over the ranks. Because they are added, outputs, pairs and a
+            gradient are not allowed.
         pairs: Whether the function takes pairs of columns: the first 32 and the last 32 of every 64 columns
             of the product. The result has half the columns. In `all_gather_gemm` a pair may also be the
             products of two weights.
         gradient: Function `(gradients, outputs, inputs)` that returns a tuple: the gradient of the sum, then
             the gradient of each input. All arguments are tuples of tensors; `outputs` begins with the result,
-            and `gradients` has one gradient for each of them. A returned gradient is None where it is zero or
-            not needed. None: autograd differentiates the function, and the sum is saved for it.
+            and `gradients` has one gradient for each of them. An input's gradient is None where it is zero or
+            not needed. With this function the result and the outputs are saved, but not the sum. None: in
+            calls that need a gradient, no kernel applies the epilogue. The plain op runs, then the function
+            on tensors; autograd differentiates both and saves the sum.
 
     Returns:
-        The `Epilogue`.
+        The `Epilogue`. If this process has made one with the same key before, the same object is returned.
 
     Raises:
         TypeError: The parameters of the function are not the sums and the declared inputs. Or the function
             uses anything else than the operations above, or returns another number of values than declared.
+            Or its source is not available.
         ValueError: A kind does not exist; or `of="partial"` is combined with outputs, pairs or a gradient.
     """
     if function is None:

@@ -68,8 +68,11 @@ class Operands:
 def operands(case: Case) -> Operands:
     """Returns the unsharded operands of a case on the CPU, with the same values on every rank.
 
-    Values are drawn from the standard normal distribution and rounded to the case's dtype. The weight is
-    divided by sqrt(K), so the results' standard deviation is near 1.
+    Values are drawn in float64 from the standard normal distribution and rounded to the case's dtype. The
+    weight is divided by sqrt(K), so the results' standard deviation is near 1.
+
+    The generator is seeded from seed, m, n and k, not from op and dtype. The bias is drawn before `grad`, so
+    `grad` has other values without a bias.
     """
     generator = torch.Generator().manual_seed(case.seed * 1000003 + case.m * 31 + case.n * 17 + case.k)
 

@@ -43,7 +43,8 @@ class Judgement:
 
     Attributes:
         largest_error: Largest absolute error of an element.
-        share_of_bound: Largest ratio of an element's error to its bound; more than 1 is wrong.
+        share_of_bound: Largest ratio of an element's error to its bound; more than 1 is wrong. Infinite if an
+            element is NaN, for example because no kernel wrote it.
         bit_equal: Share of elements (0 to 1) that equal `recipe` bit for bit.
     """
 
@@ -164,7 +165,10 @@ def run_launches(case: Case, world: VirtualWorld, launches: int) -> Iterator[tup
 
 
 def queue_launch(case: Case, world: VirtualWorld) -> tuple[Operands, list[Tensor]]:
-    """Queues one launch of the op on every virtual rank.
+    """Queues one launch of the op's fused backend on every virtual rank.
+
+    New tensors are filled with NaN (`poisoned_allocations`). That sets torch's deterministic mode, which ops
+    follow by default. They are called with `deterministic=False`, so that the check does not change kernels.
 
     Args:
         case: Op, sizes, dtype, bias and seed.
@@ -192,7 +196,12 @@ def queue_launch(case: Case, world: VirtualWorld) -> tuple[Operands, list[Tensor
 
 @contextmanager
 def poisoned_allocations() -> Iterator[None]:
-    """Fills new uninitialised tensors with NaN, so that elements which no kernel writes are noticed."""
+    """Fills new uninitialised tensors with NaN, so that elements which no kernel writes are noticed.
+
+    It sets torch's deterministic mode, with warnings only, and `fill_uninitialized_memory` of
+    `torch.utils.deterministic`. Floating-point tensors then get NaN. At the end both settings are restored,
+    but `warn_only` of the mode becomes False.
+    """
     before = torch.are_deterministic_algorithms_enabled()
     fills = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)

@@ -50,6 +50,7 @@ class OpTensors(NamedTuple):
         x: Operand x.
         weight: Weight.
         scale_x: Scales of x, in the form that `overlap_gemm.gemm_reduce_scatter` takes; None without scales.
+            For "mx" these are powers of two in `torch.float8_e8m0fnu`, as `swizzle_scales` returns them.
         scale_w: Scales of the weight, in the same form.
     """
 
@@ -121,11 +122,14 @@ class Workload:
         return self.spec.shapes(self.m, self.n, self.k, Shards.owned_by(group.size, group.rank))
 
     def operands(self, group: Group, device: torch.device) -> OpTensors:
-        """Returns this rank's operands on a device: normal random values.
+        """Returns this rank's operands on a device: normal random values, drawn in `out_dtype`.
+
+        The seed is the rank, so values differ between ranks, also of an x that the op expects to be equal.
+        Only the weight of an all-to-all op is equal on all ranks: its seed is the number of ranks.
 
         The weight is divided by sqrt(K), so the results' standard deviation is near 1. 8-bit operands are
         rounded with scales that map the largest magnitude of a group to the type's largest value. A scale of
-        a full operand is a constant, because torch's all-gather needs the same scale on every rank.
+        a full operand is a float32 constant from `MOST`, because torch's all-gather needs equal scales.
         """
         x_shape, weight_shape = self.shapes(group)
         generator = torch.Generator(device).manual_seed(group.rank)
@@ -143,14 +147,18 @@ class Workload:
         return num_sets(nbytes, device)
 
     def warm_up(self, group: Group, device: torch.device) -> None:
-        """Calls `overlap_gemm.warmup`: compiles, allocates, and measures candidates of backend "auto"."""
+        """Calls `overlap_gemm.warmup`: compiles, allocates, and measures candidates of backend "auto".
+
+        Collective: runs the op on every rank of the group.
+        """
         options = {"group": group.process_group, "dtype": self.dtype, "block": self.block, "device": device}
         overlap_gemm.warmup(self.op, (self.m, self.n, self.k), **options)  # type: ignore[arg-type]
 
     def gathered(self, operands: OpTensors) -> OpTensors:
         """Returns the operands with x replaced by random values `[M, K]`, without communication.
 
-        It has the shape and dtype of the x that an all-gather over the ranks would return.
+        This x has the shape and dtype of the one that an all-gather over the ranks would return, but other
+        values.
         """
         x = torch.randn(self.m, self.k, device=operands.x.device, dtype=self.out_dtype)
         x, scale_x = self._rounded(x, 1)
@@ -191,13 +199,16 @@ class Workload:
         return {**self.spec.arguments(self.m, self.n, self.k), "block": self.block}
 
     def by(self, backend: str, operands: OpTensors, group: Group) -> Call:
-        """Returns a call of the op with a backend's name, which may be "auto"."""
+        """Returns a call of the op with a backend's name, which may be "auto"; each call runs the op."""
         op, how = getattr(overlap_gemm, self.op), {**self.arguments, **operands.scales}
         x, weight = operands.x, operands.weight
         return lambda: op(x, weight, group=group.process_group, backend=backend, **how)
 
     def taken_by(self, backend: str, operands: OpTensors, group: Group) -> str:
-        """Returns the name of the backend that runs the op if `backend` (also "auto") is requested."""
+        """Returns the name of the backend that runs the op if `backend` (also "auto") is requested.
+
+        Calls `overlap_gemm.explain`, which does not run the op. For "auto" it communicates once per group.
+        """
         how: dict[str, Any] = {"backend": backend, **self.arguments, **operands.scales}
         choice = overlap_gemm.explain(self.op, operands.x, operands.weight, group=group.process_group, **how)
         return choice.backend.name
