@@ -1,48 +1,45 @@
-"""A call of an op that exchanges tiles: its beginning and end, and the rule for reuse of buffers.
+"""Beginning and end of a call that communicates, and the rule for reuse of a workspace's buffers.
 
-Every call of a workspace has an epoch, one above the last one's, in device memory (so a CUDA graph replays
-correctly). Buffers are double: a call uses those of its epoch's parity. Flags are monotonic epochs, one
-writer each, never reset, compared by ``>=``. A rank's calls on a workspace run one after the other. So a flag
-with a later epoch implies that its writer's earlier calls are complete.
+**Epochs.** Calls on a workspace are numbered by an epoch, which the kernel reads from device memory and adds
+one to. So a CUDA graph replays correctly. There are two buffers: a call uses that of its epoch's parity. A
+flag holds an epoch, has one writer, and is never reset; it is raised if its epoch is ``>=`` the expected one.
+A rank's calls on a workspace are ordered on one stream. So a flag of a later epoch implies that all earlier
+calls of its writer have ended.
 
-**A call has an identity.** Epochs match even if the ranks make different calls. So the *entered* word with
-which a rank signals a call has the epoch and, above it, a signature. It is a digest of the facts that the
-ranks' calls must have in common (:mod:`overlap_gemm.runtime.identity`). The warp that awaits a peer's entry
-compares it with its own. A rank whose peer makes another call traps (`Role.CALL_IDENTITY`) before its own
-call ends: no rank gets a result of two different calls. There is a word for each parity of the epoch. A peer
-may enter the next call before this one's word is read, but not the one after that, by the rule below. For the
-same reason half a word is wide enough for an epoch that is 0 or 2 ahead of the previous one.
+**The rule.** No rank writes a buffer in call ``e + 2`` before every rank has finished reading it in call
+``e``. It depends on no shape, so it holds for any sequence of ops and shapes:
 
-**The rule.** No rank writes a buffer in call ``e + 2`` before it knows that every rank has finished reading
-it in call ``e``. It holds for any sequence of ops and shapes on a workspace, because it depends on no shape:
+1. `announce`: at the start of call ``e + 1`` each rank stores its *entry signal* in every peer's
+   workspace (release, system scope). Its call ``e`` has ended by then, with all reads.
+2. `await_peers`: before the end of its call ``e + 1`` each rank waits for the signals of all peers
+   (acquire, system scope). So its call ``e + 2`` begins after every rank's call ``e`` has ended.
 
-1. `announce`: at the start of call ``e + 1`` every rank raises its *entered* word to ``e + 1`` in every
-   peer's workspace. Its own call ``e`` has ended by then (one stream order), all its reads with it.
-2. `await_peers`: before its call ``e + 1`` ends, every rank waits until every peer has entered ``e + 1``. So
-   a rank's call ``e + 2`` begins after the end of every rank's call ``e``.
+It is not enough to wait for the ranks that own tiles of the call, whose data proves their entry. With M =
+768, 1, 768 on three ranks, two ranks own nothing in the second call; one could overtake the other.
 
-(To wait for a call's owners alone, whose data proves their entry, is not enough. With M = 768, 1, 768 rows on
-three ranks, a rank that owns none in the second call ran ahead of another such rank.)
+**Proxies.** Bulk stores of call ``e + 2`` (asynchronous proxy) may overwrite what ordinary loads of call
+``e`` have read (generic proxy). The order is: loads, end of kernel ``e``, `announce`, `await_peers` of the
+peer, end of its kernel ``e + 1``, start of its kernel ``e + 2``. Then the thread that starts bulk stores
+executes `order_async_writes`, as the memory model requires between two proxies (PTX ISA, "proxies").
 
-Why the asynchronous writes of ``e + 2`` are after the ordinary reads of ``e``:
+**Puts.** A rank ends a call only after it has received all puts to it. So each put has read its source.
 
-1. The reads are complete before that kernel ends.
-2. Its end happens before `announce`, a release at system scope, which `await_peers` acquires.
-3. The end of that kernel happens before every thread of call ``e + 2``.
-4. The thread that starts bulk stores fences the asynchronous proxy first (`order_async_writes`). The memory
-   model requires that between accesses of two proxies to the same address (PTX ISA, "proxies";
-   `fence.proxy.async`).
+**LL packets** (:mod:`overlap_gemm.device.ll_words`). The reader's reset to `EMPTY` is part of its reading, so
+the same rule orders it before the stores of call ``e + 2``. A workspace for LL packets has nothing else in
+its slots.
 
-Puts: peers have received call ``e``'s before they end it, so every put has read its source.
+**Identity.** Ranks that make different calls still have equal epochs. So the entry signal has the low half
+of the epoch and above it a signature: a digest of what the ranks' calls must have in common
+(:mod:`overlap_gemm.runtime.identity`). The waiting lane compares both. On another
+signature it traps (`Role.CALL_IDENTITY`) before the call ends: no rank returns a result of two different
+calls. There is a word for each parity of the epoch. By the rule, a peer enters ``e + 2`` only after this
+rank's call ``e`` has ended. So an awaited word has the expected epoch, or one at most two older, for which 32
+bits are enough.
 
-LL packets (:mod:`overlap_gemm.device.ll_words`) obey the same rule: a reader's reset of the packets is a part
-of its reading. It is complete before that rank signals its next call, so before any rank's call ``e + 2``
-stores there. Such calls have separate workspaces, in which nothing else is stored.
-
-**One call at a time.** The fused launches of a device run one after the other. Each CTA registers the
-launch's number in the device's *in call* word (`enter`), and the last one clears it: two launches that
-are resident at once end in an error (`Role.IN_CALL`). Two that fill the device never are. They run one after
-the other, in an order that may differ between ranks, which identities detect.
+**One call at a time.** Fused launches of a device must not overlap. Each CTA registers the launch's number in
+the device's *in call* word (`enter`); the grid's last CTA clears it (`finish`). If two launches are resident
+at once, one traps (`Role.IN_CALL`). Two launches that each fill the device run one after the other. If their
+order differs between ranks, the identities differ.
 """
 
 from __future__ import annotations
@@ -73,13 +70,13 @@ from overlap_gemm.kernel.work import num_ctas
 
 
 class Call(NamedTuple):
-    """Run-time values that every role of one call shares.
+    """Run-time values of a call, for all roles.
 
     Attributes:
         exchange: Arguments of the launch.
         base: Address of this rank's workspace.
-        last: ``Int64``: address of the last finished call's epoch.
-        buffer: Byte offset of this epoch's buffer, in every workspace.
+        last: ``Int64``: address of the epoch of the last finished call.
+        buffer: ``Int64``: byte offset of the buffer of this epoch's parity, the same in every workspace.
         bound: Limit of waits on peers.
     """
 
@@ -91,10 +88,11 @@ class Call(NamedTuple):
 
     @staticmethod
     def begin(exchange: Exchange, epoch_offset: int = EPOCH_OFFSET, peer_table: Any = None) -> Call:
-        """Reads the epoch; every thread, before a barrier of its CTA, so before any ticket.
+        """Returns the values of the call that begins; every thread, before a barrier of its CTA.
 
-        With ``peer_table`` (`smem_peer_table`), roles read peers' addresses from a copy in shared memory. The
-        copy is complete after that barrier.
+        Each thread reads the epoch. The barrier is before the CTA's ticket (`finish`), so the epoch does not
+        change before it is read. ``peer_table`` (`smem_peer_table`), if passed, gets a copy of the ranks'
+        addresses, complete after the barrier, which the roles then use.
         """
         base = exchange.peers[exchange.rank]
         if peer_table is not None:
@@ -110,42 +108,42 @@ class Call(NamedTuple):
         )
 
     def flag(self, base: Address, tile: Scalar, source: Scalar) -> Any:
-        """Returns the address (or, with ``base`` 0, offset) of the flag that ``source`` raises for a tile."""
+        """Returns ``base`` plus the byte offset of the flag that ``source`` raises for tile ``tile``."""
         return base + (CONTROL_BYTES + FLAG_BYTES * Int64(tile * self.exchange.world + source))
 
     @property
     def epoch(self) -> Any:
-        """Returns this call's epoch, ``Uint64``, read again: roles that sum lack registers to keep it.
+        """Returns the call's epoch, ``Uint64``, by a new load: summing roles have no registers to keep it.
 
-        It changes with the last CTA's ticket, which comes after all reads.
+        The word changes only in `finish` of the grid's last CTA, after all reads.
         """
         return _next_epoch(self.last)
 
     @property
     def identity(self) -> Any:
-        """Returns this rank's *entered* word: the epoch's low half, the signature above it."""
+        """Returns this rank's entry signal, ``Uint64``: signature in the high half, low half of the epoch."""
         return (Uint64(Uint32(self.exchange.signature)) << 32) | Uint64(Uint32(self.epoch))
 
     def entered(self, source: Scalar) -> Any:
-        """Returns the byte offset of the *entered* word of ``source`` for epochs of this parity."""
+        """Returns the byte offset of the entry signal of ``source`` for this epoch's parity."""
         parity = Int64(self.epoch & 1) * (MAX_WORLD * FLAG_BYTES)
         return ENTERED_OFFSET + parity + FLAG_BYTES * Int64(source)
 
     def has_read(self, source: Scalar) -> Any:
-        """Returns the byte offset of the flag that ``source`` raises when it has read its gathered shards."""
+        """Returns the byte offset of the flag that ``source`` raises when it has read all its shards."""
         return READ_OFFSET + FLAG_BYTES * Int64(source)
 
     def site(self, op: int, role: Role, tile: Scalar, source: Scalar, index: Scalar) -> FailureSite:
-        """Returns the place of a wait for a failure record."""
+        """Returns the site of a wait, for its failure record."""
         return FailureSite(self.exchange.rank, int(op), int(role), tile, source, index)
 
 
 @cute.jit
 def copy_table(peers: cute.Tensor, peer_table: cute.Tensor) -> None:
-    """Copies the table of addresses into shared memory; all threads of a CTA.
+    """Copies the ranks' addresses to shared memory; all threads of a CTA, before its barrier.
 
-    Every acquire at system scope empties the L1 cache. A lookup in global memory would need a trip to L2
-    before each store to a peer.
+    Each acquire at system scope invalidates the L1 cache. From global memory, each store to a peer would
+    first need a load from L2.
     """
     thread, _, _ = cute.arch.thread_idx()
     threads, _, _ = cute.arch.block_dim()
@@ -154,13 +152,16 @@ def copy_table(peers: cute.Tensor, peer_table: cute.Tensor) -> None:
 
 
 def _next_epoch(last: Any) -> Any:
-    """Returns the epoch after the one at this address."""
+    """Returns the epoch at the address ``last`` plus one."""
     return Uint64(cute.arch.load(global_pointer(Uint64, last, 8), Uint64)) + 1
 
 
 @cute.jit
 def enter(call: Call, op: cutlass.Constexpr) -> None:
-    """Registers the launch; one thread of each CTA, before it accesses a peer. Traps if another one runs."""
+    """Registers the launch in the device's in-call word; one thread of each CTA, before it accesses a peer.
+
+    Traps if another launch is registered.
+    """
     number = Uint32(call.exchange.call)
     word = global_pointer(Uint32, call.exchange.call_word, 4)
     running = Uint32(cute.arch.atomic_cas(word, cmp=Uint32(0), val=number, sem="relaxed", scope="gpu"))
@@ -171,7 +172,10 @@ def enter(call: Call, op: cutlass.Constexpr) -> None:
 
 @cute.jit
 def begin_warp(call: Call, op: cutlass.Constexpr, transport: cutlass.Constexpr, announces: Any) -> None:
-    """Registers the launch, before all else; all lanes of a CTA's comm warp. One ``announces`` the call."""
+    """Registers the launch, and signals the entry if ``announces``; all lanes of a CTA's comm warp.
+
+    The warp does this before all else. One warp of the grid has ``announces``.
+    """
     if cute.arch.lane_idx() == 0:
         enter(call, op)
     cute.arch.sync_warp()
@@ -181,7 +185,10 @@ def begin_warp(call: Call, op: cutlass.Constexpr, transport: cutlass.Constexpr, 
 
 @cute.jit
 def announce(call: Call, transport: cutlass.Constexpr) -> None:
-    """Signals to every peer that this rank has entered this call; all lanes of one warp of the grid."""
+    """Releases this rank's entry signal in every peer's workspace; all lanes of one warp of the grid.
+
+    `await_entry` of a peer acquires it. It releases all accesses of this rank's earlier calls.
+    """
     exchange, identity = call.exchange, call.identity
     offset = call.entered(exchange.rank)
     for peer in cutlass.range(cute.arch.lane_idx(), exchange.world, 32, unroll=1):
@@ -191,14 +198,20 @@ def announce(call: Call, transport: cutlass.Constexpr) -> None:
 
 @cute.jit
 def await_entry(call: Call, op: cutlass.Constexpr, peer: Scalar) -> None:
-    """Waits until ``peer`` has entered this call; one lane. Traps if the peer is in another call."""
+    """Waits for the entry signal of ``peer`` (acquire, system scope); one lane.
+
+    Traps if the signal has another signature, or on timeout.
+    """
     site = call.site(op, Role.CALL_ENTERED, 0, peer, peer)
     wait_identity(call.base + call.entered(peer), call.identity, call.bound, site)
 
 
 @cute.jit
 def await_peers(call: Call, op: cutlass.Constexpr) -> None:
-    """Waits until every peer has entered the call (`announce`); all lanes of one warp, at the grid's end."""
+    """Waits until every peer has entered this call; all lanes of one warp of the grid, before the call ends.
+
+    This makes the buffer of the next call free to write; see the module.
+    """
     exchange = call.exchange
     for peer in cutlass.range(cute.arch.lane_idx(), exchange.world, 32, unroll=1):
         if peer != exchange.rank:
@@ -207,7 +220,10 @@ def await_peers(call: Call, op: cutlass.Constexpr) -> None:
 
 @cute.jit
 def announce_read(call: Call, transport: cutlass.Constexpr) -> None:
-    """Signals to every peer that this rank has read all gathered shards; all lanes of one warp."""
+    """Releases a flag at every peer: this rank has read all gathered shards; all lanes of one warp.
+
+    `await_readers` of a peer acquires it.
+    """
     exchange = call.exchange
     for peer in cutlass.range(cute.arch.lane_idx(), exchange.world, 32, unroll=1):
         if peer != exchange.rank:
@@ -216,7 +232,7 @@ def announce_read(call: Call, transport: cutlass.Constexpr) -> None:
 
 @cute.jit
 def await_readers(call: Call, op: cutlass.Constexpr) -> None:
-    """Waits until every peer has read (`announce_read`); all lanes of one warp, at the grid's end."""
+    """Waits until every peer has read all shards (acquires `announce_read`); all lanes of one warp."""
     exchange = call.exchange
     for peer in cutlass.range(cute.arch.lane_idx(), exchange.world, 32, unroll=1):
         if peer != exchange.rank:
@@ -226,10 +242,11 @@ def await_readers(call: Call, op: cutlass.Constexpr) -> None:
 
 @cute.jit
 def count_grid(call: Call, offset: Int32, warps: cutlass.Constexpr) -> Int32:
-    """Counts a warp at a control word; all lanes. Returns 1 for the grid's last of ``warps`` a CTA, else 0.
+    """Counts a warp at the control word at ``offset``; returns 1 to the grid's last warp, 0 to others.
 
-    The last warp resets the word. All its lanes are ordered after everything that all lanes of the others did
-    before they counted: a shuffle orders no memory, a warp's barrier does.
+    All lanes of ``warps`` warps of each CTA call it; the last warp resets the word. The counter acquires and
+    releases at device scope, between two warp barriers. So all lanes of the last warp are ordered after
+    everything that all lanes of the other warps did before they counted. (A shuffle alone orders no memory.)
     """
     is_last = Int32(0)
     cute.arch.sync_warp()
@@ -246,10 +263,10 @@ def count_grid(call: Call, offset: Int32, warps: cutlass.Constexpr) -> Int32:
 
 @cute.jit
 def end_warp(call: Call, tally: Any, warps: cutlass.Constexpr) -> None:
-    """Ends a warp's roles; all lanes. The last of the CTA's ``warps`` warps counts for the CTA.
+    """Ends a warp's roles; all lanes of each of the CTA's ``warps`` warps that access the workspace.
 
-    It is ordered after everything that the other warps have seen: others may read what `finish` stores until
-    then.
+    The last warp of the CTA calls `finish`. Its counter acquires what the other warps have released, so their
+    reads of control words are complete.
     """
     cute.arch.sync_warp()
     if count(tally.ended, "acq_rel") == warps - 1:
@@ -258,7 +275,11 @@ def end_warp(call: Call, tally: Any, warps: cutlass.Constexpr) -> None:
 
 @cute.jit
 def finish(call: Call) -> None:
-    """Counts a CTA; all lanes of one warp, after its last role. The grid's last CTA stores the epoch."""
+    """Counts the CTA by a ticket; all lanes of one warp, after the last role of the CTA.
+
+    The grid's last CTA resets the ticket, stores the epoch and the next one (for the copy engine), and clears
+    the in-call word.
+    """
     ticket = global_pointer(Uint32, call.base + TICKET_OFFSET, 4)
     if cute.arch.lane_idx() == 0:
         taken = cute.arch.atomic_add(ticket, Uint32(1), sem="acq_rel", scope="gpu")

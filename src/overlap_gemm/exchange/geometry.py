@@ -1,23 +1,22 @@
-"""Layout of a rank's symmetric workspace: control words, flags and slots.
+"""Layout of a rank's symmetric workspace: control words, flags, slots and staging.
 
-This is the single source of truth for the kernel, the host and the tests. All offsets are bytes from the
-workspace's base address, which every rank has for every peer. A workspace has the same size and layout on all
-ranks:
+It is the single source of truth for kernels, host and tests. Offsets are bytes from the workspace's base
+address. Size and layout are the same on all ranks:
 
 | offset          | content                                                                      |
 |-----------------|------------------------------------------------------------------------------|
-| 0               | control words (local to the rank)                                            |
-| CONTROL_BYTES   | arrival flags, ``uint64[max_flags]``; then as many of this rank's own staged |
+| 0               | control words of the rank, and words that peers store for an entire call     |
+| CONTROL_BYTES   | arrival flags, ``uint64[max_flags]``; then as many local flags of staged     |
 |                 | tiles (transport ``staged``)                                                 |
 | slots_offset    | slot buffer of even epochs: ``[source][tile]``, with space for local tiles;  |
 |                 | then (two-shot all-reduce) ``[owner][summed tile]``                          |
 | + buffer_bytes  | slot buffer of odd epochs                                                    |
 | + 2, 3 x        | staging buffers, even and odd, if some peer has no address: ``[owner][tile]`` |
 
-``max_flags`` and ``buffer_bytes`` are fixed when the workspace is made, never taken from the shape of a call:
-a peer may already write call ``e + 1``'s partials while this rank still reads call ``e``'s, whatever their
-shapes. A call may divide the buffer of its epoch in any way: no other call uses it at the same time. A flag's
-writer is its index modulo the number of ranks, for every call: a later epoch in it is of the same rank.
+``max_flags`` and ``buffer_bytes`` are fixed when the workspace is made, not by a call. A peer may store
+partials of call ``e + 1`` while this rank still reads those of call ``e``, whatever the two shapes. A call
+may divide the buffer of its epoch in any way, since no other call uses it meanwhile. A flag's writer is the
+flag's index modulo the number of ranks, in every call. So a later epoch in a flag is from the same rank.
 """
 
 from __future__ import annotations
@@ -35,67 +34,69 @@ from overlap_gemm.spec import PATTERNS, PatternSpec
 from overlap_gemm.spec.sharding import ceil_div, num_owners, shard_rows
 
 CONTROL_BYTES = 4096
-"""Control words and peers' signals about entire calls, rounded up; see the offsets below."""
+"""Bytes of the control words and of the words that peers store for entire calls; offsets below."""
 
 EPOCH_OFFSET = 0
-"""``uint64``: the last finished call's epoch. Zero-initialised; every call adds one."""
+"""``uint64``: epoch of the last finished call, at first 0. Each call adds one."""
 
 RELAY_EPOCH_OFFSET = 8
-"""``uint64``: the relay kernel's epoch, as ``EPOCH_OFFSET``."""
+"""``uint64``: epoch of the relay kernel's last finished call, as `EPOCH_OFFSET`."""
 
 COMING_OFFSET = 16
-"""``uint64``: the next call's epoch, one above the last finished one's, initially 1. A copy engine copies it
-as the flag after a shard, since it cannot add."""
+"""``uint64``: epoch of the next call, at first 1. A copy engine, which cannot add, copies it as the flag that
+follows a shard."""
 
 TICKET_OFFSET = 24
-"""``uint32``: CTAs that finished the running call; the last one stores the epoch and resets it to zero."""
+"""``uint32``: number of CTAs that have finished the call in flight; the last one resets it."""
 
 CLAIM_OFFSET = 28
-"""``uint32``: 0 until a wait expires; the lane that sets it writes the failure record."""
+"""``uint32``: 0 until a wait expires. The lane that sets it writes the failure record."""
 
 READERS_OFFSET = 32
-"""``uint32``: warps of the running call that read the gather buffer no more; the last one resets it."""
+"""``uint32``: number of warps of the call in flight that have ended reading the gather buffer; the last one
+resets it."""
 
 
 FLAG_BYTES = 8
-"""A flag is 64 bits, the only width of an NVSHMEM signal: an epoch, see :mod:`overlap_gemm.device.flags`."""
+"""A flag has 64 bits, the only width of an NVSHMEM signal; see :mod:`overlap_gemm.device.flags`."""
 
 ENTERED_OFFSET = 128
-"""``uint64[2][MAX_WORLD]``, by the epoch's parity: the call that each peer has entered: the low half of its
-epoch, and above it the call's signature (`exchange.call.Call.identity`)."""
+"""``uint64[2][MAX_WORLD]``, by parity of the epoch and peer: entry signal (`exchange.call.Call.identity`).
+Its low half is that of the epoch, its high half the call's signature."""
 
 READ_OFFSET = ENTERED_OFFSET + 2 * MAX_WORLD * FLAG_BYTES
-"""``uint64[MAX_WORLD]``: flags: the call in which each peer has read all shards sent to it."""
+"""``uint64[MAX_WORLD]``: flags; the last call in which each peer has read all shards sent to it."""
 
 SENDERS_OFFSET = READ_OFFSET + MAX_WORLD * FLAG_BYTES
-"""``uint32[MAX_WORLD]``: warps of the running call that have sent their part of the local shard to each peer;
-the last one resets it."""
+"""``uint32[MAX_WORLD]``: for each peer, number of warps of the call in flight that have sent it their part of
+the local shard; the last one resets it."""
 
 SENDER_BYTES = 4
-"""Bytes of a counter of senders."""
+"""Bytes of a counter at `SENDERS_OFFSET`."""
 
 FLAG_ALIGN = 1024
-"""Slots begin at a multiple of this many bytes."""
+"""Alignment in bytes of the first slot buffer."""
 
 SLOT_BUFFERS = 2
 STAGING_BUFFERS = 2
-"""Equal buffers after the flags: slots always, staging if some peer is not P2P-accessible."""
+"""Number of equal buffers of each kind after the flags. Staging exists if some peer is not P2P-accessible."""
 
 
 OWNED = 64
-"""Columns of a two-shot's shards come in multiples of this: the narrowest tile, which then has one owner."""
+"""Divisor of the columns of a two-shot's shard: the least width of a tile, so that a tile has one owner."""
 
 
 @dataclass(frozen=True)
 class ExchangeShape:
-    """Sizes of one call: a product of global ``rows`` x ``cols``, exchanged between ``world`` ranks.
+    """Sizes of one call: a product of ``rows`` x ``cols``, exchanged between ``world`` ranks.
 
     Attributes:
-        rows: M of a rank's product; of a full shard if ranks multiply different rows; at least 1.
+        rows: M of a rank's product, at least 1; if ranks multiply different rows, those of a full shard.
         cols: N of the product over all ranks.
         world: Number of ranks.
-        shard: Rows of a full shard, or columns (`is_by_columns`); ``shard * world`` covers them.
-        pattern: Communication pattern: a name of `overlap_gemm.spec.PATTERNS`.
+        shard: Rows, or columns (`is_by_columns`), of a full shard; ``shard * world`` is not less than the
+            extent that is cut.
+        pattern: Name of the communication pattern in `overlap_gemm.spec.PATTERNS`.
     """
 
     rows: int
@@ -113,10 +114,10 @@ class ExchangeShape:
         pattern: str = "reduce_scatter",
         blocks: Blocks | None = None,
     ) -> ExchangeShape:
-        """Returns the shape with rows (or columns) cut as ``torch.chunk`` does.
+        """Returns the shape with rows or columns cut as ``torch.chunk`` cuts them.
 
-        If sums return, columns are cut in multiples of `OWNED`, and of those that share a scale of
-        ``blocks``: a tile's first column is a block's.
+        If sums return to all ranks, a shard's columns are a multiple of `OWNED` and of the columns that share
+        a scale of ``blocks``. So each tile begins at a block.
         """
         spec = PATTERNS[pattern]
         shard = shard_rows(cols if spec.cut == "columns" else rows, world)
@@ -125,40 +126,40 @@ class ExchangeShape:
 
     @property
     def spec(self) -> PatternSpec:
-        """Returns the pattern."""
+        """Returns the communication pattern."""
         return PATTERNS[self.pattern]
 
     @property
     def is_by_columns(self) -> bool:
-        """Returns whether shards are cut along the columns."""
+        """Returns whether shards are ranges of columns."""
         return self.spec.cut == "columns"
 
     @property
     def owners(self) -> int:
-        """Returns the number of ranks that own a shard."""
+        """Returns the number of ranks whose shard is not empty."""
         return num_owners(self.cols if self.is_by_columns else self.rows, self.shard)
 
     @property
     def block(self) -> tuple[int, int]:
-        """Returns (rows, columns) for which each source has slots in a buffer."""
+        """Returns (rows, columns) of the part of the product for which each source has slots in a buffer."""
         if self.is_by_columns:
             return self.rows, self.shard
         return (self.shard if self.spec.cut else self.rows), self.cols
 
     def grid(self, config: GemmConfig) -> TileGrid:
-        """Returns the cluster tiles of a block."""
+        """Returns the grid of cluster tiles of a block."""
         (rows, cols), (tile_m, tile_n) = self.block, config.cluster_tile
         return TileGrid(ceil_div(rows, tile_m), ceil_div(cols, tile_n))
 
     def cta_tiles(self, config: GemmConfig) -> int:
-        """Returns the number of CTA tiles of a block: the tile index of slots and flags counts these."""
+        """Returns the number of CTA tiles of a block: the range of tile numbers of slots and flags."""
         grid = self.grid(config)
         return grid.rows * grid.cols * config.cluster_size
 
     def num_flags(self, config: GemmConfig) -> int:
-        """Returns the number of arrival flags of a rank.
+        """Returns the number of a rank's arrival flags.
 
-        One per (tile, source), and for two-shot one per (unit of a sum, owner).
+        One per (CTA tile, source); for two-shot also one per (CTA tile, unit of its sum, owner).
         """
         units = config.units if self.spec.returns else 0
         return self.cta_tiles(config) * (1 + units) * self.world
@@ -166,7 +167,7 @@ class ExchangeShape:
     def buffer_bytes(self, config: GemmConfig) -> int:
         """Returns the bytes of one slot buffer.
 
-        A slot per (source, tile), and for two-shot one per (owner, summed tile).
+        A slot per (source, CTA tile); for two-shot also one per (owner, summed CTA tile).
         """
         result = config.result_bytes if self.spec.returns else 0
         return self.world * self.cta_tiles(config) * (config.tile_bytes + result)
@@ -177,18 +178,18 @@ class ExchangeShape:
         return (self.owners if self.spec.cut and not self.spec.to_all else 1) * grid.rows * grid.cols
 
     def num_clusters(self, config: GemmConfig) -> int:
-        """Returns the most clusters that have work: cluster tiles that a rank computes or stores."""
+        """Returns the largest useful number of clusters: cluster tiles that a rank computes or stores."""
         grid = self.grid(config)
         return (self.owners if self.spec.cut else 1) * grid.rows * grid.cols
 
 
 def tile_layout(config: GemmConfig, shape: ExchangeShape) -> dict[str, Any]:
-    """Returns the facts that place each element, unit and flag of a call's tiles in every workspace.
+    """Returns the facts that determine the place of each element, unit and flag of a call's tiles.
 
-    Ranks with equal facts write and read the same places. The call's signature is made of them.
+    Ranks with equal facts agree on all places. The call's signature is a digest of these facts.
 
     Args:
-        config: Configuration of the kernel.
+        config: The kernel's configuration.
         shape: Sizes of the call.
     """
     names = ("in_dtype", "slot_dtype", "out_dtype", "cta_tile", "cluster", "epi_tile", "raster_group")
@@ -202,33 +203,36 @@ def tile_layout(config: GemmConfig, shape: ExchangeShape) -> dict[str, Any]:
 
 
 def slots_offset(max_flags: int) -> int:
-    """Returns the byte offset of the first slot buffer in a workspace for ``max_flags`` flags."""
+    """Returns the byte offset of the first slot buffer in a workspace with ``max_flags`` arrival flags."""
     return ceil_div(CONTROL_BYTES + 2 * FLAG_BYTES * max_flags, FLAG_ALIGN) * FLAG_ALIGN
 
 
 def staged_flags_offset(slots: Scalar) -> Any:
-    """Returns the byte offset of staged tiles' flags, from that of the slots (host integer or ``Int64``)."""
+    """Returns the byte offset of the local flags of staged tiles; ``slots`` is `slots_offset`.
+
+    The arrival flags take at most the first half of the bytes between control words and slots.
+    """
     return (CONTROL_BYTES + slots) // 2
 
 
 class Puts(NamedTuple):
-    """Puts of a relay kernel to ranks without P2P access: equal pieces, each of them to every such rank.
+    """Puts of a relay kernel to the ranks without P2P access: equal pieces, each put to every such rank.
 
-    All integers. Offsets are bytes in a workspace, the same in every rank's, in the call's buffer unless
-    stated otherwise.
+    All fields are integers. Offsets are bytes from the call's buffer, the same on every rank, unless stated
+    otherwise.
 
     Attributes:
-        nbytes: Bytes of all pieces for one rank; the last piece may be shorter than the others.
+        nbytes: Bytes of all pieces for one rank; the last piece may be shorter.
         piece: Bytes of a piece, a multiple of 16.
-        ranks: Number of ranks that get pieces: ranks 0 to ``ranks - 1``.
-        source: Offset of the source of the first piece for rank 0.
-        source_pitch: Bytes from the source for a rank to the source for the next rank; 0: all ranks get the
-            same.
-        target: Offset of the destination of the first piece.
-        staged: Offset from the workspace's base of the local flag of the first piece for rank 0, raised when
-            it is complete. The next pieces' flags follow, one per rank; 0: all are complete at the launch.
-        staged_pitch: Bytes from the flag for a rank to the flag for the next rank, as ``source_pitch``.
-        flag: Number of the first piece's arrival flag, as `exchange.call.Call.flag` counts.
+        ranks: Number of recipients: ranks 0 to ``ranks - 1``.
+        source: Offset of the first piece for rank 0 in the local workspace.
+        source_pitch: Bytes from one rank's source to the next rank's; 0: all ranks get the same data.
+        target: Offset of the first piece in the recipient's workspace.
+        staged: Offset from the workspace's base of the local flag of the first piece for rank 0. The flag is
+            raised when the piece is complete; those of the next pieces follow, ``world`` flags apart. 0: all
+            pieces are complete at the launch.
+        staged_pitch: Bytes from one rank's local flag to the next rank's; 0 as for ``source_pitch``.
+        flag: Number of the first piece's arrival flag at the recipient, as in `exchange.call.Call.flag`.
     """
 
     nbytes: int = 0
@@ -243,14 +247,14 @@ class Puts(NamedTuple):
 
 
 def tile_puts(config: GemmConfig, shape: ExchangeShape, rank: int, slots: int, buffer: int) -> list[Puts]:
-    """Returns the puts of ``rank`` in a call: tiles, then (two-shot) the sums of tiles that it owns.
+    """Returns the puts of ``rank`` in a call: its tiles, then (two-shot) the sums that it owns.
 
     Args:
         config: The kernel's configuration.
         shape: Sizes of the call.
         rank: Rank that puts.
         slots: `slots_offset` of the workspace.
-        buffer: Bytes of one slot buffer.
+        buffer: Bytes of one slot buffer of the workspace.
     """
     tiles, tile, world = shape.cta_tiles(config), config.tile_bytes, shape.world
     local_slots = rank * tiles * tile
@@ -273,43 +277,52 @@ def tile_puts(config: GemmConfig, shape: ExchangeShape, rank: int, slots: int, b
 
 
 END = -1
-"""Argument of a gate (:mod:`overlap_gemm.gather.gate`) in place of a source: ends the call."""
+"""Argument of a gate kernel (:mod:`overlap_gemm.gather.gate`) in place of a source rank: it ends the call."""
 
 SCALE_BYTES = 4
-"""The scale of a row: float32."""
+"""Bytes of the fp32 scale of a row."""
 
 SHARD_ALIGN = 128
-"""A shard that has scales after its rows takes a multiple of this many bytes: a line of L2."""
+"""Divisor of the bytes of a shard with scales after its rows: a line of the L2 cache."""
 
 SHARD_PIECES = 8
-"""Pieces in which a shard of a gathered operand is put at most, each with a flag."""
+"""Largest number of pieces in which a shard of a gathered operand is put; each piece has a flag."""
 
 CHUNK_ROWS = 128
-"""Chunks of a slice's rows (`gather.input_exchange`) are multiples of this many: most tiles end with one."""
+"""Divisor of the rows of a slice's chunk (`gather.input_exchange`), so that most tiles end with a chunk."""
 
 
 def chunk_rows(rows: int, row_bytes: int, least: int) -> int:
-    """Returns the rows of a slice that share a flag.
+    """Returns the rows of a slice that share a flag: a multiple of `CHUNK_ROWS`.
+
+    A slice has at most `SHARD_PIECES` such chunks.
 
     Args:
         rows: Rows of a full slice.
-        row_bytes: Bytes of its rows.
-        least: Bytes that are worth a copy and a flag.
+        row_bytes: Bytes of a row.
+        least: Least bytes of a chunk for which a separate copy and flag are worthwhile.
     """
     number = min(max(rows * row_bytes // max(least, 1), 1), SHARD_PIECES)
     return ceil_div(rows, number * CHUNK_ROWS) * CHUNK_ROWS
 
 
 PIECE_ALIGN = 1024
-"""A piece of a shard is a multiple of this many bytes; the last has the rest."""
+"""Divisor of the bytes of a shard's piece; the last piece has the rest."""
 
 
 def shard_piece(nbytes: Scalar) -> Any:
-    """Returns the bytes of a piece of a shard, of which a full one has ``nbytes``."""
+    """Returns the bytes of a piece of a shard; a full shard has ``nbytes`` bytes."""
     return ceil_div(nbytes, SHARD_PIECES * PIECE_ALIGN) * PIECE_ALIGN
 
 
 def shard_puts(rank: int, world: int, full: int, num_bytes: int) -> list[Puts]:
-    """Returns the puts of ``rank``'s shard of ``num_bytes`` bytes; a full shard has ``full`` bytes."""
+    """Returns the puts of ``rank``'s shard of ``num_bytes`` bytes to all ranks.
+
+    Args:
+        rank: Rank that puts.
+        world: Number of ranks.
+        full: Bytes of a full shard.
+        num_bytes: Bytes of the rank's shard.
+    """
     place = rank * full
     return [Puts(num_bytes, shard_piece(full), world, source=place, target=place)]
