@@ -1,1 +1,1 @@
-"""8-bit operands and their scales: their products in torch, and the layouts that kernels read."""
+"""8-bit operands with scales: layouts for TMA, products by torch, quantization of rows."""

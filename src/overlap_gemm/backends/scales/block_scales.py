@@ -1,6 +1,7 @@
-"""Scales of blocks in the layout that kernels read, and in the layout sent with a shard: after all its rows.
+"""Scales of blocks: the matrix that kernels load by TMA, and its place in a shard that is sent.
 
-A kernel reads them as a matrix whose lines are whole 16 bytes: TMA loads them.
+Each line of the matrix is a multiple of 16 bytes. In a shard, the matrix follows the space for the rows of a
+full shard, so its offset is the same for every rank.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from .tma_operands import ROW_BYTES, has_tma_strides, padded, widened
 
 
 class ScaleLayout(Protocol):
-    """Layout of the scales of one kind of blocks, as kernels read them.
+    """Layout of the matrix for one kind of blocks (`config.scale_blocks`).
 
     Attributes:
         element: Dtype of the matrix.
@@ -29,49 +30,49 @@ class ScaleLayout(Protocol):
     element: torch.dtype
 
     def extents(self, rows: int, depth: int) -> tuple[int, int]:
-        """Returns (lines, elements per line) of the matrix of an operand `[rows, depth]`, with padding."""
+        """Returns A's extents (lines, elements of a line) for an operand `[rows, depth]`, with padding."""
 
     def of_a(self, scale: Tensor, shape: Sequence[int], step: int | None = None) -> Tensor:
-        """Returns the matrix of A's scales.
+        """Returns A's matrix: a view of `scale` if its strides and address allow it, else a copy.
 
         Args:
-            scale: Scales as callers pass them.
-            shape: Shape of the operand.
-            step: Rows after which tiles restart; None: nowhere.
+            scale: Scales in the public layout, see `scaling`.
+            shape: `[rows, K]` of the operand.
+            step: Rows of a full shard if tiles restart at each shard; None: they do not.
         """
 
     def of_b(self, scale: Tensor, shape: Sequence[int], step: int | None = None) -> Tensor:
-        """Returns the matrix of B's scales; arguments as in `of_a`."""
+        """Returns the matrix for operand B; arguments as in `of_a`."""
 
     def put(self, scale: Tensor, matrix: Tensor) -> None:
-        """Copies A's scales to a matrix for at least as many rows."""
+        """Copies A's scales into a zeroed matrix of the same K, and of at least as many rows."""
 
     def as_sent(self, scale: Tensor, extents: tuple[int, int]) -> Tensor | None:
-        """Returns A's scales as a contiguous matrix of these extents if it needs no copy, else None."""
+        """Returns a contiguous view of A's scales with these extents, or None if only a copy has them."""
 
 
 @dataclass(frozen=True)
 class Words:
-    """Scales that the MMA reads (`mainloop.mx`): a line for each 128 rows."""
+    """Layout of e8m0 scales, which the MMA reads (`mainloop.mx`): a line of atoms per 128 rows."""
 
     element = torch.int16
 
     def extents(self, rows: int, depth: int) -> tuple[int, int]:
-        """Returns (lines, int16 words per line); see `ScaleLayout.extents`."""
+        """Returns (ceil(rows / 128), int16 elements of a line, of at least one atom)."""
         return ceil_div(rows, ATOM_ROWS), max(mx.atoms_along(depth), 1) * ATOM_BYTES // 2
 
     def of_a(self, scale: Tensor, shape: Sequence[int], step: int | None = None) -> Tensor:
-        """Returns the words of the scales; see `ScaleLayout.of_a`."""
+        """Returns the matrix for A or B; see `mx_scales.words_of`."""
         return mx.words_of(scale, shape, step)
 
     of_b = of_a
 
     def put(self, scale: Tensor, matrix: Tensor) -> None:
-        """Copies the scales' bytes to the start of the matrix; see `ScaleLayout.put`."""
+        """Copies all bytes to the start of the matrix: fewer rows fill fewer lines."""
         matrix.view(torch.uint8).view(-1)[: scale.numel()] = scale.view(torch.uint8).reshape(-1)
 
     def as_sent(self, scale: Tensor, extents: tuple[int, int]) -> Tensor | None:
-        """Returns a view of contiguous scales without padding, else None; see `ScaleLayout.as_sent`."""
+        """Returns a view if `scale` is contiguous and has as many bytes as the matrix; else None."""
         lines, width = extents
         if not scale.is_contiguous() or scale.numel() != lines * width * self.element.itemsize:
             return None
@@ -80,7 +81,10 @@ class Words:
 
 @dataclass(frozen=True)
 class PaddedScaleRows:
-    """Scales that promoted sums are multiplied with (`mainloop.blocks`): for A a line for each block of K.
+    """Layout of float32 scales, by which kernels multiply partial sums on promotion (`mainloop.blocks`).
+
+    The matrix of A is transposed: a line per block of K, whose elements are the scales of the rows. The
+    matrix of B has a line per block of rows of the weight.
 
     Attributes:
         width: Elements of K in a block.
@@ -91,14 +95,15 @@ class PaddedScaleRows:
     element = torch.float32
 
     def extents(self, rows: int, depth: int) -> tuple[int, int]:
-        """Returns (lines, padded rows); see `ScaleLayout.extents`."""
+        """Returns A's extents: (ceil(depth / width), rows padded to a multiple of 4)."""
         return ceil_div(depth, self.width), padded(rows, self.element.itemsize)
 
     def of_a(self, scale: Tensor, shape: Sequence[int], step: int | None = None) -> Tensor:
-        """Returns the transposed scales; see `ScaleLayout.of_a`.
+        """Returns `scale` `[rows, blocks of K]` transposed.
 
-        Scales `[rows, ...]` whose columns are contiguous are not copied. Lines restart at whole 16 bytes
-        where tiles restart, which needs a copy.
+        The result is a view if columns of `scale` are contiguous and TMA can load them. If tiles restart at
+        each shard, a shard's scales must begin at a multiple of 16 bytes. They are copied if `step` is no
+        multiple of 4.
         """
         lines, unit = scale.t(), padded(1, scale.itemsize)
         if step is None or step >= len(scale) or step % unit == 0:
@@ -106,18 +111,19 @@ class PaddedScaleRows:
         return torch.cat([F.pad(part, (0, -part.shape[1] % unit)) for part in lines.split(step, 1)], 1)
 
     def of_b(self, scale: Tensor, shape: Sequence[int], step: int | None = None) -> Tensor:
-        """Returns the scales; see `ScaleLayout.of_b`. A matrix without rows, not read, gets one line.
+        """Returns `scale` `[blocks of rows, blocks of K]`, or a copy with padded lines.
 
-        Tiles restart at a block boundary (`ExchangeShape.even`).
+        A weight without rows, which is not read, gets one line. `step` has no effect: shards of columns begin
+        at a block (`ExchangeShape.even`).
         """
         return self._readable(scale if len(scale) else scale.new_zeros(1, scale.shape[1]))
 
     def put(self, scale: Tensor, matrix: Tensor) -> None:
-        """Copies the transposed scales to the first columns; see `ScaleLayout.put`."""
+        """Copies the transposed scales to the first columns of the matrix."""
         matrix[:, : len(scale)] = scale.t()
 
     def as_sent(self, scale: Tensor, extents: tuple[int, int]) -> Tensor | None:
-        """Returns the transposed scales if they are contiguous, else None; see `ScaleLayout.as_sent`."""
+        """Returns the transposed view if it is contiguous and has these extents; else None."""
         lines = scale.t()
         return lines if lines.shape == extents and lines.is_contiguous() else None
 
@@ -134,22 +140,23 @@ def layout_of(blocks: Blocks) -> ScaleLayout:
 
 
 def num_bytes(blocks: Blocks, rows: int, depth: int) -> int:
-    """Returns the bytes of the scales of `rows` rows with `depth` elements of K."""
+    """Returns the bytes of A's matrix for an operand `[rows, depth]`, padding included."""
     layout = layout_of(blocks)
     lines, width = layout.extents(rows, depth)
     return lines * width * layout.element.itemsize
 
 
 def scales_of_shard(scale: Tensor, blocks: Blocks, rows: int, depth: int) -> Tensor:
-    """Returns the scales of a shard as kernels send and read them: A's matrix for a full shard.
+    """Returns the scales of the local shard as they are sent: A's matrix for the rows of a full shard.
 
-    The result is a view of `scale` if the layout allows it, else a copy padded with zeros.
+    The result is contiguous and begins at a multiple of 16 bytes. It is a view of `scale` if possible, else a
+    copy padded with zeros.
 
     Args:
-        scale: Scales as callers pass them, of at most `rows` rows.
+        scale: Scales in the public layout, of at most `rows` rows.
         blocks: Blocks that share a scale.
         rows: Rows of a full shard.
-        depth: Extent of K in memory, padding included.
+        depth: K in memory, padding included.
     """
     layout = layout_of(blocks)
     extents = layout.extents(rows, depth)
@@ -161,14 +168,14 @@ def scales_of_shard(scale: Tensor, blocks: Blocks, rows: int, depth: int) -> Ten
 
 
 def gathered_scales(buffer: Tensor, owners: int, chunk: int, depth: int, full: int, blocks: Blocks) -> Tensor:
-    """Returns the scales in a gather buffer, after the rows of each shard: A's matrices, `[..., owners]`.
+    """Returns a view of the scales in a gather buffer: `[lines, elements, owners]`, A's matrix of each shard.
 
     Args:
-        buffer: Gather buffer, of bytes.
+        buffer: Gather buffer, one-byte elements. The view does not own the memory.
         owners: Number of ranks that have rows.
         chunk: Rows of a full shard.
-        depth: Extent of K in memory, padding included.
-        full: Bytes from one shard to the next.
+        depth: K in memory, padding included; also the bytes of a row.
+        full: Bytes from the start of a shard to the start of the next.
         blocks: Blocks that share a scale.
     """
     layout = layout_of(blocks)

@@ -1,8 +1,9 @@
-"""Scales of MX types: e8m0, one for 32 elements of K, in the order in which tensor cores read them.
+"""Scales of MX types: e8m0, one per row and 32 elements of K, in the order that tensor cores read.
 
-An *atom* is the scales of 128 rows and 128 elements of K, 512 bytes: row ``r``'s 4 are at
-``16 * (r % 32) + 4 * (r // 32)``. A matrix's scales are whole atoms, those of 128 rows after each other
-(`torch.nn.functional.SwizzleType.SWIZZLE_32_4_4`). Functions check the number of elements, not the shape.
+The unit of this order is an *atom*: the scales of 128 rows and 128 elements of K, in 512 bytes. Row ``r`` has
+4 scales in it, at byte ``16 * (r % 32) + 4 * (r // 32)``. Atoms are contiguous along K, then along the rows:
+`torch.nn.functional.SwizzleType.SWIZZLE_32_4_4`. Both extents are padded to full atoms. Callers may pass the
+scales in any shape with this number of elements.
 """
 
 from __future__ import annotations
@@ -19,24 +20,31 @@ from ...spec.sharding import ceil_div
 SCALE = torch.float8_e8m0fnu
 
 WIDTH = MX[2]
-"""Elements of K that share a scale."""
+"""Elements of K per scale: 32."""
 
 ATOM_SCALES = ATOM_BYTES // ATOM_ROWS
-"""Scales of one row in an atom."""
+"""Scales per row of an atom: 4."""
 
 
 def num_scales(rows: int, depth: int) -> int:
-    """Returns the number of scales of a matrix `[rows, depth]`, with the padding of its atoms."""
+    """Returns the number of scales (bytes) of a matrix `[rows, depth]`, padding included."""
     return ceil_div(rows, ATOM_ROWS) * atoms_along(depth) * ATOM_BYTES
 
 
 def atoms_along(depth: int) -> int:
-    """Returns the number of atoms that hold the scales of `depth` elements of K."""
+    """Returns the number of atoms along K for `depth` elements."""
     return ceil_div(depth, ATOM_SCALES * WIDTH)
 
 
 def atoms_of(scale: Tensor) -> Tensor:
-    """Returns scales `[rows, ceil(K / 32)]` of 8 bits as `[atoms of rows, bytes]`, padded with zero bytes."""
+    """Returns row-major scales in the order of atoms, padded with zero bytes.
+
+    Args:
+        scale: `[rows, ceil(K / 32)]`, of an 8-bit dtype.
+
+    Returns:
+        `[ceil(rows / 128), atoms along K * 512]`, of the same dtype.
+    """
     rows, width = scale.shape
     padded = F.pad(scale.view(torch.uint8), (0, -width % ATOM_SCALES, 0, -rows % ATOM_ROWS))
     high, wide = padded.shape[0] // ATOM_ROWS, padded.shape[1] // ATOM_SCALES
@@ -45,7 +53,13 @@ def atoms_of(scale: Tensor) -> Tensor:
 
 
 def rows_of(scale: Tensor, rows: int, depth: int) -> Tensor:
-    """Returns the scales `[rows, ceil(depth / 32)]` from which `atoms_of` made `scale` of any shape."""
+    """Returns row-major scales `[rows, ceil(depth / 32)]`; inverse of `atoms_of`.
+
+    Args:
+        scale: Scales in the order of atoms, `num_scales(rows, depth)` elements of any shape, contiguous.
+        rows: Rows of the matrix.
+        depth: K of the matrix.
+    """
     high, wide = ceil_div(rows, ATOM_ROWS), atoms_along(depth)
     atoms = scale.view(torch.uint8).view(high, wide, 32, ATOM_ROWS // 32, ATOM_SCALES)
     all_rows = atoms.permute(0, 3, 2, 1, 4).reshape(high * ATOM_ROWS, wide * ATOM_SCALES)
@@ -53,13 +67,16 @@ def rows_of(scale: Tensor, rows: int, depth: int) -> Tensor:
 
 
 def words_of(scale: Tensor, shape: Sequence[int], step: int | None = None) -> Tensor:
-    """Returns the scales of a matrix as kernels read them: int16 `[atoms of rows, words]`.
+    """Returns the scales as kernels load them: int16 `[ceil(rows / 128), atoms along K * 256]`.
+
+    The result is a view of `scale` if that is contiguous, begins at a multiple of 16 bytes, and `step` needs
+    no new atoms. Otherwise it is a copy. A matrix without scales gets one line of zeros.
 
     Args:
-        scale: Scales, `num_scales` elements.
-        shape: Shape of the matrix, `[rows, depth]`.
-        step: Rows after which tiles restart, and with them atoms; None: nowhere. If `step` is a multiple of
-            an atom's rows, nothing is copied.
+        scale: Scales in the order of atoms, `num_scales(*shape)` elements.
+        shape: `[rows, K]` of the matrix.
+        step: Rows of a full shard if tiles restart at each shard; None: they do not. Each shard then begins
+            with a new atom, which needs a copy unless `step` is a multiple of 128.
     """
     rows, depth = shape
     words = max(atoms_along(depth), 1) * ATOM_BYTES // 2

@@ -1,8 +1,7 @@
-"""Quantization of rows by one kernel (`kernel.quantize_rows`): its conditions and its launch.
+"""Launch of the Triton kernel that quantizes rows (`kernel.quantize_rows`), and the conditions for it.
 
-The kernel is this library's, not one that `torch.compile` makes at the first eager call. Inductor takes
-seconds to compile, again for each shape; compiled for any shape its kernel takes twice the time
-(docs/design/fp8.md).
+`torch.compile` is no alternative. Inductor compiles for seconds at the first eager call, again for each new
+shape. Compiled for dynamic shapes, its kernel takes twice the time (docs/design/fp8.md).
 """
 
 from __future__ import annotations
@@ -19,26 +18,34 @@ from ...spec.sharding import ceil_div
 from .scaling import CUBLAS_ROWS
 
 HELD = 16384
-"""Most elements that a program holds: 32 for a thread of 16 warps. With more, one program fills an SM."""
+"""Limit of elements that a program keeps in registers: 16 warps of 32 elements a thread."""
 
 TILE = 4096
-"""Elements of a program that holds shorter rows, or blocks of rows."""
+"""Elements of a program if a row or block has fewer: it then takes several."""
 
 ALONG = 128
-"""Least elements of a row that a program takes together, for any block."""
+"""Least elements of a row in a program if scales are of blocks: it takes several short blocks."""
 
 OF_A_WARP = 1024
-"""Elements of a warp: four vectors of 16 bytes for each thread, if elements have 16 bits."""
+"""Elements of a warp: 32 a thread, which are four loads of 16 bytes for 16-bit inputs."""
 
 LONG = (1, 4096), 8
-"""Tile and warps for rows that are too long to be held."""
+"""(Rows, columns) of a loop step, and warps, for contiguous rows of more than `HELD` elements."""
 
 STRIDED = (32, 512), 16
-"""Tile and warps for rows that are not contiguous, as in a transposed matrix: full sectors both ways."""
+"""(Rows, columns) of a loop step, and warps, for rows that are not contiguous, as in a transposed matrix.
+
+A step then loads full sectors along the columns of x and stores full sectors along the rows of the result.
+"""
 
 
 def has_kernel(x: Tensor, block: int | None) -> bool:
-    """Returns whether one kernel quantizes `x` `[..., K]`, with a scale per block or (None) per row."""
+    """Returns whether a kernel can quantize `x`; False: torch's operations do it.
+
+    Args:
+        x: `[..., K]`, of any strides. It must be on a GPU of sm_90 or later, and not empty.
+        block: Elements of K that share a scale: a power of two up to `HELD`; None: a scale for each row.
+    """
     return (
         x.is_cuda
         and x.numel() > 0
@@ -50,14 +57,18 @@ def has_kernel(x: Tensor, block: int | None) -> bool:
 def by_one_kernel(
     x: Tensor, dtype: torch.dtype, block: int | None, least: float, power_of_two: bool
 ) -> tuple[Tensor, Tensor]:
-    """Returns values and scales, as `api.quantization.quantize_rows` returns them.
+    """Quantizes rows by one kernel on the current stream, for `api.quantization.quantize_rows`.
 
     Args:
-        x: `[..., K]`, float32, bfloat16 or float16, on a GPU; see `has_kernel`.
-        dtype: 8-bit dtype of the values.
+        x: `[..., K]`, float32, bfloat16 or float16, for which `has_kernel` is True.
+        dtype: 8-bit floating-point dtype of the values.
         block: Elements that share a scale, less than K; None: a scale for each row.
         least: Smallest scale.
-        power_of_two: Whether scales are rounded to powers of two.
+        power_of_two: Whether scales are rounded up to powers of two.
+
+    Returns:
+        New tensors: contiguous values of the shape of x, and float32 scales. These are `[..., 1]`, or
+        `[..., ceil(K / block)]` with contiguous columns, as from `scaling.along_rows`.
     """
     flat = x.detach().reshape(-1, x.shape[-1])
     rows, width = flat.shape
@@ -90,7 +101,11 @@ def by_one_kernel(
 
 @cache
 def _kernels(device: torch.device) -> Any:
-    """Returns the module of the kernels; None without Triton or without 8-bit conversions in one rounding."""
+    """Returns the module of the kernels, or None; cached by device.
+
+    None without Triton, and before sm_90: the conversion to 8 bits must round once. If Triton is installed
+    but does not work, one RuntimeWarning per device states the reason.
+    """
     if torch.cuda.get_device_capability(device) < (9, 0) or find_spec("triton") is None:
         return None
     try:

@@ -1,4 +1,8 @@
-"""Operands as the kernels read them: used in place if TMA can load them, else copied."""
+"""Layout rules of operands that TMA loads, and the copies of tensors that break these rules.
+
+A copy is a new tensor on the same device, made on the current stream. A tensor that obeys the rules is
+returned unchanged.
+"""
 
 from __future__ import annotations
 
@@ -8,31 +12,36 @@ import torch
 from torch import Tensor
 
 ROW_BYTES = 16
-"""TMA requires rows at multiples of 16 bytes (CUDA driver API, tensor maps)."""
+"""Unit of addresses and of row pitches in bytes: a rule of TMA (CUDA driver API, tensor maps)."""
 
 ROW_ELEMENTS = 8
-"""Elements of a 16-bit dtype in `ROW_BYTES`."""
+"""Number of 16-bit elements in `ROW_BYTES`."""
 
 
 def padded(extent: int, itemsize: int = 2) -> int:
-    """Returns the elements of a row of `extent` elements padded to whole 16 bytes, at least 16 bytes."""
+    """Returns `extent` rounded up to a multiple of 16 bytes, in elements; at least 16 bytes.
+
+    Args:
+        extent: Number of elements.
+        itemsize: Bytes of an element: 1, 2 or 4.
+    """
     unit = ROW_BYTES // itemsize
     return max(-(-extent // unit), 1) * unit
 
 
 MAX_STRIDE = 1 << 40
-"""Limit in bytes of a stride of a TMA descriptor, which has 40 bits."""
+"""Exclusive upper bound in bytes of a stride in a TMA descriptor, whose stride fields have 40 bits."""
 
 
 def aligned(matrix: Tensor, shard: int = 0) -> Tensor:
-    """Returns `matrix` `[rows, K]` as TMA can read it: itself, or a copy with zeros appended along K.
+    """Returns `matrix` if TMA can load it, else a row-major copy with padded K (`widened`).
 
-    Rows (or, of a transposed matrix, columns) must begin at multiples of 16 bytes. Zeros along K add nothing
-    to a product, and if the other operand is shorter the hardware reads zeros.
+    TMA needs a base address and a pitch that are multiples of 16 bytes. The padding adds zero to each sum
+    over K. The other operand needs no padding: TMA fills elements out of bounds with zeros.
 
     Args:
-        matrix: Operand.
-        shard: Rows of an owner's shard, see `has_tma_strides`.
+        matrix: Operand `[rows, K]`, row-major or transposed.
+        shard: Rows of a full shard if tiles restart at each shard; else 0. See `has_tma_strides`.
     """
     if has_tma_strides(matrix, shard) and matrix.data_ptr() % 16 == 0:
         return matrix
@@ -40,11 +49,11 @@ def aligned(matrix: Tensor, shard: int = 0) -> Tensor:
 
 
 def weight_pair(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns two weights of one shape as a kernel reads them by one descriptor: themselves, or copies.
+    """Returns two weights that one TMA descriptor covers: the inputs, aligned, or the two halves of one copy.
 
     Args:
-        first: Weight `[rows, K]`.
-        second: Weight of the same shape, at another address, less than `MAX_STRIDE` bytes away.
+        first: Weight `[N, K]`.
+        second: Weight of the same shape and dtype.
     """
     pair = aligned(first), aligned(second)
     if is_weight_pair(*pair):
@@ -56,13 +65,17 @@ def weight_pair(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def is_weight_pair(first: Tensor, second: Tensor) -> bool:
-    """Returns whether a kernel reads two aligned weights of one shape by one descriptor."""
+    """Returns whether one TMA descriptor covers two aligned weights of one shape.
+
+    Both must be row-major with equal pitch. The distance of their addresses becomes a stride of the
+    descriptor: it is not 0 and is less than `MAX_STRIDE`.
+    """
     is_one_pitch = first.stride() == second.stride() and first.stride(1) == 1
     return is_one_pitch and 0 < abs(first.data_ptr() - second.data_ptr()) < MAX_STRIDE
 
 
 def widened(matrix: Tensor) -> Tensor:
-    """Returns a contiguous copy of `matrix` `[rows, K]` with zeros appended along K to whole 16 bytes."""
+    """Returns a row-major copy of `matrix` `[rows, K]`, with zeros up to `padded(K)` columns."""
     rows, depth = matrix.shape
     wide = matrix.new_zeros(rows, padded(depth, matrix.itemsize))
     wide[:, :depth] = matrix
@@ -70,12 +83,16 @@ def widened(matrix: Tensor) -> Tensor:
 
 
 def has_tma_strides(matrix: Tensor, shard: int = 0) -> bool:
-    """Returns whether TMA can read `matrix` `[rows, K]` if it begins at a multiple of 16 bytes.
+    """Returns whether the strides of `matrix` `[rows, K]` allow a TMA load; the address is not checked.
+
+    One dimension is contiguous. The other stride is a multiple of 16 bytes, and rows (or columns) do not
+    overlap. K is at least 1.
 
     Args:
-        matrix: Operand.
-        shard: Rows of an owner's shard if tiles begin with each shard. Along the contiguous dimension a load
-            begins at multiples of 16 bytes only (measured: docs/design/facts.md).
+        matrix: Operand, row-major or transposed.
+        shard: Rows of a full shard if tiles restart at each shard; else 0. In a transposed matrix a shard
+            must be a multiple of 16 bytes. Along the contiguous dimension a load begins only there (measured:
+            docs/design/facts.md).
     """
     inner, outer = (1, 0) if matrix.stride(1) == 1 else (0, 1)
     return (
@@ -88,9 +105,11 @@ def has_tma_strides(matrix: Tensor, shard: int = 0) -> bool:
 
 
 def aligned_vector(vector: Tensor, size: int) -> Tensor:
-    """Returns `vector` as the epilogue reads it, 16 bytes at a time: itself, or a contiguous aligned copy.
+    """Returns a contiguous vector at a multiple of 16 bytes, as epilogues load it.
 
-    A single element is copied `size` times.
+    Args:
+        vector: `[size]`, or `[1]`, which is repeated. It is returned unchanged if it obeys the rule.
+        size: Number of elements.
     """
     if vector.shape[0] == size and vector.stride(0) == 1 and vector.data_ptr() % 16 == 0:
         return vector
@@ -98,5 +117,5 @@ def aligned_vector(vector: Tensor, size: int) -> Tensor:
 
 
 def major(matrix: Tensor, other: str) -> Any:
-    """Returns ``"k"`` if K is the contiguous dimension of `[rows, K]`, else ``other``."""
+    """Returns "k" if K is contiguous in `matrix` `[rows, K]`, else `other`: "m" for A, "n" for B."""
     return "k" if matrix.stride(1) == 1 else other
