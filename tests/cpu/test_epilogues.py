@@ -89,6 +89,10 @@ def test_the_digest_follows_the_source_and_what_it_refers_to(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setitem(globals(), "_scaled", arithmetic.silu)
         assert made().digest != everything.digest
+    with monkeypatch.context() as patch:
+        before = epilogue(of_a_default).digest
+        patch.setattr(_by_default, "__defaults__", (0.5,))
+        assert epilogue(of_a_default).digest != before
     assert epilogue(_scaled).digest != epilogue(_scaled, of="partial").digest
     with pytest.raises(ValueError, match="no epilogue nothing:0 has been made in this process"):
         epilogues.epilogue_of("nothing:0")
@@ -113,6 +117,25 @@ def of_a_tensor(x):
     return x * TABLE
 
 
+twice = lambda x: x * 2  # noqa: E731
+
+
+def of_a_lambda(x):
+    return twice(x)
+
+
+def _by_default(x, factor=ALPHA):
+    return x * factor
+
+
+UNWRITTEN: dict = {}
+exec("def gradient(gradients, outputs, inputs): return gradients", UNWRITTEN)
+
+
+def of_a_default(x):
+    return _by_default(x)
+
+
 def doubled(x):
     return x, x
 
@@ -128,6 +151,14 @@ def with_bias(x, bias):
         (comparing, {}, "'>' not supported"),
         (of_torch, {}, "functions of overlap_gemm.epilogues"),
         (of_a_tensor, {}, "declare everything else that it reads as an input"),
+        (lambda x: x * 2, {}, "define functions with def, not with lambda"),
+        (of_a_lambda, {}, "define functions with def, not with lambda"),
+        (doubled, {"gradient": lambda *_: None}, "define functions with def, not with lambda"),
+        (
+            doubled,
+            {"outputs": {"a": "element"}, "gradient": UNWRITTEN["gradient"]},
+            "in a file or a notebook",
+        ),
         (doubled, {}, r"must return \(result\)"),
         (doubled, {"outputs": {"a": "element", "b": "element"}}, r"must return \(result, a, b\)"),
         (with_bias, {}, r"must take the inputs \(\), in this order; it takes \(x, bias\)"),

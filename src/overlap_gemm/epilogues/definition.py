@@ -196,7 +196,7 @@ def epilogue(
 
     Args:
         function: Function to decorate, with a source in a file or a notebook. Functions made by `exec` have
-            none. Lambdas on the same line have the same source, so they can get the same epilogue.
+            none, and lambdas are refused: all lambdas of a line have the same source.
         inputs: Kind of each input (`InputKind`), by the name of the function's parameter.
         outputs: Kind of each output (`OutputKind`) after the result, in the order of the returned tuple.
         of: "complete": the function takes the sum over all ranks. "partial": it takes the sum of one rank,
@@ -218,7 +218,7 @@ def epilogue(
     Raises:
         TypeError: The parameters of the function are not the sums and the declared inputs. Or the function
             uses anything else than the operations above, or returns another number of values than declared.
-            Or its source is not available.
+            Or its source is not available, or it or a function that it uses is a lambda.
         ValueError: A kind does not exist; or `of="partial"` is combined with outputs, pairs or a gradient.
     """
     if function is None:
@@ -306,10 +306,24 @@ def _reduced(tensor: Any, kind: OutputKind) -> Any:
 
 def _digest(name: str, function: Callable[..., Any], declared: str, gradient: Any) -> str:
     digest = hashlib.sha256(declared.encode())
-    texts = _texts(name, function, set()) + ([] if gradient is None else [inspect.getsource(gradient)])
+    texts = _texts(name, function, set()) + ([] if gradient is None else [_source(name, gradient)])
     for text in texts:
         digest.update(text.encode() + b"\0")
     return digest.hexdigest()[:16]
+
+
+def _source(name: str, function: Any) -> str:
+    if getattr(function, "__name__", "") == "<lambda>":  # the source of all lambdas of a line is the same
+        raise TypeError(
+            f"epilogue {name}: define functions with def, not with lambda: kernels are kept by name"
+        )
+    try:
+        return textwrap.dedent(inspect.getsource(function))
+    except (OSError, TypeError) as error:
+        raise TypeError(
+            f"epilogue {name}: the source of {function!r} must be in a file or a notebook, because the key "
+            f"of a compiled kernel contains it: {error}"
+        ) from error
 
 
 def _texts(name: str, function: Any, seen: set[int]) -> list[str]:
@@ -317,13 +331,8 @@ def _texts(name: str, function: Any, seen: set[int]) -> list[str]:
     if id(function) in seen:
         return []
     seen.add(id(function))
-    try:
-        texts = [textwrap.dedent(inspect.getsource(function))]
-    except (OSError, TypeError) as error:
-        raise TypeError(
-            f"epilogue {name}: the source of {function!r} must be in a file or a notebook, because the key "
-            f"of a compiled kernel contains it: {error}"
-        ) from error
+    defaults = function.__defaults__, function.__kwdefaults__  # the source may name a constant
+    texts = [_source(name, function), repr(defaults)]
     code, closure = function.__code__, inspect.getclosurevars(function)
     referred = {**closure.globals, **closure.nonlocals}
     for one, value in sorted(referred.items()):
