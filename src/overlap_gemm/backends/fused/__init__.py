@@ -1,1 +1,1 @@
-"""Backend `fused`: plans of calls, made once, and the compiled kernels that they launch."""
+"""Backend `fused`: persistent kernels that multiply and communicate, and cached plans that launch them."""

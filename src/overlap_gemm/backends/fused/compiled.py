@@ -1,4 +1,10 @@
-"""Compiled kernels of the fused backend: which kernels a transport needs, and the cache that keeps them."""
+"""Compiled kernels of the fused backend, each made once per process and architecture (`CompileCache`).
+
+A cache key is everything that changes the kernel: configuration, transport, communication pattern and kind of
+launch, plus `Executor.flavour`. Kernels that call NVSHMEM are kept in memory only, all others on disk, too.
+Compilation is local; plans wrap it in `Peers.prepare`, so that all ranks raise if one rank fails. Every
+public function raises CaptureError if a kernel is not in memory yet during the capture of a CUDA graph.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +22,17 @@ from .ways import Way
 
 
 def compiled_kernel(executor: Executor, config: GemmConfig, way: Way | None, pattern: str) -> Any:
-    """Returns the kernel of a configuration and an exchange; a plain GEMM if `way` is None."""
+    """Returns the kernel of an op that exchanges tiles; of a plain GEMM if `way` is None.
+
+    Args:
+        executor: Executor that launches the kernel.
+        config: Configuration of the kernel.
+        way: Host part of the transport, or None.
+        pattern: Communication pattern, a name of `spec.PATTERNS`.
+
+    Raises:
+        ValueError: A dependent launch is configured, and the kernel needs a relay kernel.
+    """
     in_library = way is not None and way.in_library
 
     def build() -> Any:
@@ -37,10 +53,18 @@ def compiled_kernel(executor: Executor, config: GemmConfig, way: Way | None, pat
 
 
 def _is_cooperative(executor: Executor, config: GemmConfig, relayed: bool) -> bool:
-    """Returns whether a launch is cooperative, dependent or not: drivers accept both together.
+    """Returns whether the launch is cooperative: on a full device, not on a share of it (virtual ranks).
+
+    A launch may be cooperative and dependent at once.
+
+    Args:
+        executor: Executor that launches the kernel.
+        config: Configuration of the kernel.
+        relayed: Whether a relay kernel runs alongside.
 
     Raises:
-        ValueError: The kernel needs a relay kernel (`relayed`), whose place a dependent kernel might take.
+        ValueError: A dependent launch is configured, and `relayed` is True. The next kernel could then occupy
+            the SM of the relay kernel.
     """
     if config.is_dependent and relayed:
         raise ValueError(
@@ -58,15 +82,19 @@ def compiled_gather(
     puts: bool,
     op: OpSpec = ALL_GATHER_GEMM,
 ) -> Any:
-    """Returns the kernel of an op whose operand is sent.
+    """Returns the kernel of an op whose operand x is sent.
 
     Args:
         executor: Executor that launches the kernel.
         config: Configuration of the kernel.
-        push: Whether the kernel sends the shards, as in `build.make_gather_kernel`.
-        keep: Whether the kernel stores the gathered operand, as in `build.make_gather_kernel`.
-        puts: Whether a relay kernel puts the shards.
-        op: The op.
+        push: Whether warps of the kernel store the local shard in the peers' memory. False: copy engines or a
+            relay kernel send it.
+        keep: Whether the kernel also copies the gathered x to a tensor of the caller.
+        puts: Whether a relay kernel puts the shards by NVSHMEM.
+        op: Definition of the op.
+
+    Raises:
+        ValueError: A dependent launch is configured, and `puts` is True.
     """
 
     def build() -> Any:
@@ -81,7 +109,7 @@ def compiled_gather(
 
 
 def compiled_relay(executor: Executor) -> Any:
-    """Returns the relay kernel that runs alongside a GEMM (`exchange.relay`)."""
+    """Returns the relay kernel (`exchange.relay`), one for all ops and shapes; it calls NVSHMEM."""
 
     def build() -> Any:
         from ...build import DirectCall, compile_relay
@@ -93,11 +121,11 @@ def compiled_relay(executor: Executor) -> Any:
 
 
 def compiled_gate(executor: Executor, puts: bool = False) -> Any:
-    """Returns the kernel that waits for a shard on a stream (`gather.gate`).
+    """Returns the gate kernel (`gather.gate`): it lets a stream wait for a rank's shard, or ends a call.
 
     Args:
         executor: Executor that launches the kernel.
-        puts: Whether a relay kernel puts the shards.
+        puts: Whether a relay kernel puts the shards, in pieces with a flag each.
     """
 
     def build() -> Any:
@@ -110,11 +138,18 @@ def compiled_gate(executor: Executor, puts: bool = False) -> Any:
 
 
 def _from_cache(executor: Executor, key: tuple[Hashable, ...], build: Callable[[], Any], puts: bool) -> Any:
-    """Returns a compiled kernel from memory or disk; initialises one that calls NVSHMEM (`puts`).
+    """Returns the kernel of a key from memory, else from disk, else from `build`.
 
-    A kernel that calls NVSHMEM is not kept on disk, and is called by the DSL's argument path. NVSHMEM must
-    initialise the library that a kernel is loaded from. Neither a kernel from disk nor a TVM-FFI function
-    exposes its library.
+    Args:
+        executor: Executor that launches the kernel, for its architecture and flavour.
+        key: Hashable whose `repr` contains every compile-time choice.
+        build: Function that compiles the kernel.
+        puts: Whether the kernel calls NVSHMEM. NVSHMEM must then initialise the CUDA library of the kernel.
+            Only a newly compiled `DirectCall` exposes this library, not a TVM-FFI function or a kernel from
+            disk.
+
+    Raises:
+        CaptureError: The kernel is not in memory, and a CUDA graph is being captured.
     """
 
     def build_and_initialise() -> Any:

@@ -1,4 +1,4 @@
-"""Allocation of workspaces ahead of the first fused call, large enough for the largest call."""
+"""Allocation of workspaces before the first fused call, large enough for the largest call to come."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .plan_cache import kind_of, peers_for
 from .ways import wanted
 
 DEPTHS = (1 << 10, 1 << 13, 1 << 15, 1 << 17)
-"""Values of K for which the model decides whether an all-reduce may be one-shot."""
+"""Sample values of K, to find the rows up to which the model may choose a one-shot all-reduce."""
 
 
 def needed_classes(
@@ -36,11 +36,12 @@ def needed_classes(
     out_dtype: torch.dtype | None = None,
     blocks: Blocks | None = None,
 ) -> dict[str, SizeClass]:
-    """Returns the size class of each kind of workspace of calls up to a size, of any configuration.
+    """Returns the size class of each kind of workspace, for all configurations of calls up to a size.
 
-    One-shot all-reduces with more rows than the model selects them for are not included (`configured`). The
-    ops that exchange tiles share one workspace, kernels for few rows another one, ops that send x a third.
-    The first call of a group is collective.
+    Ops that exchange tiles share one workspace, kernels for few rows (LL packets) have a second, ops that
+    send x a third. A group of one needs none. Collective at the first fused call of a group. One-shot
+    all-reduces of more rows than the model allows are not included: only `configured(algorithm=...)` requests
+    them.
 
     Args:
         group: Ranks that take part.
@@ -48,9 +49,9 @@ def needed_classes(
         dtype: Dtype of the operands.
         ops: Names of the ops; at least one.
         rows: Largest M over all ranks.
-        width: Largest N of ops that exchange tiles, largest K of those that send x.
-        out_dtype: Dtype of results if operands have scales.
-        blocks: Blocks that may share a scale; None: rows.
+        width: Largest N of ops that exchange tiles, and largest K of ops that send x, over all ranks.
+        out_dtype: Dtype of the results if the operands have scales; else None.
+        blocks: Blocks that may share a scale; None: rows only.
     """
     if group.size == 1:
         return {}
@@ -83,7 +84,9 @@ def needed_classes(
 
 
 def allocate(group: Group, device: torch.device, needed: Mapping[str, SizeClass]) -> int:
-    """Allocates workspaces of the classes; calls that fit into them then allocate nothing. Collective.
+    """Allocates workspaces; later calls that fit into them allocate no symmetric memory. Collective.
+
+    The workspaces belong to the group until `close_workspaces`.
 
     Args:
         group: Ranks that take part.
@@ -91,7 +94,7 @@ def allocate(group: Group, device: torch.device, needed: Mapping[str, SizeClass]
         needed: Size classes from `needed_classes`, the same on all ranks.
 
     Returns:
-        Bytes of this rank's workspaces.
+        Bytes of the workspaces on this rank.
 
     Raises:
         DisagreementError, SymmetricMemoryError: On every rank, if one of them cannot allocate.
@@ -103,7 +106,13 @@ def allocate(group: Group, device: torch.device, needed: Mapping[str, SizeClass]
 
 
 def _shapes(ops: Sequence[str], largest: Facts, agreed: Agreed) -> Iterator[ExchangeShape]:
-    """Yields the largest shape of each pattern that calls of `ops` may have, up to that of `largest`."""
+    """Yields the largest shape of each pattern that exchanges tiles, for calls of `ops` up to `largest`.
+
+    Args:
+        ops: Names of the ops.
+        largest: M, N, number of ranks, types and blocks of the largest call.
+        agreed: Values that are equal on all ranks, for the model.
+    """
     rows, columns, world = largest.m, largest.n, largest.world
     assert columns is not None
     for name, pattern in PATTERNS.items():
@@ -121,7 +130,11 @@ def _shapes(ops: Sequence[str], largest: Facts, agreed: Agreed) -> Iterator[Exch
 
 
 def _uncut_rows(pattern: PatternSpec, largest: Facts, agreed: Agreed) -> int:
-    """Returns the rows up to which the model may choose a pattern whose slots are for all rows; 0: never."""
+    """Returns a bound of the rows for which the model chooses a pattern with slots for all rows; 0: never.
+
+    The model is evaluated at powers of two below `largest.m` and at `largest.m` itself. The bound is twice
+    the largest of these M that it accepts, at most `largest.m`.
+    """
     rows, machine = largest.m, constants(agreed.arch)
 
     def is_taken(m: int, depth: int | None) -> bool:

@@ -1,7 +1,8 @@
-"""`Way`: the host's part of a transport: its workspace, its table of peers, and its kernels.
+"""`Way`: host part of a transport, that is its workspace, its table of peers and its choice of kernels.
 
-The way of a call follows from the requested transport (`spec.TransportSpec`), from the kernel's configuration
-(`GemmConfig.sends_ll`), and from the peers' P2P access. The device's part (`overlap_gemm.transports`) sends.
+The way of a call depends on the configured transport (`spec.TransportSpec`), on the configuration
+(`GemmConfig.sends_ll`), and on the P2P access between the ranks. All ranks of a call have the same way. The
+device part, which stores and signals, is in `overlap_gemm.transports`.
 """
 
 from __future__ import annotations
@@ -29,24 +30,25 @@ from ...spec import EMPTY_BYTE, TransportSpec
 
 SMALLEST_BUFFER = 1 << 20
 SMALLEST_FLAGS = 1 << 12
-"""Size classes begin with this slot buffer (bytes) and these flags; each further class has twice as much."""
+"""Extents of the smallest size class: bytes of a buffer, and number of flags; others are powers of two."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """The host's part of a transport.
+    """Host part of a transport.
 
     Attributes:
-        device: Name of the device's part, in `transports.DEVICE`.
-        kind: Kind of workspaces that this way shares with no other one. Other ways must not write where LL
-            packets are awaited, nor put into memory that is staged for all peers.
-        buffers: Number of buffers for slots and staged tiles together, in every workspace.
-        staging: Number of further buffers if some peer is not P2P-accessible.
-        filled: Initial value of every byte of a new workspace's buffers; None: undefined.
-        needs_reach: Whether every rank must be P2P-accessible to every other one.
+        device: Name of the device part, a key of `transports.DEVICE`.
+        kind: Kind of its workspaces; "": those of bulk stores. LL packets and puts need separate workspaces:
+            other transports must not write where packets are awaited, nor where tiles are staged for all
+            peers.
+        buffers: Number of equal buffers in every workspace, for slots and for tiles that are always staged.
+        staging: Number of further buffers, allocated only if some peer is not P2P-accessible.
+        filled: Value of every byte of the buffers at allocation; None: undefined.
+        needs_reach: Whether all ranks must have P2P access to each other.
         relays: Whether a relay kernel puts the tiles that the GEMM stages.
         in_library: Whether the GEMM itself calls NVSHMEM.
-        peers: Function from a workspace's memory to the table of peers that the kernel reads.
+        peers: Function from a workspace's memory to the tensor of peers' addresses that the kernel reads.
     """
 
     device: str
@@ -61,42 +63,47 @@ class Way:
 
     @property
     def puts(self) -> bool:
-        """Returns whether NVSHMEM puts the data for peers without P2P access."""
+        """Returns whether NVSHMEM puts data, from a relay kernel or from the GEMM."""
         return self.relays or self.in_library
 
     def tiles_class(self, config: GemmConfig, shape: ExchangeShape) -> SizeClass:
-        """Returns the smallest class of workspace that holds a call's flags, slots and staged tiles."""
+        """Returns the size class of a call that exchanges tiles: flags, slots and staged tiles.
+
+        Args:
+            config: Configuration of the kernel, which determines the tiles.
+            shape: Shape of the call.
+        """
         flags = slots_offset(power_of_two(max(shape.num_flags(config), SMALLEST_FLAGS)))
         buffer = power_of_two(max(shape.buffer_bytes(config), SMALLEST_BUFFER))
         return SizeClass(flags, buffer, self.buffers, self.staging, self.kind or "slots", filled=self.filled)
 
     def shards_class(self, nbytes: int) -> SizeClass:
-        """Returns the smallest class of workspace that holds one gather buffer of `nbytes` bytes."""
+        """Returns the size class of a call that sends x: one gather buffer of at least `nbytes` bytes."""
         buffer, flags = power_of_two(max(nbytes, SMALLEST_BUFFER)), slots_offset(SHARD_PIECES * MAX_WORLD)
         return SizeClass(flags, buffer, 1, 0, f"gather {self.kind}".strip(), COMING_OFFSET)
 
 
 STORES = Way("peer_bulk", staging=STAGING_BUFFERS)
-"""Bulk stores followed by flags."""
+"""Bulk stores to P2P-accessible peers, each followed by a flag; the fallback of `LL_WORDS`."""
 
 LL_WORDS = Way("ll", "words", filled=EMPTY_BYTE, needs_reach=True)
-"""The LL protocol: packets that contain their flag."""
+"""LL protocol: each packet contains its flag. The buffers are filled with the value of an empty packet."""
 
 PUTS = Way(
     "nvshmem", "puts", SLOT_BUFFERS + STAGING_BUFFERS, in_library=True, peers=lambda memory: memory.by_put
 )
-"""Puts to all peers, P2P-accessible or not: tiles are always staged."""
+"""NVSHMEM puts to all peers, P2P-accessible or not: every workspace has staging buffers."""
 
 
 def wanted(requested: TransportSpec | None, config: GemmConfig | None = None) -> Way:
-    """Returns the way of a call if all peers are P2P-accessible.
+    """Returns the way of a call before P2P access is taken into account (`obtain_way`).
 
     Args:
-        requested: Requested transport; None: the default.
-        config: Configuration of the kernel; None for shards, which do not depend on it.
+        requested: Configured transport; None: LL packets if the configuration sends them, else stores.
+        config: Configuration of the kernel; None if x is sent, which does not depend on it.
 
     Raises:
-        ValueError: Values of 32 bits, by a transport that sends values of 16 bits.
+        ValueError: The configuration has slots or results of 32 bits, and LL packets are configured.
     """
     if requested is None:
         return LL_WORDS if config is not None and config.sends_ll else STORES
@@ -111,16 +118,22 @@ def wanted(requested: TransportSpec | None, config: GemmConfig | None = None) ->
 
 
 def obtain_way(peers: Peers, way: Way, class_of: Callable[[Way], SizeClass]) -> tuple[Workspace, Way]:
-    """Returns a call's workspace, and its way: the requested one, unless some peer is not P2P-accessible.
+    """Returns the workspace of a call and its final way. Collective at the first call of a size class.
+
+    LL packets are replaced by stores, and stores by puts, if some ranks have no P2P access to each other. The
+    workspace belongs to `peers` and is shared by all calls that fit into it.
 
     Args:
-        peers: This rank's view of the group.
-        way: Requested way.
-        class_of: Function that returns the call's size class by a way.
+        peers: State of this rank in the group.
+        way: Way from `wanted`.
+        class_of: Function from a way to the size class of the call.
 
     Raises:
-        RuntimeError: Puts are needed or requested, and cannot be linked.
-        SymmetricMemoryError, CaptureError: See `runtime.memory.workspace.obtain`.
+        RuntimeError: On every rank: puts are needed or configured, and NVSHMEM cannot be linked. If that is
+            so on some ranks only, the error is a DisagreementError.
+        SymmetricMemoryError: On every rank, if one of them cannot allocate
+            (`runtime.memory.workspace.obtain`).
+        CaptureError: An allocation is needed, and a CUDA graph is being captured.
     """
     arch = peers.agreed.arch
     if way.puts:
@@ -144,12 +157,18 @@ def obtain_way(peers: Peers, way: Way, class_of: Callable[[Way], SizeClass]) -> 
 
 
 def putting(way: Way, arch: str, why: str) -> Way:
-    """Returns the way with puts: in the GEMM if the architecture allows it, else by a relay kernel.
+    """Returns the way with puts by the GEMM if the architecture allows calls in it, else by a relay kernel.
 
-    On sm_90 calls of NVSHMEM in the GEMM would cost it its registers (ptxas C7506, C7510).
+    On sm_90 a call of NVSHMEM in the GEMM disables the transfer of registers between warps (ptxas C7506,
+    C7510).
+
+    Args:
+        way: Way to change.
+        arch: Architecture of all ranks.
+        why: Reason that puts are needed, for the error message.
 
     Raises:
-        RuntimeError: The kernel would need puts, and the installed NVSHMEM cannot be linked.
+        RuntimeError: The installed NVSHMEM cannot be linked.
     """
     if reason := why_no_puts():
         raise RuntimeError(f"{why}, and {reason}")
@@ -159,5 +178,5 @@ def putting(way: Way, arch: str, why: str) -> Way:
 
 
 def power_of_two(number: int) -> int:
-    """Returns the least power of two that is not less than `number`."""
+    """Returns `number` rounded up to a power of two; `number` is at least 1."""
     return 1 << (number - 1).bit_length()
