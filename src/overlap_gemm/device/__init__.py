@@ -1,4 +1,4 @@
-"""Primitives of the hardware, without policy: addresses, flags, bounded waits, bulk copies.
+"""Device primitives without policy: addresses, flags, bounded waits, LL packets, bulk stores.
 
 All inline PTX of the package is here.
 """

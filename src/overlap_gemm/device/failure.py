@@ -1,6 +1,6 @@
-"""The failure record that an expired wait writes for the host.
+"""Failure record: eleven words in pinned host memory that an expired wait writes before it traps.
 
-Imports nothing of the DSL, so that the host can read a record without the DSL.
+This module imports nothing of the DSL, so the host can read a record without it.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from typing import Any, NamedTuple
 from overlap_gemm.device.traced import Scalar
 
 RECORD_WORDS = 11
-"""Number of ``uint32`` words of a record. The first is 1 if the record is valid, and is written last. The
-fields of :class:`Failure` follow in order; the last two have 64 bits, low half first."""
+"""Number of ``uint32`` words of a record. Word 0 is 1 if the record is valid, and is written last (release).
+The fields of :class:`Failure` follow; the last two have 64 bits, low half first."""
 
 NOTHING = (1 << 64) - 1
-"""Value seen if data that is its own flag (:mod:`device.ll_words`) has not arrived."""
+"""Value of `Failure.seen` if an LL packet (:mod:`device.ll_words`) has not arrived."""
 
 
 _HALF = 0xFFFFFFFF
 
 
 class Role(IntEnum):
-    """Role that waited, and the object of its wait."""
+    """Role that waited, and what it waited for."""
 
     OTHER = 0
     RECEIVE_PARTIAL = 1  # a rank's partial tile
@@ -37,10 +37,10 @@ class Role(IntEnum):
 
 
 class FailureSite(NamedTuple):
-    """Place of a wait: the part of a failure record known before the wait.
+    """Place of a wait: the fields of a `Failure` that are known before the wait.
 
-    A user's kernel sets the fields that it needs, ``FailureSite(tile=tile, index=flag)``; the fields are
-    those of :class:`Failure`, the flag's ``index`` is its ``flag``.
+    A user's kernel sets those that it needs, ``FailureSite(tile=tile, index=flag)``. ``index`` becomes
+    `Failure.flag`; the other fields keep their names.
     """
 
     rank: Scalar = 0
@@ -52,17 +52,18 @@ class FailureSite(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """One expired wait.
+    """One expired or refused wait.
 
     Attributes:
         rank: Rank that waited.
         op: `OpSpec.code` of the op, or the number of a user's kernel; 0 if it has none.
-        role: :class:`Role` that waited, or a number of a user's kernel.
-        tile: Tile index in the waiting rank's shard.
+        role: :class:`Role` that waited, or the number of a user's kernel.
+        tile: Number of the tile in the waiting rank's shard.
         source: Rank that was waited for.
-        flag: Index of the flag in the waiting rank's workspace.
-        expected: Epoch waited for.
-        seen: Epoch last read, or `NOTHING`.
+        flag: Number of the flag in the waiting rank's workspace.
+        expected: Expected epoch. `Role.CALL_ENTERED`: its low 32 bits. `Role.CALL_IDENTITY`: the expected
+            entry signal. `Role.IN_CALL`: number of this launch.
+        seen: Last value read, of the same kind as ``expected``, or `NOTHING`.
     """
 
     rank: int
@@ -76,9 +77,13 @@ class Failure(NamedTuple):
 
 
 def read_record(words: Sequence[int]) -> Failure | None:
-    """Returns the failure in a record of ``RECORD_WORDS`` words, or None if no wait expired.
+    """Returns the failure in a record, or None if no wait has expired.
 
-    The words are 32 bits each, read as ``uint32`` or as ``int32``.
+    An expired wait for an entry signal is `Role.CALL_IDENTITY` if the signal arrived with another signature,
+    else `Role.CALL_ENTERED`.
+
+    Args:
+        words: `RECORD_WORDS` words, read as ``uint32`` or as ``int32``.
     """
     if int(words[0]) == 0:
         return None
@@ -91,7 +96,7 @@ def read_record(words: Sequence[int]) -> Failure | None:
 
 
 def _named(number: int) -> int:
-    """Returns the `Role` of this number; any other number unchanged."""
+    """Returns the `Role` with this number, or the number itself if there is none."""
     try:
         return Role(number)
     except ValueError:

@@ -1,10 +1,10 @@
-"""Flags between ranks: release, and a bounded wait that acquires.
+"""Flags between ranks: a release by the writer, a bounded wait that acquires.
 
-A flag is a word of 64 bits, as NVSHMEM's signals are. All accesses have its full width, since the memory
-model guarantees nothing if accesses of two widths race ("mixed-size data races"). Its low `EPOCH_BITS` are a
-monotonic epoch, never reset; the writer may use the other bits. A flag counts as raised if its epoch is 0 to
-2**47 - 1 ahead of the expected one: 20 years of calls of 5 us. With 32 bits a flag that is not raised for
-2**31 calls, a few hours of them, would count as raised.
+A flag is a 64-bit word, as NVSHMEM's signals are. All accesses have 64 bits: the memory model guarantees
+nothing for races of two widths ("mixed-size data races"). The low `EPOCH_BITS` bits are an epoch that only
+increases and is never reset; the writer may use the others. A flag is raised if its epoch is 0 to 2**47 - 1
+ahead of the expected one: 20 years of calls of 5 us. With 32 bits, a flag not raised for 2**31 calls (3
+hours) would count as raised.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from overlap_gemm.device.traced import Address, Scalar
 
 
 class WaitBound(NamedTuple):
-    """Limit of every wait on a peer, and the destination of its failure record.
+    """Limit of waits on peers, and the place of the failure record.
 
     Attributes:
-        timeout_ns: ``Int64``: limit in ns; 0 waits for ever.
-        record: ``Int64`` address of a zeroed failure record (pinned host memory), see :mod:`device.failure`.
-        claim: ``Int64`` address of a zeroed ``uint32`` in device memory: the first lane to expire writes the
-            record.
+        timeout_ns: ``Int64``: limit in ns; 0: no limit.
+        record: ``Int64``: address of a zeroed record in pinned host memory (:mod:`device.failure`).
+        claim: ``Int64``: address of a zeroed ``uint32`` in device memory. The lane that sets it writes the
+        record.
     """
 
     timeout_ns: Any
@@ -34,57 +34,58 @@ class WaitBound(NamedTuple):
     claim: Any
 
     def times(self, waits: int) -> WaitBound:
-        """Returns ``waits`` times the limit, for a source that may itself wait for others first.
+        """Returns the bound with ``waits`` times the limit, for a source that itself waits for other ranks.
 
-        So the record names the rank that is missing, not a rank that waits for it.
+        So the rank that is missing expires a wait before a rank that waits for it does.
         """
         return self._replace(timeout_ns=self.timeout_ns * waits)
 
 
 EPOCH_BITS = 48
-"""Bits of the epoch in a flag."""
+"""Number of low bits of a flag that hold the epoch."""
 
 EPOCH_MASK = (1 << EPOCH_BITS) - 1
 
 IDENTITY_BITS = 32
-"""Bits of an epoch in an identity (`wait_identity`): enough if it is at most a few ahead."""
+"""Number of low bits of an identity (`wait_identity`) that hold an epoch; it is at most 2**31 - 1 ahead."""
 
 
 @cute.jit
 def release_flag(address: Int64, value: Any) -> None:
-    """Stores ``value`` by ``st.release.sys``: its acquirer sees everything that this thread has seen.
+    """Stores ``value`` at ``address`` by ``st.release.sys``; one thread.
 
-    After bulk stores, call it only after a full ``wait_group`` (never ``.read``) of the same thread.
+    Who acquires the flag observes everything that this thread has observed. After bulk stores the thread
+    first waits for their completion: a full ``wait_group``, never ``.read``.
     """
     cute.arch.store(_pointer(address), Uint64(value), sem="release", scope="sys")
 
 
 def release_fence() -> None:
-    """Executes ``fence.acq_rel.sys``: flags raised later (`raise_flag`) release what this thread has seen.
+    """Executes ``fence.acq_rel.sys``: later flags (`raise_flag`) release what this thread has observed.
 
-    For flags at several peers: each `release_flag` waits for the stores before it, and so for the trip of the
-    preceding flag. After bulk stores, call it only after a full ``wait_group``, as `release_flag`.
+    It serves flags at several peers. A `release_flag` waits until all stores before it are performed, the
+    preceding flag included, one trip each. After bulk stores the thread first waits as for `release_flag`.
     """
     cute.arch.fence_acq_rel_sys()
 
 
 @cute.jit
 def raise_flag(address: Int64, value: Any) -> None:
-    """Stores ``value`` by ``st.relaxed.sys``, after a `release_fence`."""
+    """Stores ``value`` at ``address`` by ``st.relaxed.sys``; the thread has executed a `release_fence`."""
     cute.arch.store(_pointer(address), Uint64(value), sem="relaxed", scope="sys")
 
 
 @cute.jit
 def wait_flag(address: Int64, target: Address, bound: WaitBound, site: FailureSite) -> None:
-    """Waits until the flag at ``address`` has reached ``target`` (modular ``>=``); acquires it (``.sys``).
+    """Waits until the epoch at ``address`` is ``target`` or later (modular), then acquires at system scope.
 
-    Spins on relaxed loads and acquires once: on sm_90 and sm_100 every acquire load also invalidates the L1
-    cache.
+    The loop has relaxed loads, and one acquire follows: on sm_90 and sm_100 each acquire also invalidates the
+    L1 cache. If the limit expires, writes a failure record and traps.
 
     Args:
-        address: ``Int64`` address of the flag in this rank's own memory.
-        target: Epoch to wait for.
-        bound: Time limit and failure record.
+        address: ``Int64`` address of the flag in this rank's memory.
+        target: Expected epoch.
+        bound: Limit and place of the record.
         site: Place of the wait, for the record.
     """
     flag, target = _pointer(address), Uint64(target)
@@ -101,10 +102,10 @@ def wait_flag(address: Int64, target: Address, bound: WaitBound, site: FailureSi
 
 @cute.jit
 def wait_identity(address: Int64, identity: Uint64, bound: WaitBound, site: FailureSite) -> None:
-    """Waits until the word at ``address`` is ``identity``; acquires it, as `wait_flag`.
+    """Waits until the word at ``address`` equals ``identity``, then acquires as `wait_flag` does.
 
-    An identity is the low half of an epoch, compared modularly, and a signature above it. If the epoch
-    arrives with another signature, the wait fails at once.
+    An identity has an epoch in its low `IDENTITY_BITS` bits and a signature above it. If the epoch arrives with
+    another signature, or a later one arrives, the wait fails at once: writes a failure record and traps.
     """
     flag = _pointer(address)
     seen = _look(flag)
@@ -124,13 +125,16 @@ def _look(flag: Scalar) -> Any:
 
 
 def _is_before(seen: Any, target: Address, bits: int) -> Any:
-    """Returns whether an epoch of ``bits`` bits is less than another; bits above them are ignored."""
+    """Returns whether the epoch in the low ``bits`` bits of ``seen`` is before ``target``'s (modular)."""
     return Int64((seen - target) << (64 - bits)) < 0
 
 
 @cute.jit
 def fail(bound: WaitBound, site: FailureSite, expected: Uint64, seen: Uint64) -> None:
-    """Writes the record and traps, if this lane is the first of the launch; else returns."""
+    """Writes the failure record and traps, if this lane is the first to fail; else returns.
+
+    ``bound.claim`` decides which lane is first. Other lanes continue to wait: the trap ends the launch.
+    """
     claim = global_pointer(Uint32, bound.claim, 4)
     if cute.arch.atomic_cas(claim, cmp=Uint32(0), val=Uint32(1), sem="relaxed", scope="gpu") == 0:
         halves = (expected, expected >> 32, seen, seen >> 32)
@@ -146,12 +150,12 @@ def _pointer(address: Address) -> Any:
 
 
 def _acquire(flag: Scalar) -> None:
-    """Acquires by one load at system scope. It is PTX, since the DSL drops a load with an unused value."""
+    """Executes one ``ld.acquire.sys``. It is PTX, since the DSL drops a load whose value is unused."""
     cute.arch.inline_ptx(
         "ld.acquire.sys.global.b64 {$w0}, [{$r0}];", write_only_types=[Uint64], read_only_args=[flag]
     )
 
 
 def trap() -> None:
-    """Aborts the launch (PTX ``trap``): the host sees a launch failure at the next synchronisation."""
+    """Executes PTX ``trap``: the launch fails, and the host gets the error at the next synchronization."""
     cute.arch.inline_ptx("trap;")

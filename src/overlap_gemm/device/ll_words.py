@@ -1,20 +1,23 @@
-"""LL packets: words that are their own flag, which a reader awaits at their destination.
+"""LL packets: data that is its own flag, awaited by the reader at its destination.
 
-A word of memory in which nothing has arrived is `EMPTY`. A writer stores words that are never `EMPTY`. A
-reader loads until no word is, takes them, and makes them `EMPTY` again. So data needs no flag after it, and
-no fence between the two. It takes one trip; a flag's store must follow the data's arrival. (A queue of
-one producer and one consumer without a lock: Lamport, "Proving the Correctness of Multiprocess Programs",
-IEEE Transactions on Software Engineering, 1977.)
+Protocol of a 32-bit word of a slot:
 
-Why it is sound: every access is a relaxed one at system scope, of 32 bits, each of which is indivisible (PTX
-ISA, memory consistency model: a vector access is one access per element, in no order). A word that is not
-`EMPTY` is the value that was stored there. Nothing has to be ordered between two words, since each is awaited
-separately. Reuse must be ordered: the caller proves that the writer's next store comes after the reader's
-`EMPTY` (:mod:`overlap_gemm.exchange.call`), and that nothing else is ever written there. A word has no epoch,
-so none that could become too old.
+- Empty: the word is `EMPTY`.
+- Writer: stores data that is never `EMPTY` (``st.relaxed.sys``). No fence and no flag follow.
+- Reader: loads until the word is not `EMPTY` (``ld.relaxed.sys``), takes it, stores `EMPTY` again.
 
-`EMPTY` is two 16-bit NaNs whose bits are all set. Arithmetic makes no such NaN, but a copied operand may be
-one: `store_words` turns a word of two of them into two other NaNs.
+So data takes one trip; with a flag, the flag's store must wait for the data's. (It is a queue of one
+producer and one consumer without a lock: Lamport, "Proving the Correctness of Multiprocess Programs", IEEE
+Transactions on Software Engineering, 1977.)
+
+Memory order: each access is relaxed at system scope. Each 32-bit element of a vector access is indivisible
+(PTX ISA, memory consistency model). A word that is not `EMPTY` is the value stored there. Words need no order
+among each other, since each is awaited. Reuse needs order: the caller ensures that the next store to a word
+comes after the reader's `EMPTY` (:mod:`overlap_gemm.exchange.call`), and that nothing else is stored there. A
+word has no epoch, so it does not age.
+
+`EMPTY` is two 16-bit NaNs of all ones. Arithmetic does not return this NaN, but a copied operand may contain
+it. `store_words` replaces a word of two of them by `OTHER_NANS`.
 """
 
 from __future__ import annotations
@@ -37,18 +40,18 @@ OTHER_NANS = 0x7FFF7FFF
 
 @cute.jit
 def store_words(address: Int64, words: cute.Tensor) -> None:
-    """Stores a chunk's four words, none of which stays `EMPTY`: ``st.relaxed.sys``.
+    """Stores the four words of a 16-byte chunk by one ``st.relaxed.sys``; replaces words that are `EMPTY`.
 
     Args:
-        address: Destination, a multiple of 16.
-        words: Registers of 32 bits.
+        address: Destination in the reader's memory, a multiple of 16.
+        words: Four 32-bit registers.
     """
     _store(address, [_filled(words[i]) for i in range(CHUNK_WORDS)])
 
 
 @cute.jit
 def load_words(address: Int64, words: cute.Tensor) -> None:
-    """Loads a chunk's four words, whether or not they have arrived: ``ld.relaxed.sys``."""
+    """Loads the four words of a chunk by one ``ld.relaxed.sys``, whether or not they have arrived."""
     load_chunk("ld.relaxed.sys.global.v4.b32", address, words)
 
 
@@ -61,15 +64,18 @@ def take_words(
     bound: WaitBound,
     site: FailureSite,
 ) -> None:
-    """Waits until chunks that `load_words` has loaded have arrived, and resets their places to `EMPTY`.
+    """Waits until all words of some chunks have arrived, then stores `EMPTY` in their places; one lane.
+
+    The caller has loaded the chunks once (`load_words`). They are loaded again until no word is `EMPTY`. If
+    the limit expires, writes a failure record that names the first missing chunk's source, and traps.
 
     Args:
-        addresses: Address of each chunk, in this rank's own memory; one may be listed twice.
-        words: Result of `load_words`, ``(4, chunks)``; complete after this.
+        addresses: Addresses of the chunks in this rank's memory; an address may be repeated.
+        words: Loaded words, ``(4, chunks)``; complete on return.
         sources: Source rank of each chunk.
         epoch: Epoch for the failure record.
-        bound: Time limit and failure record.
-        site: Place of the wait for rank 0, for the record; the flags of other ranks are the next ones.
+        bound: Limit and place of the record.
+        site: Site of a wait for rank 0; for source ``s`` its ``index`` is ``s`` larger.
     """
     if _missing(words) < len(addresses):
         start = cute.arch.globaltimer()
@@ -90,7 +96,7 @@ def take_words(
 
 
 def _missing(words: cute.Tensor) -> Any:
-    """Returns the number of the first chunk with an `EMPTY` word; the number of chunks if there is none."""
+    """Returns the number of the first chunk that has an `EMPTY` word, or the number of chunks if none has."""
     first = Int32(cute.size(words, mode=[1]))
     for i in reversed(range(cute.size(words, mode=[1]))):
         empty = [words[j, i] == EMPTY for j in range(CHUNK_WORDS)]

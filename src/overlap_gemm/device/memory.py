@@ -1,7 +1,7 @@
-"""Raw addresses: typed pointers to any rank's memory, loads and stores of full chunks, bulk stores.
+"""Raw addresses: typed pointers to the memory of any rank, 16-byte loads and stores, bulk stores.
 
-A peer's memory has a 64-bit address in this process (from the host). So one kernel serves any number of peers
-without a tensor map for each.
+The host passes a 64-bit address for each peer's memory, valid in this process. So a kernel needs no tensor
+map per peer.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from cutlass.cute.nvgpu import cpasync
 from overlap_gemm.device.traced import Address, Fragment, Scalar
 
 CHUNK_BYTES = 16
-"""Bytes of the widest load or store of one thread."""
+"""Bytes of a chunk: the widest load or store of one thread."""
 
 WORD_BYTES = 4
 """Bytes of a register."""
 
 CHUNK_WORDS = CHUNK_BYTES // WORD_BYTES
-"""Number of 32-bit registers of a chunk."""
+"""Number of 32-bit words of a chunk."""
 
 LANES = 32
 """Number of threads of a warp."""
@@ -34,24 +34,24 @@ DTYPES: dict[str, Any] = {
     "e4m3": cutlass.Float8E4M3FN,
     "e5m2": cutlass.Float8E5M2,
 }
-"""The DSL's numeric type for a configuration's dtype name."""
+"""The DSL's numeric types, by a configuration's dtype name."""
 
 
 def global_pointer(dtype: Any, address: Address, align: int) -> Any:
-    """Returns a pointer to ``dtype`` in global memory at ``address``, a multiple of ``align`` bytes."""
+    """Returns a pointer to ``dtype`` at the global ``address``, a multiple of ``align`` bytes."""
     return cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=align)
 
 
 def bulk_store(stage: Any, address: Address, num_bytes: Scalar = None) -> None:
-    """Starts one non-tensor bulk copy of a contiguous shared-memory tensor to global ``address``.
+    """Starts one bulk copy (``cp.async.bulk``) from shared to global memory; does not commit or wait.
 
-    One thread calls it, which must also commit and wait (bulk groups belong to the thread, PTX ISA
+    One thread calls it, and the same thread commits and waits: bulk groups belong to a thread (PTX ISA,
     ``cp.async.bulk.commit_group``). Size and both addresses are multiples of 16 bytes.
 
     Args:
-        stage: 1-D shared-memory tensor of static size.
-        address: ``Int64`` destination.
-        num_bytes: Bytes of the stage to copy, a multiple of 16; None for all of it.
+        stage: Contiguous 1-D tensor of static size in shared memory.
+        address: ``Int64`` destination, local or of a peer.
+        num_bytes: Bytes of the stage to copy, from its start; None for all.
     """
     if num_bytes is not None:
         cute.arch.inline_ptx(
@@ -68,12 +68,12 @@ def bulk_store(stage: Any, address: Address, num_bytes: Scalar = None) -> None:
 
 
 def load_chunk(instruction: str, address: Int64, words: cute.Tensor) -> None:
-    """Loads a chunk's four words by one instruction, ``ld.relaxed.sys.global.v4.b32`` for example.
+    """Loads the four words of a chunk by one instruction.
 
     Args:
-        instruction: Name of the load.
+        instruction: PTX opcode, for example ``ld.relaxed.sys.global.v4.b32``.
         address: Source, a multiple of 16.
-        words: Registers of 32 bits.
+        words: Four 32-bit registers, overwritten.
     """
     loaded = cute.arch.inline_ptx(
         instruction + " {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
@@ -85,30 +85,30 @@ def load_chunk(instruction: str, address: Int64, words: cute.Tensor) -> None:
 
 
 def store_chunk(instruction: str, address: Int64, words: Sequence[Any]) -> None:
-    """Stores a chunk's four words by one instruction; arguments as in `load_chunk`."""
+    """Stores the four words of a chunk by one instruction; arguments as in `load_chunk`."""
     cute.arch.inline_ptx(
         instruction + " [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *words]
     )
 
 
 def order_async_writes() -> None:
-    """Orders the calling thread's later bulk stores after what it has observed by ordinary accesses."""
+    """Orders the thread's later bulk stores after global accesses that it has observed by ordinary loads."""
     cute.arch.fence_proxy("async.global")
 
 
 def load_run(address: Address, values: Fragment) -> None:
-    """Starts to load a chunk of registers from the ``Int64`` ``address``; arguments as in `store_run`."""
+    """Loads registers from adjacent addresses; arguments as in `store_run`, ``values`` are overwritten."""
     dtype, number = values.element_type, cute.size(values)
     source = global_pointer(dtype, address, min(CHUNK_BYTES, number * dtype.width // 8))
     cute.autovec_copy(cute.make_tensor(source, cute.make_layout(number)), values)
 
 
 def store_run(address: Address, values: Fragment) -> None:
-    """Stores a chunk of registers at the ``Int64`` ``address``, in as few stores as its bytes allow.
+    """Stores registers at adjacent addresses, in as few stores as alignment allows.
 
     Args:
-        address: Destination, a multiple of the chunk's bytes, or of `CHUNK_BYTES` if it has more.
-        values: Register tensor, contiguous.
+        address: ``Int64`` destination, a multiple of the bytes of ``values`` or of `CHUNK_BYTES`, the lesser.
+        values: Contiguous register tensor.
     """
     dtype, number = values.element_type, cute.size(values)
     target = global_pointer(dtype, address, min(CHUNK_BYTES, number * dtype.width // 8))

@@ -1,4 +1,4 @@
-"""Control of the compiler's use of registers."""
+"""Control over the compiler's use of registers."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from cutlass import cute
 
 
 def rematerialize(value: Any) -> Any:
-    """Returns ``value``, an ``Int32`` or ``Int64``, as a new value to the compiler.
+    """Returns ``value``, an ``Int32`` or ``Int64``, through a ``mov`` that the compiler cannot look through.
 
-    The compiler computes expressions of a loop-invariant value before the loop, and keeps them in registers,
-    even if registers are short. It moves expressions that only a branch needs into that branch. Neither holds
-    for expressions of the result, and the result is computed before the next wait.
+    The compiler hoists expressions of a loop-invariant value out of the loop and keeps them in registers,
+    even if registers are short. It also sinks expressions that only one branch needs into that branch. It
+    does neither with expressions of the result.
     """
     kind = type(value)
     move = f"mov.b{kind.width} {{$w0}}, {{$r0}};"

@@ -1,4 +1,4 @@
-"""`Route`: destination of a tile, which a kernel passes to a transport."""
+"""`Route`: where a tile is sent, as a kernel passes it to a transport."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from overlap_gemm.device.traced import Scalar
 
 
 class Route(NamedTuple):
-    """A tile's route to its owner.
+    """Destination of a tile, and its places in both workspaces.
 
     Attributes:
-        peers: ``Int64[world]``: workspace addresses, or ``-1 - pe`` for a peer without one.
+        peers: ``Int64[world]``: workspace addresses; ``-1 - pe`` for a rank that is not P2P-accessible.
         rank: This rank.
-        owner: Destination rank.
+        owner: Rank to which the tile is sent.
         slot: ``Int64``: byte offset of the tile's slot in the owner's workspace.
-        staging: ``Int64``: address in this rank's workspace from which the tile is put to an owner without
-            P2P access: its place in the staging buffer; for a tile for every rank, this rank's own slot.
+        staging: ``Int64``: local address from which the tile is put to an owner without P2P access: in the
+            staging buffer, or (tile for every rank) this rank's slot.
         flag: ``Int64``: byte offset of the tile's flag in the owner's workspace.
-        staged: ``Int64``: address of this rank's own flag that the tile in ``staging`` is complete.
+        staged: ``Int64``: address of the local flag for a complete tile at ``staging``.
     """
 
     peers: Any

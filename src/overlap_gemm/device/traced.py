@@ -1,25 +1,25 @@
-"""Type aliases of the values that kernels are traced with.
+"""Type aliases for values in traced code, as documentation for readers.
 
-To a type checker all of them are ``Any``: the DSL's integers take part in Python's arithmetic. The same code
-runs with plain integers on the host, so no class describes both. The aliases are for readers.
+All are ``Any`` to a type checker: the DSL's integers mix with Python's, and the same code also runs on the
+host with plain integers. So no class describes both.
 """
 
 from typing import Any, TypeAlias
 
 Scalar: TypeAlias = Any
-"""A run-time integer, ``Int32`` or ``Int64``; Python's if it is known when the kernel is traced."""
+"""Run-time integer, ``Int32`` or ``Int64``; Python's ``int`` if it is known when the kernel is traced."""
 
 Address: TypeAlias = Any
-"""``Int64``: bytes, from zero or from the base of every rank's workspace."""
+"""``Int64``: an address, or a byte offset from the base of every rank's workspace."""
 
 Predicate: TypeAlias = Any
-"""A run-time truth value: ``Boolean``, or ``Int32`` 0 or 1."""
+"""Run-time truth value: ``Boolean``, or ``Int32`` 0 or 1."""
 
 Fragment: TypeAlias = Any
-"""A tensor in a thread's registers."""
+"""Tensor in a thread's registers."""
 
 Stages: TypeAlias = Any
-"""Shared memory of a pipeline or of the ring, the stage its last mode."""
+"""Shared memory of a pipeline or of the ring; the last mode is the stage."""
 
 Extras: TypeAlias = Any
 """Operands of an epilogue's visitors: a tuple of tensors, or None."""

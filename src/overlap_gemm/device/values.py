@@ -1,7 +1,8 @@
-"""Values of an epilogue in a kernel: fp32 registers, with the operators and functions of `epilogues`.
+"""Values of epilogues in a kernel: fp32 registers with the operators and functions of `epilogues`.
 
-Functions are those of the special function units, none a call: exp by ``ex2.approx``, a quotient and sigmoid
-by ``rcp.approx`` (2 units in the last place), tanh by ``tanh.approx`` (relative error 2**-11).
+No function is a call. exp, sqrt, rsqrt, reciprocal and tanh are the approximate instructions of the special
+function units; quotients and sigmoid use the reciprocal (2 units in the last place). tanh has a relative
+error of 2**-11.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ LOG2_E = 1.4426950408889634
 
 @dataclass(frozen=True)
 class Register(Value):
-    """An fp32 value in a register.
+    """Value of an epilogue in an fp32 register.
 
     Attributes:
         raw: ``Float32``.
@@ -27,16 +28,16 @@ class Register(Value):
     raw: Any
 
     def unary(self, name: str) -> Register:
-        """Returns a function of the value, by torch's name."""
+        """Returns the function named ``name`` (as in torch) of this value."""
         return Register(_UNARY[name](self.raw))
 
     def binary(self, name: str, left: Any, right: Any) -> Register:
-        """Returns ``left name right``, by torch's name."""
+        """Returns the function named ``name`` (as in torch) of ``left`` and ``right``: values or numbers."""
         return Register(_BINARY[name](raw(left), raw(right)))
 
 
 def raw(value: Any) -> Any:
-    """Returns the ``Float32`` of a value or number."""
+    """Returns the ``Float32`` of a `Register` or of a number."""
     return value.raw if isinstance(value, Register) else Float32(value)
 
 
