@@ -104,8 +104,8 @@ def wait_flag(address: Int64, target: Address, bound: WaitBound, site: FailureSi
 def wait_identity(address: Int64, identity: Uint64, bound: WaitBound, site: FailureSite) -> None:
     """Waits until the word at ``address`` equals ``identity``, then acquires as `wait_flag` does.
 
-    An identity has an epoch in its low `IDENTITY_BITS` bits and a signature above it. If the epoch arrives with
-    another signature, or a later one arrives, the wait fails at once: writes a failure record and traps.
+    An identity has an epoch in its low `IDENTITY_BITS` bits and a signature above it. If the epoch arrives
+    with another signature, or a later one arrives, the wait fails at once: it writes a record and traps.
     """
     flag = _pointer(address)
     seen = _look(flag)

@@ -1,4 +1,4 @@
-"""Transports, one file each: their device part, which the roles call (`interface.Transport`)."""
+"""Device part of the transports, one file each; the roles of a kernel call `interface.Transport`."""
 
 from overlap_gemm.transports.interface import Transport
 from overlap_gemm.transports.ll import LL
@@ -13,4 +13,4 @@ DEVICE: dict[str, type[Transport]] = {
     "staged": Staged,
     "nvshmem": Nvshmem,
 }
-"""Device part of each transport, by name; ``staged`` is ``nvshmem`` with a relay kernel."""
+"""Device part by name; ``staged`` is the part of ``nvshmem`` in a kernel with a relay kernel."""

@@ -1,8 +1,8 @@
-"""`Transport`: how one rank's data is sent to another one, and how that one waits for it.
+"""`Transport`: device interface for sending data to another rank and for waiting for it.
 
-The roles of a kernel call these methods and do not depend on the transport. The methods here are for a peer
-whose memory has an address in this process and whose data is followed by a flag; transports override what is
-different.
+The roles of a kernel call these methods and do not depend on the transport. The implementations here are for
+peers whose memory has an address in this process, and for data that is followed by a flag. A transport
+overrides what differs.
 """
 
 from __future__ import annotations
@@ -24,31 +24,39 @@ from overlap_gemm.device.traced import Address, Fragment, Predicate, Scalar
 
 @dataclass(frozen=True)
 class Transport(ABC):
-    """A transport to peers. Arguments named ``call`` are a `exchange.call.Call`; all offsets are in bytes."""
+    """Base of the transports.
+
+    A tile is sent by `put`, bulk commit, full wait, `publish`. Its receiver waits (`await_partials`,
+    `await_result`), then reads by `load` and `take`. Arguments ``call`` are `exchange.call.Call`; offsets are
+    in bytes.
+    """
 
     # --- one tile, to one rank; each method is called by one thread, unless `drain` differs
 
     @abstractmethod
     def put(self, route: Route, offset: Address, stage: Any, num_bytes: Scalar) -> None:
-        """Starts moving a contiguous stage's first bytes to the tile's slot; the caller commits and waits.
+        """Starts the copy of a stage's first bytes to the tile's slot; the caller commits and waits.
+
+        Called by one thread, or by all lanes if `drain` calls it so.
 
         Args:
             route: Route of the tile to its owner.
-            offset: Bytes from the tile's slot, a multiple of 16.
+            offset: Byte offset in the tile's slot, a multiple of 16.
             stage: Contiguous shared-memory tensor.
             num_bytes: Number of the stage's first bytes, a multiple of 16.
         """
 
     def publish(self, route: Route, num_bytes: Scalar, epoch: Scalar, fenced: bool = False) -> None:
-        """Releases the tile's flag at its owner, at system scope.
+        """Releases the tile's flag at its owner (system scope), where a receiver waits for it; one thread.
 
-        The calling thread has executed a full ``wait_group`` over the tile's stores.
+        The thread has executed a full ``wait_group`` for the tile's bulk stores.
 
         Args:
             route: Route of the tile.
-            num_bytes: Bytes of its slot to put to an owner without P2P access; 0 or less: none.
+            num_bytes: Bytes of the slot to put to an owner without P2P access; none if not positive.
             epoch: Epoch of the call.
-            fenced: Whether a `device.flags.release_fence`, which may serve several flags, follows that wait.
+            fenced: Whether the thread has executed `device.flags.release_fence` after that wait; one fence
+                may serve several flags.
         """
         if fenced:
             raise_flag(route.peers[route.owner] + route.flag, epoch)
@@ -56,70 +64,73 @@ class Transport(ABC):
             self.signal(route.peers, route.rank, route.owner, route.flag, epoch)
 
     def signal(self, peers: Any, rank: Scalar, peer: Scalar, offset: Address, value: Any) -> None:
-        """Releases ``value`` in the flag at ``offset`` in the workspace of ``peer``."""
+        """Releases ``value`` in the flag at ``offset`` of the workspace of ``peer`` (system scope)."""
         release_flag(peers[peer] + offset, value)
 
     @abstractmethod
     def store(self, peers: Any, peer: Scalar, offset: Address, values: Fragment) -> None:
-        """Stores a chunk's values at ``offset`` in the workspace of ``peer``, if it has an address.
+        """Stores a chunk at ``offset`` of the workspace of ``peer``, if that has an address; one thread.
 
-        The thread that releases a flag for them has observed the store: it is the same thread, or it is after
-        a barrier.
+        The thread that later releases a flag for the chunk must observe the store: it is the same thread, or
+        a barrier is between the two.
         """
 
     # --- all tiles
 
     @cute.jit
     def drain(self, ring: Any, sender: Any) -> None:
-        """Sends and publishes every tile of the ring, by the first lane; all lanes of the comm warp."""
+        """Sends and publishes every tile of the ring by the first lane; all lanes of the comm warp."""
         if cute.arch.lane_idx() == 0:
             order_async_writes()
             ring.drain(ring.consumer_state(), sender.config.subtiles, sender)
         cute.arch.sync_warp()
 
     def send_and_store(self, send: Callable[[], None], store: Callable[[], None]) -> None:
-        """Sends a subtile, and stores it by TMA in this rank's output; the lanes by which `drain` sends."""
+        """Sends a subtile to its peer, and stores it in the local output by TMA; the lanes of `drain`."""
         send()
         store()
 
     def looks_up_in(self, peer_table: Any) -> Any:
-        """Returns the shared memory to which a kernel copies the table of peers, or None.
+        """Returns ``peer_table``, the shared memory for a copy of the ranks' addresses, or None for no copy.
 
-        Every acquire at system scope empties the L1 cache, which would otherwise keep the table.
+        A copy avoids loads from L2: each acquire at system scope invalidates the L1 cache.
         """
         return peer_table
 
     # --- to every rank
 
     def num_recipients(self, world: Scalar, itself: bool) -> Any:
-        """Returns the number of ranks to which a broadcast tile is sent; this rank, if included, is last."""
+        """Returns the number of ranks that get a broadcast tile; if ``itself``, this rank is the last."""
         return world - (not itself)
 
     def put_to_each(self, route: Route, offset: Address, stage: Any, num_bytes: Scalar) -> None:
-        """Starts moving, as `put`, a tile that is sent to every rank; ``route`` has one of them."""
+        """Starts, as `put` does, the copy of a tile for every rank to one of them, ``route.owner``."""
         self.put(route, offset, stage, num_bytes)
 
     def store_to_all(self, exchange: Any, offset: Address, values: Fragment) -> None:
-        """Stores a chunk's values at ``offset`` in every other workspace, the next rank's first."""
+        """Stores a chunk at ``offset`` of every other workspace, the next rank's first."""
         store_in_turn(self, exchange, offset, values, exchange.world - 1)
 
     # --- units of a sum (`exchange.copies.Results`)
 
     def publish_unit(self, publish: Callable[[], None]) -> None:
-        """Releases a unit's flags by ``publish``; all lanes, after its `store_to_all`."""
+        """Releases a unit's flags by ``publish``; all lanes, after `store_to_all` of the unit."""
         publish()
 
     def if_absent(self, exists: Predicate, act: Callable[[], None]) -> None:  # noqa: B027
-        """Calls ``act`` for a unit that does not exist, if such units are signalled and awaited, too."""
+        """Calls ``act`` for a unit that does not exist, if such units have a flag; here nothing."""
 
     def pad(self, store: Callable[[], None]) -> None:  # noqa: B027
-        """Calls ``store`` for places of a unit outside the output, if these are filled, too."""
+        """Calls ``store`` for a unit's places outside the output, if these are awaited; here nothing."""
 
     # --- receiving
 
     @cute.jit
     def await_partials(self, call: Any, op: cutlass.Constexpr, tile: Int32) -> None:
-        """Waits for a flag of each source; all lanes. Then the warp may read every slot of the tile."""
+        """Waits until the flags of all sources for ``tile`` are raised (acquire); all lanes of a warp.
+
+        Each lane waits for other sources. After the warp barrier all lanes may read every slot of the tile.
+        """
         for source in cutlass.range(cute.arch.lane_idx(), call.exchange.world, LANES, unroll=1):
             flag = tile * call.exchange.world + source
             site = call.site(op, Role.RECEIVE_PARTIAL, tile, source, flag)
@@ -136,9 +147,15 @@ class Transport(ABC):
         source: Int32,
         waits: cutlass.Constexpr = 1,
     ) -> None:
-        """Waits for flag number ``flag`` of ``source``; all lanes. A failure record names ``tile``.
+        """Waits for the flag that ``source`` raises for its result (acquire); all lanes of a warp.
 
-        ``waits``: Number of wait limits, see `WaitBound.times`.
+        Args:
+            call: Call.
+            op: Code of the op, for the failure record.
+            flag: Number of the flag, as in `Call.flag`.
+            tile: Tile, for the failure record.
+            source: Rank that raises the flag.
+            waits: Factor of the wait limit (`WaitBound.times`).
         """
         if cute.arch.lane_idx() == 0:
             site = call.site(op, Role.RECEIVE_RESULT, tile, source, flag * call.exchange.world + source)
@@ -147,9 +164,9 @@ class Transport(ABC):
 
     @cute.jit
     def await_pieces(self, pieces: Scalar, wait: cutlass.Constexpr) -> None:
-        """Waits for the flags of a shard by ``wait``, here for the flag of piece 0; all lanes.
+        """Waits for a shard by ``wait(piece)``; all lanes of a warp.
 
-        A transport that sends a shard in ``pieces``, each with a flag, waits for all of them.
+        Here a shard has one flag, that of piece 0. A transport that sends it in ``pieces`` waits for each.
         """
         if cute.arch.lane_idx() == 0:
             wait(0)
@@ -157,27 +174,28 @@ class Transport(ABC):
     def loads_in_flight(self, returns: bool) -> int:
         """Returns the number of 16-byte loads that a summing lane has in flight; a load takes about 1 us.
 
-        ``returns``: Whether sums are sent on to other ranks.
+        Args:
+            returns: Whether sums are sent on to other ranks.
         """
         return 8
 
     def load(self, address: Address, values: Fragment) -> None:
-        """Starts to load a chunk of received data into registers; see `take`."""
+        """Starts the load of a chunk of received data into registers; `take` completes it."""
         load_run(address, values)
 
     def arrival(self, call: Any, op: Any, role: Any, tile: Scalar, waits: int = 1) -> Any:
-        """Returns the arguments of `take`: here none, since flags have been awaited."""
+        """Returns the argument ``arrival`` of `take`: None, since flags have been awaited."""
         return None
 
     def take(  # noqa: B027
         self, arrival: Any, addresses: Callable[[], Sequence[Any]], values: Fragment, sources: Sequence[Any]
     ) -> None:
-        """Completes the loads of chunks before their use; here they are complete.
+        """Completes the loads of chunks; here they are complete, since flags have been awaited.
 
         Args:
             arrival: Result of `arrival`.
             addresses: Function that returns the chunks' addresses.
-            values: Loaded values; complete after this.
+            values: Loaded registers; valid on return.
             sources: Source rank of each chunk.
         """
 
@@ -186,7 +204,7 @@ class Transport(ABC):
 def store_in_turn(
     transport: cutlass.Constexpr, exchange: Any, offset: Address, values: Fragment, number: Scalar
 ) -> None:
-    """Stores a chunk at ``number`` ranks, the next one first."""
+    """Stores a chunk at ``offset`` of the workspaces of ``number`` ranks, the next rank's first."""
     peer = Int32(exchange.rank)
     for _ in cutlass.range(number, unroll=1):
         peer += 1

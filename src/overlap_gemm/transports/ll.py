@@ -1,4 +1,4 @@
-"""Transport ``ll``: ordinary stores of LL packets, which contain their flag, into a peer's mapped memory."""
+"""Transport ``ll``: LL packets (:mod:`overlap_gemm.device.ll_words`) by ordinary stores to peers' memory."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from overlap_gemm.transports.interface import Transport
 
 
 class Arrival(NamedTuple):
-    """Arguments of a wait for packets, for its failure record.
+    """Arguments of a wait for packets.
 
     Attributes:
-        epoch: Epoch of the call.
+        epoch: Epoch of the call, for the failure record.
         bound: Limit of the wait.
-        site: Place of the wait for rank 0.
+        site: Site of a wait for rank 0, for the failure record.
     """
 
     epoch: Scalar
@@ -32,15 +32,15 @@ class Arrival(NamedTuple):
 
 @dataclass(frozen=True)
 class LL(Transport):
-    """Data that is its own flag (:mod:`overlap_gemm.device.ll_words`): one trip, no flag after it.
+    """Transport by LL packets: data is its own flag, so a tile takes one trip.
 
-    For few rows, where an exchange takes as long as its trips. The comm warp stores the packets itself, and
-    is busy with them; a bulk store takes one instruction.
+    For few rows, where the trips take most of an exchange's time. All lanes of the comm warp store the
+    packets, which keeps them busy; a bulk store is one instruction. Values have 16 bits.
     """
 
     @cute.jit
     def put(self, route: Route, offset: Address, stage: cute.Tensor, num_bytes: Scalar) -> None:
-        """Stores a stage's first bytes; all lanes of a warp."""
+        """Stores a stage's first bytes as packets in the tile's slot; all lanes of a warp, without a wait."""
         chunk = CHUNK_BYTES * 8 // stage.element_type.width
         source = cute.zipped_divide(stage, (chunk,))
         address = route.peers[route.owner] + route.slot + offset
@@ -53,17 +53,17 @@ class LL(Transport):
 
     @cute.jit
     def store(self, peers: Any, peer: Scalar, offset: Address, values: cute.Tensor) -> None:
-        """Stores a chunk of 16 bytes at ``offset`` in the workspace of ``peer``; one thread."""
+        """Stores a chunk of 16 bytes as packets at ``offset`` of the workspace of ``peer``; one thread."""
         assert cute.size(values) * values.element_type.width // 8 == CHUNK_BYTES
         store_words(peers[peer] + offset, cute.recast_tensor(values, Uint32))
 
     def drain(self, ring: Any, sender: Any) -> None:
-        """Sends every tile of the ring, all lanes; nothing is published."""
+        """Sends every tile of the ring by all lanes of the comm warp; there are no flags to publish."""
         ring.drain_by_warp(ring.consumer_state(), sender.config.subtiles, sender)
 
     @cute.jit
     def send_and_store(self, send: cutlass.Constexpr, store: cutlass.Constexpr) -> None:
-        """Sends a subtile, all lanes; the first one stores it, and waits until the stage has been read."""
+        """Sends a subtile by all lanes. The first lane stores it by TMA, and waits until that is complete."""
         if cute.arch.lane_idx() == 0:
             store()
             cute.arch.cp_async_bulk_commit_group()
@@ -72,29 +72,29 @@ class LL(Transport):
             cute.arch.cp_async_bulk_wait_group(0, read=False)
 
     def looks_up_in(self, peer_table: Any) -> None:
-        """Returns None: no thread acquires, so the table stays in the L1 cache."""
+        """Returns None: no thread acquires, so the table of addresses stays in the L1 cache."""
 
     def publish_unit(self, publish: Callable[[], None]) -> None:
-        """Does nothing: packets contain their flag."""
+        """Does nothing: packets are their own flags."""
 
     def pad(self, store: Callable[[], None]) -> None:
-        """Stores places outside the output, too: a unit is awaited with all its packets."""
+        """Calls ``store``: a receiver awaits all packets of a unit, those outside the output included."""
         store()
 
     def await_partials(self, call: Any, op: Any, tile: Scalar) -> None:
-        """Does nothing: partials are awaited when they are taken."""
+        """Does nothing: `take` waits for the packets."""
 
     def await_result(
         self, call: Any, op: Any, flag: Scalar, tile: Scalar, source: Scalar, waits: int = 1
     ) -> None:
-        """Does nothing: results are awaited when they are taken."""
+        """Does nothing: `take` waits for the packets."""
 
     def load(self, address: Address, values: Fragment) -> None:
-        """Loads a chunk, whether or not it has arrived."""
+        """Starts the load of a chunk, which may not have arrived."""
         load_words(address, cute.recast_tensor(values, Uint32))
 
     def arrival(self, call: Any, op: Any, role: Any, tile: Scalar, waits: int = 1) -> Arrival:
-        """Returns the arguments of a lane's wait for ``tile``."""
+        """Returns the arguments of a lane's wait for packets of ``tile``."""
         site = call.site(op, role, tile, 0, tile * call.exchange.world)
         return Arrival(call.epoch, call.bound.times(waits), site)
 
@@ -105,6 +105,6 @@ class LL(Transport):
         values: cute.Tensor,
         sources: Sequence[Any],
     ) -> None:
-        """Waits until the chunks that `load` has loaded have arrived; then resets their places."""
+        """Waits until the chunks that `load` has loaded have arrived, and stores `EMPTY` in their places."""
         words = cute.recast_tensor(values, Uint32)
         take_words(tuple(addresses()), words, tuple(sources), *arrival)

@@ -1,16 +1,16 @@
 """Transport ``nvshmem``: stores to P2P-accessible peers, NVSHMEM puts to the others.
 
-A tile for a peer without P2P access is collected in this rank's workspace (stores, full wait). Then it is put
-from there, together with its signal. A tile for one owner has a place in the staging buffer. A tile for every
-rank is put from this rank's own slot, which has the same place at every rank.
+Protocol of a tile for a peer without P2P access: the sender stores it in its own workspace and waits for
+completion, then puts data and flag by one ``put_signal``. A tile for one owner is put from the staging
+buffer. A tile for every rank is put from this rank's slot, which has the same offset on every rank.
 
-There are two of both places, for even and odd epochs, so no quiet is needed. This rank writes a tile of call
-``e + 2`` after its call ``e + 1``. That call waited until every peer had entered it. No rank ends call ``e``
-before all puts to it in that call have arrived. So all puts of call ``e`` have read their source.
+Reuse of the source needs no quiet: there are two of each place, by parity of the epoch. This rank writes a
+place in call ``e + 2``, after its call ``e + 1``, which has waited for the entry of every peer. Each peer has
+ended call ``e`` before, and so has received all puts of call ``e``. So they have read their source.
 
-Puts are issued by the publishing lane (`Nvshmem`), or by a relay kernel (`Staged`). The first is for sm_100
-only: out-of-line NVSHMEM calls make ptxas drop ``setmaxnreg`` and serialise wgmma in the entire kernel. The
-workspace must be NVSHMEM memory, and a kernel that puts initialised with NVSHMEM's ``library_init``.
+Either the publishing lane puts (`Nvshmem`), or a relay kernel does (`Staged`). In a GEMM, `Nvshmem` is for
+sm_100 only: out-of-line NVSHMEM calls make ptxas drop ``setmaxnreg`` and serialise wgmma in the entire
+kernel. The workspace is NVSHMEM memory. A kernel that puts must be initialised by NVSHMEM's ``library_init``.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from overlap_gemm.device.traced import Address, Fragment, Predicate, Scalar
 from overlap_gemm.transports.interface import Transport, store_in_turn
 
 SIGNAL_SET = 9
-"""``NVSHMEM_SIGNAL_SET``; additions may leave the NVLink path even to a near peer (NVSHMEM issue 7)."""
+"""``NVSHMEM_SIGNAL_SET``. Additions may leave NVLink even for a P2P-accessible peer (NVSHMEM issue 7)."""
 
 
 STAGED_UNIT = 16
-"""Unit in bytes of the size of a staged tile, which its local flag has above the epoch."""
+"""Unit in bytes of the size of a staged tile; its local flag has the size above the epoch."""
 
 
 @dataclass(frozen=True)
 class _Puts(Transport):
-    """Base of transports that put to peers without P2P access, from this rank's workspace."""
+    """Base of the transports that put from this rank's workspace to peers without P2P access."""
 
     @cute.jit
     def put(self, route: Route, offset: Int64, stage: cute.Tensor, num_bytes: Int32) -> None:
-        """Starts one bulk store, into the owner's slot or into staging; the caller commits and waits."""
+        """Starts one bulk store, to the owner's slot or to local staging; the thread commits and waits."""
         peer = route.peers[route.owner]
         address = peer + route.slot
         if peer < 0:
@@ -51,7 +51,7 @@ class _Puts(Transport):
 
     @abstractmethod
     def publish(self, route: Route, num_bytes: Scalar, epoch: Scalar, fenced: bool = False) -> None:
-        """Releases the tile's flag at its owner; see `Transport.publish`."""
+        """Releases the tile's flag at its owner, with the staged data if any; see `Transport.publish`."""
 
     @abstractmethod
     def signal(self, peers: Any, rank: Scalar, peer: Scalar, offset: Address, value: Any) -> None:
@@ -59,33 +59,33 @@ class _Puts(Transport):
 
     @cute.jit
     def store(self, peers: cute.Tensor, peer: Int32, offset: Int64, values: cute.Tensor) -> None:
-        """Stores at ``offset`` in the workspace of ``peer`` if it is P2P-accessible."""
+        """Stores a chunk at ``offset`` of the workspace of ``peer``, if ``peer`` is P2P-accessible."""
         if peers[peer] >= 0:
             store_run(peers[peer] + offset, values)
 
     def num_recipients(self, world: Scalar, itself: bool) -> Any:
-        """Returns all ranks, this one always included: tiles are put from its slot to the others."""
+        """Returns ``world``: this rank is included, since tiles are put from its slot to other ranks."""
         return world
 
     @cute.jit
     def put_to_each(self, route: Route, offset: Int64, stage: cute.Tensor, num_bytes: Int32) -> None:
-        """Starts moving a tile to a P2P-accessible rank; others get it from the local slot when complete."""
+        """Starts the copy of a tile to a P2P-accessible rank. To others it is put from the local slot."""
         if route.peers[route.owner] >= 0:
             self.put(route, offset, stage, num_bytes)
 
     def store_to_all(self, exchange: Any, offset: Address, values: Fragment) -> None:
-        """Stores in every workspace, at last in this rank's, from which the chunk may be put."""
+        """Stores a chunk in every P2P-accessible workspace, this rank's last; the others get it by a put."""
         store_in_turn(self, exchange, offset, values, exchange.world)
 
     @cute.jit
     def if_absent(self, exists: Predicate, act: cutlass.Constexpr) -> None:
-        """Calls ``act`` for a unit that does not exist: the relay and its receivers wait for every flag."""
+        """Calls ``act`` for a unit that does not exist: the relay and the receivers wait for every flag."""
         if not exists:
             act()
 
     @cute.jit
     def await_pieces(self, pieces: Int32, wait: cutlass.Constexpr) -> None:
-        """Waits for each piece's flag; all lanes."""
+        """Waits for the flag of each piece by ``wait(piece)``; all lanes of a warp, each for other pieces."""
         for piece in cutlass.range(cute.arch.lane_idx(), pieces, LANES, unroll=1):
             wait(piece)
 
@@ -96,19 +96,20 @@ class _Puts(Transport):
 
 @dataclass(frozen=True)
 class Staged(_Puts):
-    """The GEMM's part if it must not call NVSHMEM: a relay kernel puts staged data.
+    """Part of the GEMM kernel when a relay kernel (``exchange/relay.py``) puts.
 
-    P2P-accessible peers are written to as by ``PeerBulk``. For the others a tile ends in this rank's
-    workspace and its local flag; the relay kernel (``exchange/relay.py``) waits for that flag and puts.
+    Data for P2P-accessible peers is stored as by ``PeerBulk``. Other data is stored in this rank's workspace,
+    and its local flag is released. The relay waits for the flag (acquire), and puts data and flag to the
+    owner.
     """
 
     @cute.jit
     def publish(
         self, route: Route, num_bytes: Int32, epoch: Uint64, fenced: cutlass.Constexpr = False
     ) -> None:
-        """Releases the tile's flag at its owner; without P2P access, the local one that the relay awaits.
+        """Releases the tile's flag at its owner, or, without P2P access, the local flag for the relay.
 
-        The local flag has the number of bytes to put above the epoch (`STAGED_UNIT`).
+        The local flag has the number of bytes to put above the epoch, in units of `STAGED_UNIT`.
         """
         peer = route.peers[route.owner]
         address = peer + route.flag
@@ -119,7 +120,7 @@ class Staged(_Puts):
 
     @cute.jit
     def signal(self, peers: cute.Tensor, rank: Int32, peer: Int32, offset: Int64, value: Uint64) -> None:
-        """Releases ``value`` in the flag at ``offset`` of ``peer``'s workspace, or where the relay waits."""
+        """Releases ``value`` in the flag at ``offset``: of ``peer``, or of this rank for the relay."""
         base = peers[peer]
         if base < 0:
             base = peers[rank]
@@ -128,21 +129,21 @@ class Staged(_Puts):
 
 @dataclass(frozen=True)
 class Nvshmem(_Puts):
-    """Transport chosen per peer by ``peers[peer]``: an address is written to, ``-1 - pe`` is put to.
+    """Transport that puts from the publishing lane, and the put of the relay kernel.
 
-    A put is in thread scope: one lane publishes, and to a peer without P2P access a put is one descriptor.
-    It is also the put of the relay kernel, there by a full warp.
+    Chosen per peer by ``peers[peer]``: stores to an address; puts to PE ``pe`` if it is ``-1 - pe``. One lane
+    puts in thread scope, since a remote put is one descriptor. The relay puts by a full warp.
     """
 
     def __post_init__(self) -> None:
-        """Loads the device bindings before a kernel is traced, so that the DSL links their library."""
+        """Imports the device bindings before a kernel is traced, so that the DSL links their library."""
         import nvshmem.core.device.cute  # noqa: F401
 
     @cute.jit
     def publish(
         self, route: Route, num_bytes: Int32, epoch: Uint64, fenced: cutlass.Constexpr = False
     ) -> None:
-        """Releases the tile's flag; without P2P access, puts the staged tile and its flag."""
+        """Releases the tile's flag, or, without P2P access, puts the staged tile with its flag; one lane."""
         import nvshmem.core.device.cute as nv
 
         peer = route.peers[route.owner]
@@ -155,7 +156,7 @@ class Nvshmem(_Puts):
 
     @cute.jit
     def relay(self, route: Route, num_bytes: Int64, epoch: Uint64) -> None:
-        """Puts staged data and its flag; the flag alone if nothing is staged; all threads of a warp."""
+        """Puts staged data with its flag, or the flag alone if ``num_bytes`` is not positive; a full warp."""
         import nvshmem.core.device.cute as nv
 
         if num_bytes > 0:
@@ -165,7 +166,7 @@ class Nvshmem(_Puts):
 
     @cute.jit
     def staged_bytes(self, staged: Int64) -> Int64:
-        """Returns the bytes to put for the flag at ``staged``; after the wait for it."""
+        """Returns the number of bytes to put, from the local flag at ``staged``, which has been awaited."""
         flag = cute.arch.load(
             global_pointer(Uint64, staged, Uint64.width // 8), Uint64, sem="relaxed", scope="sys"
         )
@@ -173,7 +174,7 @@ class Nvshmem(_Puts):
 
     @cute.jit
     def signal(self, peers: cute.Tensor, rank: Int32, peer: Int32, offset: Int64, value: Uint64) -> None:
-        """Releases ``value`` in the flag at ``offset`` in the workspace of ``peer``, or signals it."""
+        """Releases ``value`` in the flag at ``offset`` of the workspace of ``peer``: a store or a signal."""
         import nvshmem.core.device.cute as nv
 
         base = peers[peer]
@@ -187,7 +188,7 @@ class Nvshmem(_Puts):
 
 @cute.jit
 def _tell(address: Int64, word: Scalar, fenced: cutlass.Constexpr) -> None:
-    """Raises a flag for what this thread has seen, unless a fence before it already releases that."""
+    """Stores a flag: relaxed if ``fenced`` (the thread has executed a release fence), else by a release."""
     if cutlass.const_expr(fenced):
         raise_flag(address, word)
     else:
@@ -195,14 +196,14 @@ def _tell(address: Int64, word: Scalar, fenced: cutlass.Constexpr) -> None:
 
 
 def _put_staged(put: Any, route: Route, num_bytes: Scalar, epoch: Scalar) -> None:
-    """Puts the staged part of a tile to its owner, and its flag, by one of the bindings' ``put_signal``."""
+    """Puts a tile's staged bytes with its flag to its owner, by ``put``, a ``put_signal`` of the bindings."""
     local_base, peer = route.peers[route.rank], route.peers[route.owner]
     words = _words(local_base + route.slot, num_bytes), _words(route.staging, num_bytes)
     put(*words, _word(local_base + route.flag), Uint64(epoch), SIGNAL_SET, Int32(-1 - peer))
 
 
 def _words(address: Address, num_bytes: Scalar) -> Any:
-    """Returns ``num_bytes`` of symmetric memory as 32-bit words, in the bindings' natural alignment."""
+    """Returns ``num_bytes`` of symmetric memory at ``address`` as 32-bit words."""
     return cute.make_tensor(global_pointer(Uint32, address, 4), cute.make_layout(num_bytes // 4))
 
 

@@ -1,4 +1,4 @@
-"""Transport ``peer_bulk``: bulk stores from shared memory directly into a peer's mapped memory."""
+"""Transport ``peer_bulk``: bulk stores from shared memory to a peer's mapped memory."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from overlap_gemm.transports.interface import Transport
 
 @dataclass(frozen=True)
 class PeerBulk(Transport):
-    """Writes to ``peers[owner] + offset``: no tensor map per peer, no limit on the number of peers."""
+    """Transport that stores at ``peers[owner] + offset``, without a tensor map per peer."""
 
     def put(self, route: Route, offset: Address, stage: Any, num_bytes: Scalar) -> None:
         """Starts one bulk store of a stage's first bytes; the calling thread commits and waits."""
         bulk_store(stage, route.peers[route.owner] + route.slot + offset, num_bytes)
 
     def store(self, peers: Any, peer: Scalar, offset: Address, values: Fragment) -> None:
-        """Stores a chunk's values at ``offset`` in the workspace of ``peer``; one thread."""
+        """Stores a chunk at ``offset`` of the workspace of ``peer``; one thread."""
         store_run(peers[peer] + offset, values)
