@@ -348,8 +348,10 @@ def test_wrong_use_is_an_error_with_the_rule(ranks):
 
 
 def test_a_gradient_of_another_shape_is_an_error():
-    one = epilogue(norm, inputs=KINDS, outputs=OUTPUTS, gradient=lambda *_: (torch.ones(1),))
+    def of_the_sum_alone(*_):
+        return (torch.ones(1),)
 
+    one = epilogue(norm, inputs=KINDS, outputs=OUTPUTS, gradient=of_the_sum_alone)
     with pytest.raises(TypeError, match=r"its gradient must return a tuple, of \(the sum, residual, gamma"):
         author_gradient(one, [torch.ones(1)], [torch.ones(1)], [torch.ones(1)] * 4)
 
