@@ -1,7 +1,7 @@
-"""The ops, their communication patterns and the transports: the single source of truth for each.
+"""Ops, communication patterns and transports: the single source of truth about each. Standard library only.
 
-Standard library only. A new op is one more in `OPS` (`overlap_gemm.register`); the same holds for `PATTERNS`
-and `TRANSPORTS`.
+A new op is an entry of `OPS` (`overlap_gemm.register`), a new pattern one of `PATTERNS`, a new transport one
+of `TRANSPORTS`.
 """
 
 from .op import ARGUMENTS, Axis, Move, OpSpec

@@ -1,4 +1,4 @@
-"""`OpSpec`: which axes of the product `x [M, K] @ weight [N, K].T -> out [M, N]` an op shards."""
+"""`OpSpec`: sharded axes of the product `x [M, K] @ weight [N, K].T -> out [M, N]`, and what they imply."""
 
 from collections.abc import Callable, Container
 from dataclasses import dataclass
@@ -8,19 +8,19 @@ from typing import Literal, NamedTuple
 Axis = Literal["m", "n", "k"]
 
 Collective = Literal["all_gather", "all_reduce", "all_to_all", "reduce_scatter", "slice"]
-""""slice": a rank keeps its part of a matrix that every rank has; no data is sent."""
+""""slice": every rank has the matrix and keeps its part; no data is sent."""
 
 ARGUMENTS: dict[Axis, str] = {"m": "rows", "n": "columns", "k": "k"}
-"""Argument with which callers pass an axis' extent over all ranks."""
+"""Name of the argument by which callers pass an axis' extent over all ranks."""
 
 
 class Move(NamedTuple):
     """Redistribution of a matrix over the ranks.
 
     Attributes:
-        kind: Collective of the redistribution.
-        source: Axis along which the matrix is sharded before; None: every rank has all, or a partial sum.
-        target: Axis along which it is sharded after; None: every rank has all of it.
+        kind: Collective that redistributes the matrix.
+        source: Axis along which it is sharded before; None: each rank has all of it, or a partial sum.
+        target: Axis along which it is sharded after; None: each rank has all of it.
     """
 
     kind: Collective
@@ -29,7 +29,7 @@ class Move(NamedTuple):
 
     @staticmethod
     def between(source: Axis | None, target: Axis | None) -> "Move | None":
-        """Returns the move from one sharding to another; None if they are the same."""
+        """Returns the move from sharding along ``source`` to ``target``; None if they are equal."""
         if source == target:
             return None
         if source is None:
@@ -39,22 +39,21 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True)
 class OpSpec:
-    """Definition of an op by the axis along which each of its tensors is sharded.
+    """Definition of an op by the sharded axis of each of its tensors.
 
-    If the weight is sharded along ``"n"``, a rank multiplies its columns; along ``"k"``, a part of the sum.
-    If every rank has all of the weight, it multiplies its rows. x is redistributed before the product, and
-    the product after it, if they are sharded otherwise.
+    A rank's product has the rank's columns (weight sharded along ``"n"``), is a partial sum (``"k"``), or has
+    the rank's rows (weight on every rank). x is redistributed before the product, and the product after it,
+    as the axes require.
 
     Attributes:
-        name: Public name.
-        code: Number in failure records; unique, and not 0.
+        name: Public name, an identifier.
+        code: Number in failure records; unique and positive, except for an op without communication (0).
         label: Short name, for tables.
-        x: Sharded axis of x; None: every rank has all of it.
-        weight: Sharded axis of the weight; a rank's product is a part along it. None: a rank's product has
-            its rows.
-        out: Sharded axis of the result; None: every rank gets all of it.
-        dual: Name of the op whose communication its gradient needs, if that sends as much.
-        unsharded: Name of the op that returns the full tensor on every rank, where this op returns shards.
+        x: Sharded axis of x, "m" or "k"; None: every rank has all of it.
+        weight: Sharded axis of the weight, "n" or "k"; None: every rank has all of it.
+        out: Sharded axis of the result, "m" or "n"; None: every rank gets all of it.
+        dual: Name of the op that communicates in the gradient, if it sends as much; else None.
+        unsharded: Name of the op that returns on every rank the full tensor of which this op returns shards.
     """
 
     name: str
@@ -67,7 +66,7 @@ class OpSpec:
     unsharded: str | None = None
 
     def __post_init__(self) -> None:
-        """Raises ValueError for an invalid name or number, and for an axis that a tensor does not have."""
+        """Raises ValueError for a name that is no identifier, a negative code, or an axis a tensor lacks."""
         if not (isinstance(self.name, str) and self.name.isidentifier()):
             raise ValueError(f"name of an op must be an identifier, got {self.name!r}")
         if not isinstance(self.code, int) or self.code < 0:
@@ -80,31 +79,34 @@ class OpSpec:
 
     @cached_property
     def operand_move(self) -> Move | None:
-        """Returns the redistribution of x before the product; None: x is multiplied unchanged."""
+        """Returns the redistribution of x before the product; None if there is none."""
         needed: dict[Axis | None, Axis | None] = {"n": None, "k": "k", None: "m"}
         return Move.between(self.x, needed[self.weight])
 
     @cached_property
     def result_move(self) -> Move | None:
-        """Returns the redistribution of the product; None: a rank's product is its result."""
+        """Returns the redistribution of the product; None if a rank's product is its result."""
         if self.sums:
             return Move("all_reduce" if self.out is None else "reduce_scatter", None, self.out)
         return Move.between("m" if self.weight is None else "n", self.out)
 
     @cached_property
     def operand_is_sent(self) -> bool:
-        """Returns whether x is sent, before the product; else the product is."""
+        """Returns whether x is sent, before the product; else the product is sent, if anything."""
         return self.operand_move is not None and self.operand_move.kind != "slice"
 
     @cached_property
     def sent(self) -> tuple[Move, ...]:
-        """Returns the redistributions that send data."""
+        """Returns the redistributions that send data: all but "slice"."""
         both = (self.operand_move, self.result_move)
         return tuple(move for move in both if move is not None and move.kind != "slice")
 
     @property
     def dual_axes(self) -> tuple[Axis | None, Axis | None, Axis | None]:
-        """Returns the sharded axes of x, weight and result of `grad @ weight`, whose K is this op's N."""
+        """Returns the sharded axes of x, weight and out of `grad @ weight`, the gradient's product.
+
+        Its K is this op's N.
+        """
         swapped: dict[Axis | None, Axis | None] = {None: None, "m": "m", "n": "k", "k": "n"}
         return swapped[self.out], swapped[self.weight], swapped[self.x]
 
@@ -115,46 +117,56 @@ class OpSpec:
 
     @property
     def gathers_operand(self) -> bool:
-        """Returns whether rows of x are gathered before the product."""
+        """Returns whether each rank gathers the rows of x before the product."""
         return self.operand_move == Move("all_gather", "m", None)
 
     @property
     def deals_depth(self) -> bool:
-        """Returns whether a rank has columns of x, and all columns of the weight."""
+        """Returns whether x is sharded along K and the weight is not."""
         return self.x == "k" and self.weight != "k"
 
     @property
     def takes_lists(self) -> bool:
-        """Returns whether x may be multiplied with several weights: x is sharded, products are not summed."""
+        """Returns whether x can be multiplied by several weights: x is sharded, and no product is summed."""
         return self.x is not None and self.weight != "k"
 
     @property
     def gathers_output(self) -> bool:
-        """Returns whether a rank's product is columns of a result that every rank gets in full."""
+        """Returns whether ranks compute columns of a result that each rank gets in full."""
         return self.weight == "n" and self.out is None
 
     @property
     def deals_columns(self) -> bool:
-        """Returns whether a rank computes, or gets, columns of a product that is sent."""
+        """Returns whether a rank computes or gets columns of a product that is sent."""
         return not self.gathers_operand and "n" in (self.weight, self.out)
 
     @property
     def width(self) -> Axis:
-        """Returns the axis of the columns of what is sent; its rows are M."""
+        """Returns the axis of the columns of the matrix that is sent; its rows are M."""
         return "k" if self.operand_is_sent else "n"
 
     @property
     def unresolved_axis(self) -> Axis | None:
-        """Returns the sharded axis that results have in full: ranks exchange its extent unless passed."""
+        """Returns the sharded axis that the result has in full, or None.
+
+        If callers do not pass its extent over all ranks, the ranks exchange it.
+        """
         return next((axis for axis in (self.x, self.weight) if axis not in (None, "k", self.out)), None)
 
     @property
     def unknown(self) -> tuple[Axis | None, ...]:
-        """Returns the axes whose extents over all ranks do not follow from a rank's operands."""
+        """Returns the axes whose extents over all ranks do not follow from one rank's x and weight."""
         return None if self.deals_depth else self.x, self.weight
 
     def arguments(self, m: int, n: int, k: int, least: bool = False) -> dict[str, int]:
-        """Returns the extents over all ranks that callers may pass; with `least` only the exchanged one."""
+        """Returns extents over all ranks by the argument name with which callers may pass them.
+
+        Args:
+            m: Rows over all ranks.
+            n: Columns over all ranks.
+            k: K over all ranks.
+            least: Whether to return only the extent that ranks exchange if it is not passed.
+        """
         extents: dict[Axis, int] = {"m": m, "n": n, "k": k}
         provided = (self.unresolved_axis,) if least else self.unknown
         return {ARGUMENTS[axis]: extents[axis] for axis in provided if axis is not None}
@@ -162,7 +174,11 @@ class OpSpec:
     def resolved(
         self, m: int, n: int, k: int, provided: Container[str]
     ) -> tuple[int, int | None, int | None]:
-        """Returns (M, N, K); None for a sharded extent that is neither sent nor in `provided`."""
+        """Returns (M, N, K); N or K is None if its extent over all ranks is unknown and not needed.
+
+        An extent is unknown if it is sharded and its argument is not in ``provided``. It is needed if it is
+        the `width` of what is sent.
+        """
 
         def hides(axis: Axis) -> bool:
             return axis != self.width and axis in self.unknown and ARGUMENTS[axis] not in provided
@@ -194,20 +210,23 @@ class OpSpec:
         return local(m) if self.out == "m" else m, local(n) if self.out == "n" else n
 
     def product(self, m: int, n: int, k: int, world: int) -> tuple[int, int, int]:
-        """Returns (M, N, K) of the product that a rank with a full shard multiplies."""
+        """Returns (M, N, K) of the product of a rank with a full shard."""
         _, weight = self.shapes(m, n, k, lambda extent: -(-extent // world))
         return (-(-m // world) if self.weight is None else m), *weight
 
     def elements_out(self, m: int, n: int, k: int, world: int) -> float:
-        """Returns the least elements that each rank sends (in two trips if every rank gets all sums)."""
+        """Returns the least number of elements that each rank sends; m, n, k are extents over all ranks.
+
+        If every rank gets all sums, elements are sent twice: partial sums, then sums.
+        """
         trips = 2 if self.sums and self.out is None else 1
         rows = m / world if "all_to_all" in self.collectives(in_rank_order=False) else m
         return trips * rows * (k if self.width == "k" else n) * (world - 1) / world
 
     def collectives(self, in_rank_order: bool) -> tuple[str, ...]:
-        """Returns the collectives that move `elements_out`, in equal parts.
+        """Returns the collectives that together send `elements_out`, each the same number.
 
-        ``"sum"`` is an all-to-all and a sum in rank order.
+        If ``in_rank_order``, a reduction is ``"sum"``: an all-to-all and a sum in rank order.
         """
         if not self.sums:
             return tuple(move.kind for move in self.sent)
@@ -217,7 +236,7 @@ class OpSpec:
 
     @property
     def dims(self) -> tuple[int | None, int | None, int | None, int | None]:
-        """Returns the sharded dimensions of x, weight, bias and out; None for those in full on every rank."""
+        """Returns the sharded dimensions of x, weight, bias and out; None: not sharded."""
         places: dict[Axis | None, int] = {"m": 0, "k": 1}
         return (
             places.get(self.x),

@@ -1,4 +1,4 @@
-"""The registry of ops."""
+"""Registry of the ops."""
 
 from .op import OpSpec
 
@@ -13,7 +13,7 @@ GEMM_ALL_REDUCE = OpSpec("gemm_all_reduce", 3, "GEMM-AR", x="k", weight="k", out
 GEMM_ALL_GATHER = OpSpec("gemm_all_gather", 4, "GEMM-AG", x=None, weight="n", out=None)
 
 COLUMN_PARALLEL_GEMM = OpSpec("column_parallel_gemm", 0, "GEMM", x=None, weight="n", out="n")
-"""Product of a rank without communication; only its gradient is communicated. It is not in `OPS`."""
+"""A rank's product without communication; its gradient communicates. It is not in `OPS`."""
 
 GEMM_ALL_TO_ALL = OpSpec(
     "gemm_all_to_all", 5, "GEMM-A2A", x="m", weight=None, out="n", dual="all_to_all_gemm"
@@ -21,18 +21,18 @@ GEMM_ALL_TO_ALL = OpSpec(
 ALL_TO_ALL_GEMM = OpSpec(
     "all_to_all_gemm", 6, "A2A-GEMM", x="k", weight=None, out="m", dual="gemm_all_to_all"
 )
-"""Registered by `api.all_to_all`."""
+"""Both all-to-all ops are registered by `api.all_to_all`."""
 
 OPS = {op.name: op for op in (ALL_GATHER_GEMM, GEMM_REDUCE_SCATTER, GEMM_ALL_REDUCE, GEMM_ALL_GATHER)}
-"""Ops by name, in the order in which they are listed; registered ones come last."""
+"""Ops by name, in the order of lists and tables; registered ones are last."""
 
 
 def add_op(spec: OpSpec) -> None:
     """Adds an op to `OPS`.
 
     Raises:
-        ValueError: Another op has its name or its number; ranks have parts of its weight; it sends nothing,
-            or twice; its dual is registered, with other axes.
+        ValueError: The name or code is that of another op, or the code is 0. The weight is sharded. The op
+            does not send exactly one of x and the product. Its dual is registered and has other axes.
     """
     if any(spec.name == other.name or spec.code == other.code for other in OPS.values()) or not spec.code:
         known = ", ".join(f"{op.name} ({op.code})" for op in OPS.values())
@@ -56,15 +56,15 @@ def add_op(spec: OpSpec) -> None:
 
 
 def op_coded(code: int) -> str:
-    """Returns the name of the op with this number in failure records."""
+    """Returns the name of the op with this code, or "a kernel": a user's kernel may have any number."""
     return next((op.name for op in OPS.values() if op.code == code), "a kernel")
 
 
 def op_named(name: object) -> OpSpec:
-    """Returns the op of a name.
+    """Returns the op with this name.
 
     Raises:
-        ValueError: No op has this name.
+        ValueError: No op has this name, or it is not a string.
     """
     spec = OPS.get(name) if isinstance(name, str) else None
     if spec is None:

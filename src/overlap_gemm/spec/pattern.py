@@ -1,4 +1,4 @@
-"""`PatternSpec`: communication pattern of an op inside the fused kernels."""
+"""`PatternSpec`: a communication pattern, by which a fused kernel implements an op."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -9,15 +9,16 @@ from .ops import OPS, op_named
 
 @dataclass(frozen=True)
 class PatternSpec:
-    """Communication pattern of the tiles of an op's product, or of the shards of its operand.
+    """Communication pattern: which tiles or shards are sent, and to which ranks.
 
     Attributes:
         name: Name of the pattern.
         op: Name of the op that it implements.
-        cut: Dimension that the owners' shards divide; None: no tile has an owner, every rank computes all.
-        to_all: Whether each tile is sent to every rank; else to its owner.
-        returns: Whether owners send their sums on to every rank.
-        kernel: Module and class of its part of the kernel (`kernel.surface.KernelOp`).
+        cut: Dimension of the product that shards of owners divide; None: each rank computes all tiles, and no
+            tile has an owner.
+        to_all: Whether each tile or shard is sent to every rank; else to its owner.
+        returns: Whether owners send sums to every rank.
+        kernel: ``module:class`` of the op's part of the kernel (`kernel.surface.KernelOp`).
     """
 
     name: str
@@ -34,7 +35,7 @@ class PatternSpec:
 
     @property
     def label(self) -> str:
-        """Returns a short name, for tables: the op's, with the pattern's if the op has several."""
+        """Returns the op's label, with the pattern's name if the op has several patterns."""
         several = len(patterns_of(self.op)) > 1
         return f"{self.spec.label} {self.name.replace('_', '-')}" if several else self.spec.label
 
@@ -64,14 +65,14 @@ PATTERNS = {
         ),
     )
 }  # fmt: skip
-"""Patterns by name; the model takes the first of two of an op that take equally long."""
+"""Patterns by name. If the model predicts equal times for two of an op, the first is used."""
 
 
 def add_pattern(pattern: PatternSpec) -> None:
     """Adds a pattern to `PATTERNS`.
 
     Raises:
-        ValueError: Another pattern has its name, or there is no such op.
+        ValueError: A pattern has this name already, or the op does not exist.
     """
     if pattern.name in PATTERNS:
         raise ValueError(f"pattern {pattern.name!r} is there already; there are {', '.join(PATTERNS)}")
@@ -80,5 +81,5 @@ def add_pattern(pattern: PatternSpec) -> None:
 
 
 def patterns_of(op: str) -> tuple[str, ...]:
-    """Returns the names of the patterns that implement an op."""
+    """Returns the names of the patterns that implement an op; none if it has no fused kernel."""
     return tuple(name for name, pattern in PATTERNS.items() if pattern.op == op)

@@ -1,27 +1,28 @@
-"""`Promises`: promises of a call about the bits of its result, and the dtype of its partial sums."""
+"""`Promises`: what a call guarantees about the bits of its result and the dtype of its partial sums."""
 
 from typing import Literal, NamedTuple, get_args
 
 Partials = Literal["float32"]
-"""Element types of partial sums between ranks that callers may request."""
+"""Dtypes that callers may request for the partial sums that ranks exchange."""
 
 Invariant = Literal["batch", "ranks", "ranks:4", "ranks:2"]
-"""Facts that do not change the bits: the batch, or the batch and the number of ranks, up to 8, 4 or 2."""
+"""Facts on which the bits of a row do not depend. "batch": the number of rows in the batch. "ranks:4": also
+the number of ranks, up to 4; "ranks": up to 8."""
 
 LEAVES: dict[str, int] = {"batch": 1, "ranks": 8, "ranks:4": 4, "ranks:2": 2}
-"""Parts of K that are summed by a binary tree, in float32."""
+"""Number of parts (leaves) of K over all ranks, whose fp32 sums a binary tree adds; 1: no tree."""
 
 
 class InvarianceError(ValueError):
-    """Bits that do not depend on batch or ranks are requested, and cannot be promised."""
+    """Error for a requested invariance that cannot be guaranteed."""
 
 
 class Promises(NamedTuple):
-    """Promises that a caller requests; the same on every rank.
+    """Guarantees that a caller requests, the same on every rank.
 
     Attributes:
-        partials: Element type of partial sums between ranks; None: the operands'.
-        invariant: Facts on which the bits of a row do not depend; None: nothing is promised.
+        partials: Dtype of partial sums between ranks; None: that of the operands.
+        invariant: Facts on which the bits of a row do not depend; None: no guarantee.
     """
 
     partials: Partials | None = None
@@ -29,28 +30,28 @@ class Promises(NamedTuple):
 
     @property
     def leaves(self) -> int:
-        """Returns the number of parts of K, over all ranks, that a tree sums; 1: no tree; 0: no promise."""
+        """Returns the number of leaves of K over all ranks; 1: no tree; 0: no guarantee."""
         return 0 if self.invariant is None else LEAVES[self.invariant]
 
     @property
     def has_tree(self) -> bool:
-        """Returns whether sums over K are the same for every number of ranks."""
+        """Returns whether a binary tree sums K, so that bits are equal for different numbers of ranks."""
         return self.leaves > 1
 
     @property
     def has_wide_partials(self) -> bool:
-        """Returns whether partial sums are sent as float32."""
+        """Returns whether partial sums are sent as float32: if requested, or if there is a tree."""
         return self.partials is not None or self.has_tree
 
     def over(self, others: "Promises") -> "Promises":
-        """Returns these promises, completed by the others."""
+        """Returns these promises, with fields that are None taken from ``others``."""
         return Promises(self.partials or others.partials, self.invariant or others.invariant)
 
     def own_leaves(self, world: int) -> int:
-        """Returns the number of a rank's leaves.
+        """Returns the number of leaves of a rank; 1 without a tree.
 
         Raises:
-            InvarianceError: The number of ranks does not divide the number of leaves.
+            InvarianceError: ``world`` does not divide the number of leaves.
         """
         if not self.has_tree:
             return 1
@@ -62,11 +63,11 @@ class Promises(NamedTuple):
         return self.leaves // world
 
     def why_no_cut(self, extent: int, block: int = 1) -> str | None:
-        """Returns the reason an extent that is summed over cannot be cut into leaves; None if it can.
+        """Returns the reason an extent cannot be cut into equal leaves, as text; None if it can.
 
         Args:
-            extent: Extent over all ranks.
-            block: Elements that a leaf must be a multiple of.
+            extent: Extent over all ranks of the axis that is summed.
+            block: Divisor of a leaf's extent in elements.
         """
         if extent % (self.leaves * block):
             fewer = [name for name, leaves in LEAVES.items() if leaves > 1 and not extent % (leaves * block)]
@@ -84,7 +85,7 @@ NO_PROMISES = Promises()
 
 
 def check_promises(promises: Promises) -> None:
-    """Raises a ValueError for unknown values."""
+    """Raises ValueError if a field has an unknown value."""
     for name, value, kinds in (
         ("partials", promises.partials, Partials),
         ("invariant", promises.invariant, Invariant),

@@ -1,6 +1,6 @@
-"""The sharding rule of the package: contiguous blocks as `torch.chunk` and DTensor's `Shard` cut them.
+"""Sharding rule of the package: contiguous ranges, cut as by `torch.chunk` and DTensor's `Shard`.
 
-Functions also take a kernel's ``Int32``, of non-negative values.
+The functions also accept non-negative ``Int32`` values of a kernel.
 """
 
 from collections.abc import Callable
@@ -11,32 +11,36 @@ Int = TypeVar("Int")  # int on the host, Int32 in a kernel
 
 
 def ceil_div(a: Int, b: Int) -> Int:
-    """Returns ``a / b`` rounded up, for ``a >= 0`` and ``b > 0``."""
+    """Returns ``a / b`` rounded up; ``a >= 0``, ``b > 0``."""
     return (a + b - 1) // b  # type: ignore[operator]
 
 
 def shard_rows(rows: Int, world: Int) -> Int:
-    """Returns the rows of a full shard by the rule of ``torch.chunk``; at least 1 if ``rows >= 1``."""
+    """Returns the number of rows of a full shard; at least 1 if ``rows >= 1``."""
     return ceil_div(rows, world)
 
 
 def num_owners(rows: Int, shard: Int) -> Int:
-    """Returns the number of ranks that own a row, with ``shard`` rows in a full shard; ``rows >= 1``."""
+    """Returns the number of ranks whose shard is not empty.
+
+    Args:
+        rows: Number of rows, at least 1.
+        shard: Rows of a full shard.
+    """
     return ceil_div(rows, shard)
 
 
 @dataclass(frozen=True)
 class Shards:
-    """Division of `total` rows (or columns) over the ranks.
+    """Division of `total` rows (or columns) over ranks.
 
-    Rank r owns `[r * chunk, (r + 1) * chunk)`, clipped to `total`. With `chunk = ceil(total / parts)` this is
-    the rule of `torch.chunk` and of DTensor's `Shard`: every shard is full but the last non-empty one, and
-    ranks after it own nothing.
+    Rank r has the range `[r * chunk, (r + 1) * chunk)`, clipped to `total`. So every shard is full but the
+    last non-empty one, and those after it are empty.
 
     Attributes:
         total: Rows (or columns) over all ranks.
         parts: Number of ranks of the group.
-        chunk: Rows of a full shard.
+        chunk: Rows (or columns) of a full shard.
     """
 
     total: int
@@ -45,24 +49,30 @@ class Shards:
 
     @classmethod
     def even(cls, total: int, parts: int, unit: int = 1) -> "Shards":
-        """Returns the shards of `total` rows over `parts` ranks, cut only at multiples of `unit` rows."""
+        """Returns the shards of `total` rows over `parts` ranks.
+
+        Args:
+            total: Number of rows, a multiple of `unit`.
+            parts: Number of ranks.
+            unit: Divisor of the rows of a full shard.
+        """
         return cls(total, parts, ceil_div(total // unit, parts) * unit)
 
     @classmethod
     def owned_by(cls, parts: int, rank: int) -> Callable[[int], int]:
-        """Returns a function from an extent to the part of it that `rank` of `parts` ranks owns."""
+        """Returns a function from an extent to the size of the shard of `rank` of `parts` ranks."""
         return lambda total: cls.even(total, parts).size(rank)
 
     def range(self, rank: int) -> tuple[int, int]:
-        """Returns the first row of `rank`'s shard and one past its last."""
+        """Returns the first row of the shard of `rank` and the row after its last."""
         return min(rank * self.chunk, self.total), min((rank + 1) * self.chunk, self.total)
 
     def size(self, rank: int) -> int:
-        """Returns the number of rows that `rank` owns."""
+        """Returns the number of rows of the shard of `rank`."""
         start, stop = self.range(rank)
         return stop - start
 
     @property
     def sizes(self) -> list[int]:
-        """Returns the number of rows of every rank, in rank order."""
+        """Returns the sizes of all shards, in rank order."""
         return [self.size(rank) for rank in range(self.parts)]

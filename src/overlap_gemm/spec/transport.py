@@ -1,4 +1,4 @@
-"""`TransportSpec`: data that a transport, which callers may request, can send."""
+"""`TransportSpec`: properties of a transport that callers may request."""
 
 from dataclasses import dataclass
 
@@ -6,21 +6,21 @@ from .op import OpSpec
 from .pattern import patterns_of
 
 EMPTY_BYTE = 0xFF
-"""Value of every byte of an LL packet that has not arrived, in a new workspace as in one that was read
+"""Value of each byte of an LL packet that has not arrived: in a new workspace, and after a packet was read
 (:mod:`overlap_gemm.device.ll_words`)."""
 
 
 @dataclass(frozen=True)
 class TransportSpec:
-    """One transport.
+    """Properties of one transport.
 
     Attributes:
         name: Name in `configured`.
-        shards: Whether it sends shards of an operand, to the product.
-        tiles: Whether it sends tiles, from the product.
-        puts: Whether it puts to every peer, P2P-accessible or not.
-        is_flag: Whether data is its own flag: then it sends values of 16 bits only.
-        by_host: Whether the host queues it, on a copy engine.
+        shards: Whether it sends shards of an operand, before the product.
+        tiles: Whether it sends tiles of the product.
+        puts: Whether it reaches peers that are not P2P-accessible, by puts.
+        is_flag: Whether data is its own flag; then it sends only values of 16 bits.
+        by_host: Whether the host queues copies on a copy engine; else kernels send.
     """
 
     name: str
@@ -31,7 +31,7 @@ class TransportSpec:
     by_host: bool = False
 
     def carries(self, op: OpSpec) -> bool:
-        """Returns whether the op can use the transport."""
+        """Returns whether the transport can send what the op sends."""
         if not op.operand_is_sent:
             return self.tiles
         return self.shards and (op.gathers_operand or not self.puts)  # puts are of entire shards
@@ -50,7 +50,7 @@ TRANSPORTS = {
 
 
 def transports_of(op: OpSpec) -> tuple[str, ...]:
-    """Returns the names of an op's transports; none if it has no fused kernel."""
+    """Returns the names of the transports of an op; none if the op has no fused kernel."""
     if not patterns_of(op.name):
         return ()
     return tuple(name for name, transport in TRANSPORTS.items() if transport.carries(op))
