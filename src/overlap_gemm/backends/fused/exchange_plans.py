@@ -1,7 +1,8 @@
-"""Plans and calls of the fused all-to-all GEMM, which exchanges columns of x for rows.
+"""Plans and calls of the fused all-to-all GEMM, which exchanges columns of x for rows before the product.
 
-The kernel is :mod:`overlap_gemm.gather.input_exchange`. Workspaces and the second stream are those of the
-all-gather GEMM (`gather_plans`).
+Of x `[M, K]`, each rank passes K / P columns of all M rows. It multiplies its shard of the rows with full
+weights. The kernel is :mod:`overlap_gemm.gather.input_exchange`. Workspaces and the second stream are those
+of the all-gather GEMM (`gather_plans`).
 """
 
 from __future__ import annotations
@@ -43,39 +44,40 @@ from .plan_cache import (
 from .ways import obtain_way, wanted
 
 BLOCK_K = TILE_K_BYTES // 2
-"""Elements of K that a kernel loads at a time: a rank's columns of x are a multiple of this many."""
+"""Elements of K in a K tile of 16-bit operands. K / P must be a multiple of it: a K tile is of one rank."""
 
 
 @dataclass(frozen=True)
 class RowCopies:
-    """Each peer's rows of the local columns, sent by copy engines in chunks, each followed by its flag.
+    """Transfer of each peer's rows by copy engines, in chunks of rows, each followed by its flag.
 
     Attributes:
-        places: Offset in x, destination, bytes and address of the flag of each chunk, in the order in which
-            peers read them.
-        coming: Address of the value of the next flag (`geometry.COMING_OFFSET`).
+        places: (offset in x, address of the destination, bytes, address of the flag) of each chunk, in order.
+        coming: Local address of the value of the next flag (`geometry.COMING_OFFSET`), which is copied.
     """
 
     places: tuple[tuple[int, int, int, int], ...]
     coming: int
 
     def stage(self, executor: Executor, second: int, local: tuple[int, int]) -> None:
-        """Does nothing: the copies read x where it is."""
+        """Does nothing: the copies read x of the caller."""
 
     def send(self, executor: Executor, second: int, local: tuple[int, int], exchange: Any) -> None:
-        """Queues the copies of chunks and flags; see `Travel.send`."""
+        """Queues for each chunk the copy of its rows, then of its flag; see `SideStreamWork.send`."""
         for offset, target, nbytes, flag in self.places:
             executor.copy(second, target, local[0] + offset, nbytes)
             executor.copy(second, flag, self.coming, FLAG_BYTES)
 
 
 def copies_of(workspace: Workspace, shards: Shards, row_bytes: int, chunk: int) -> RowCopies:
-    """Returns the copies of all peers' rows: chunk after chunk, of each to one peer after the other.
+    """Returns the copies to all peers: the first chunk of each peer, then the second, and so on.
+
+    The peer that reads this rank's data first comes first: rank - 1, rank - 2, ...
 
     Args:
-        workspace: Workspace with the gather buffer.
+        workspace: Workspace with the gather buffer, which has a slot for each source rank.
         shards: Division of the rows.
-        row_bytes: Bytes of a row of the local columns.
+        row_bytes: Bytes of a row of the local columns, K / P elements.
         chunk: Rows that share a flag.
     """
     group, bases = workspace.group, workspace.memory.bases.tolist()
@@ -93,7 +95,7 @@ def copies_of(workspace: Workspace, shards: Shards, row_bytes: int, chunk: int) 
 
 
 def signature_of(dtype: torch.dtype, row_bytes: int, shards: Shards, chunk: int) -> int:
-    """Returns the signature of a call: the layout of rows and chunks in a gather buffer."""
+    """Returns the signature of a call, which kernels compare with the peers': layout of the gather buffer."""
     facts = {"rows": shards.total, "shard": shards.chunk, "world": shards.parts}
     return call_signature(ALL_TO_ALL_GEMM.name, **facts, row_bytes=row_bytes, chunk_rows=chunk, dtype=dtype)
 
@@ -106,21 +108,23 @@ def plan_for(
     shards: Shards,
     keep: bool,
 ) -> Plan:
-    """Returns the plan of a call; the first call of a signature compiles and allocates it.
+    """Returns the plan of a call. Collective at the first call of a signature, which compiles and allocates.
+
+    The cache key is all arguments (of tensors: dtype, extents and layout) and the caller's `settings`.
 
     Args:
-        group: Ranks that take part, each of which has rows.
-        x: This rank's columns, contiguous.
-        weights: Weights, for their shapes and layouts.
-        epilogue: Epilogue that is applied to the sums.
+        group: Ranks that take part, more than one; each of them has rows.
+        x: Local columns `[M, K / P]`, contiguous.
+        weights: Weights, for their rows and layouts.
+        epilogue: Epilogue that the kernel applies to the sums.
         shards: Division of the rows.
-        keep: Whether the exchanged operand is stored.
+        keep: Whether the kernel stores the exchanged x for the caller.
 
     Raises:
         DisagreementError, SymmetricMemoryError: On every rank, if one of them cannot make the plan.
-        CaptureError: The plan does not exist yet, and a CUDA graph is being captured.
-        ValueError: No kernel exists for the caller's settings, or no grid fits on the SMs left to it.
-        RuntimeError: Some ranks do not have peer access.
+        CaptureError: The plan does not exist, and a CUDA graph is being captured.
+        ValueError: The settings select no kernel, or no cluster fits on the SMs that are not reserved.
+        RuntimeError: On every rank: some ranks have no P2P access to each other, or puts are configured.
     """
     peers, requested = peers_for(group, x.device), settings()
     kinds = tuple((len(weight), major(weight, "n")) for weight in weights)
@@ -203,7 +207,11 @@ def bind(
     group: Group,
     keep: bool,
 ) -> Callable[..., tuple[Tensor, list[Tensor]]]:
-    """Returns the bound function, see `Backend.bind`: without padding it allocates outputs and launches."""
+    """Returns the bound function of an all-to-all GEMM (`Backend.bind`).
+
+    Collective at the first call of a signature. Arguments are those of `all_to_all_gemm`. The function
+    launches the plan directly if no tensor needs a copy.
+    """
 
     def run(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         return all_to_all_gemm(x, weights, biases, shards, group, keep)
@@ -228,18 +236,19 @@ def all_to_all_gemm(
     group: Group,
     keep: bool,
 ) -> tuple[Tensor, list[Tensor]]:
-    """Runs an all-to-all GEMM on any tensors.
+    """Runs an all-to-all GEMM on tensors of any strides, alignment and N. Collective.
 
     Args:
-        x: This rank's columns of all rows, `[M, K / P]`.
-        weights: Weights `[N_i, K]`.
-        biases: One `[N_i]` per weight, or nothing.
+        x: Local columns of all rows, `[M, K / P]`.
+        weights: Full weights `[N_i, K]`, the same on all ranks.
+        biases: One `[N_i]` for each weight, or none.
         shards: Division of the rows; each rank has some.
         group: Ranks that take part, each of which must call.
-        keep: Whether to return the exchanged x, which costs a copy of it inside the kernel.
+        keep: Whether to return the exchanged x, which the kernel copies.
 
     Returns:
-        The exchanged x (without `keep` x itself), and the products.
+        The exchanged x `[shards.size(rank), K]` (without `keep`, and in a group of one, x itself), and the
+        products `[shards.size(rank), N_i]`.
     """
     rows, depth = shards.size(group.rank), x.shape[1]
     if shards.total == 0:

@@ -1,8 +1,9 @@
-"""Backend ``fused``: one persistent kernel that computes and communicates.
+"""Backend ``fused``: one persistent kernel multiplies and communicates.
 
-This module has the requirements on an op's tensors; `plan_cache` and `launch_plan` have what follows. A call
-allocates its output and nothing else, and does not wait on the host. It can be captured in a CUDA graph after
-the first call of its signature, which compiles the kernel and allocates the workspace.
+This module checks a problem and binds its tensors; `plan_cache`, `gather_plans` and `exchange_plans` make the
+plans. The first call of a signature is collective: it compiles the kernel and allocates the workspace. Later
+calls allocate only their outputs, and copies of tensors that TMA cannot load. They do not wait on the host,
+and can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ from .plan_cache import DTYPES, bias_visitor, plan_for
 
 
 class Sizes(NamedTuple):
-    """Extents that an op computes from the shapes of its tensors.
+    """Extents of a call.
 
     Attributes:
         shape: Shape of the exchange, the same on all ranks.
-        first: Row of the product that is the first row of this rank's result.
+        first: First row of this rank's result in the full product.
         out: (rows, columns) of this rank's result.
     """
 
@@ -55,12 +56,12 @@ class Sizes(NamedTuple):
 
     @property
     def shard(self) -> int:
-        """Returns the rows of x after which tiles restart, with each owner's shard; 0: never."""
+        """Returns the rows of x in a full shard if tiles restart at each shard; 0: they do not."""
         shape = self.shape
         return shape.shard if shape.spec.cut == "rows" and shape.owners > 1 else 0
 
     def made_by(self, plan: Plan) -> tuple[int, slice]:
-        """Returns (rows that a plan's kernel writes, at least 1; the slice of them that is the result)."""
+        """Returns (rows of the output tensor of a plan, at least 1; slice of them that is the result)."""
         rows, _ = self.out
         if (
             PATTERNS[plan.pattern].op != self.shape.spec.op
@@ -71,7 +72,15 @@ class Sizes(NamedTuple):
 
 
 def sizes(spec: OpSpec, x: Tensor, weight: Tensor, shards: Shards, group: Group) -> Sizes:
-    """Returns the extents of a call; arguments as for `Portable`'s method of the op's name."""
+    """Returns the extents of a call.
+
+    Args:
+        spec: Definition of the op.
+        x: Operand `[rows, K]`.
+        weight: Local weight `[columns, K]`.
+        shards: Division of the rows, or of the columns if the output is gathered.
+        group: Ranks that take part.
+    """
     rows, columns = x.shape[0], shards.total if spec.gathers_output else weight.shape[0]
     pattern = patterns_of(spec.name)[-1]  # the plan chooses one
     if spec.x == "m":  # x keeps its rows; columns of the product are sent to their owners
@@ -86,13 +95,13 @@ def sizes(spec: OpSpec, x: Tensor, weight: Tensor, shards: Shards, group: Group)
 WITH_BLOCKS = {
     blocks: tuple(name for name in ARCHS if every_config(name, "e4m3", blocks=blocks)) for blocks in BLOCKS
 }
-"""Architectures that have kernels with scales of blocks, of each kind."""
+"""Names of the architectures that have kernels, by kind of blocks."""
 
 
 def why_no_blocks(arch: str | None, blocks: Blocks | None) -> str | None:
-    """Returns the reason an architecture has no kernels with scales of these blocks; None if it has.
+    """Returns the reason an architecture has no kernels for these blocks; None if it has.
 
-    Scales of rows (`blocks=None`) are supported by every architecture.
+    Every architecture has kernels for scales of rows (`blocks=None`).
     """
     if blocks is None or arch in WITH_BLOCKS[blocks]:
         return None
@@ -100,7 +109,7 @@ def why_no_blocks(arch: str | None, blocks: Blocks | None) -> str | None:
 
 
 def _arch_of(device_type: str) -> str | None:
-    """Returns the architecture of the device that runs fused kernels; None if there is none."""
+    """Returns the architecture of the current CUDA device, or of the open emulator; None if there is none."""
     if device_type == "cuda":
         arch = arch_of_capability(torch.cuda.get_device_capability())
         return None if arch is None else arch.name
@@ -109,14 +118,14 @@ def _arch_of(device_type: str) -> str | None:
 
 
 class Fused:
-    """The fused kernels, for 16-bit operands, and 8-bit ones with scales."""
+    """Fused kernels for 16-bit operands, and for 8-bit operands with scales."""
 
     name = "fused"
     deterministic = True
     verifies = False  # its kernels compare signatures
 
     def why_not(self, problem: Problem) -> str | None:
-        """Returns the reason dtypes, extents or device have no fused kernel; None if they have one."""
+        """Returns the reason the kernels or the device do not support a problem; None if they do."""
         if reason := self.why_no_kernel(problem):
             return reason
         if problem.device_type == "cuda":
@@ -127,7 +136,7 @@ class Fused:
         return why_no_blocks(_arch_of(problem.device_type), problem.blocks) if problem.blocks else None
 
     def why_no_kernel(self, problem: Problem) -> str | None:
-        """Returns the reason no device could run a problem; None if one could."""
+        """Returns the reason no device could run a problem by a fused kernel; None if one could."""
         spec = problem.spec
         if not patterns_of(spec.name):
             return f"no fused kernel of {spec.name} is registered"
@@ -163,7 +172,7 @@ class Fused:
         return None
 
     def why_no_exchange(self, problem: Problem) -> str | None:
-        """Returns the reason no kernel exchanges a problem's columns of x for rows; None if one does."""
+        """Returns the reason K or the promises allow no all-to-all of x in a kernel; None if they do."""
         world, promises = problem.world_size, problem.promises
         if problem.width % (world * exchange.BLOCK_K):
             return (
@@ -178,7 +187,7 @@ class Fused:
         return None
 
     def why_no_tree(self, problem: Problem) -> str | None:
-        """Returns the reason fused kernels do not sum K in the promised leaves; None if they do."""
+        """Returns the reason fused kernels cannot sum K in the promised leaves; None if they can."""
         promises = problem.promises
         if not promises.has_tree or not problem.spec.sums:
             return None
@@ -189,15 +198,17 @@ class Fused:
         return None
 
     def why_no_scaled_kernel(self, problem: Problem) -> str | None:
-        """Returns the reason there is no kernel for a problem's dtypes; None if there is one."""
+        """Returns the reason no kernel of 8-bit operands has the dtype of the result; None if one has."""
         if problem.out_dtype not in DTYPES:
             return f"fused kernels of 8-bit operands give bfloat16 or float16, not {problem.out_dtype}"
         return None
 
     def why_slower(self, problem: Problem) -> str | None:
-        """Returns None if the ranks have peer access and measured constants; else the reason.
+        """Returns the reason `auto` excludes fused kernels; None to compare expected times.
 
-        With a promise about bits constants do not count: another process may have others.
+        Virtual ranks are never excluded. Excluded are emulated devices, ranks without P2P access, and devices
+        without measured constants. With a promise of bits, constants have no effect: another process may have
+        different ones.
         """
         if problem.virtual:
             return None
@@ -213,13 +224,13 @@ class Fused:
         return machine.why_uncalibrated_bytes(problem.blocks) if problem.is_scaled else None
 
     def why_after(self, problem: Problem, weight: Tensor) -> str | None:
-        """Returns the reason torch applies the epilogue after the op; see `epilogues.why_after`."""
+        """Returns the reason torch applies the epilogue after the op (`epilogues.why_after`), or None."""
         return why_after(problem, len(weight))
 
     def bind(
         self, problem: Problem, x: Tensor, weight: Any, bias: Any, shards: Shards, group: Group
     ) -> Callable[..., Any]:
-        """Returns the bound function, see `Backend.bind`: it allocates the output and launches a plan."""
+        """Returns the bound function (`Backend.bind`). Collective at the first call of a signature."""
         with promised(problem.promises, problem.spec, group.size):
             return self._bind(problem, x, weight, bias, shards, group)
 
@@ -246,7 +257,7 @@ class Fused:
         shards: Shards,
         group: Group,
     ) -> Callable[..., Any]:
-        """Binds a launch for each weight."""
+        """Binds a separate launch for each weight of a list."""
 
         def bias_of(biases: Sequence[Tensor], i: int) -> Tensor | None:
             return biases[i] if biases else None
@@ -310,7 +321,7 @@ class Fused:
         shards: Shards,
         group: Group,
     ) -> Callable[..., list[Tensor]]:
-        """Binds an op whose kernel applies a visitor after the bias."""
+        """Binds an op whose kernel applies an epilogue (`visitor`) after the bias."""
         op, depth, extents = problem.spec, problem.k, sizes(problem.spec, x, weight, shards, group)
 
         def run(x: Tensor, weight: Tensor, bias: Tensor | None, inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -357,26 +368,26 @@ class Fused:
         visitor: Visitor | None = None,
         inputs: Sequence[Tensor] = (),
     ) -> Any:
-        """Runs an op, other than an all-gather GEMM, on any tensors.
+        """Runs an op other than all-gather and all-to-all GEMMs on tensors of any strides. Collective.
 
-        Every rank's partial is rounded once, before the sum.
+        Each rank's partial sums are rounded once, to the slots' dtype, before they are summed over the ranks.
 
         Args:
             op: Definition of the op.
-            x: Operand, as in `Portable`'s method of the op, but not necessarily contiguous.
-            weight: Local weight, as in `Portable`'s method of the op.
-            bias: Local bias or None, as in `Portable`'s method of the op.
-            shards: Division of the rows or columns.
+            x: Operand `[rows, K]` of any strides.
+            weight: Local weight `[columns, K]`; without rows if this rank has no columns.
+            bias: Bias of the local columns, or None.
+            shards: Division of the rows, or of the columns if the output is gathered.
             group: Ranks that take part, each of which must call.
-            depth: K over all ranks, if they have agreed on it.
-            scales: Scales of x and of the weight, see `scaling`; empty without scales.
-            out_dtype: Dtype of the result if there are scales.
-            blocks: Blocks that share a scale; None: rows.
-            visitor: Epilogue that is applied after the bias.
-            inputs: Inputs of the epilogue: for the rank's result, or for partial sums of its product.
+            depth: K over all ranks; None if it is not agreed.
+            scales: Scales of x and of the weight (`scaling`); empty without scales.
+            out_dtype: Dtype of the result if there are scales; else None.
+            blocks: Blocks that share a scale; None: rows, or no scales.
+            visitor: Epilogue after the bias, or None.
+            inputs: Inputs of the epilogue, for this rank's result or for its partial sums (`Visitor.of`).
 
         Returns:
-            The result; if the visitor has outputs, a list of the result and the outputs.
+            The result; if the epilogue has outputs, a list of the result and these.
         """
         extents = sizes(op, x, weight, shards, group)
         shape, _, (rows, columns) = extents
@@ -414,7 +425,7 @@ class Fused:
 
 
 def _fits(extents: Sizes, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Returns whether kernels read these operands as they are, if their addresses are multiples of 16."""
+    """Returns whether kernels can load these operands, if their addresses are multiples of 16 bytes."""
     exists = extents.shape.rows and extents.out[1] and weight.shape[0]
     strided = has_tma_strides(x, extents.shard) and has_tma_strides(weight)
     return bool(exists) and strided and (bias is None or bias.stride(0) == 1)
@@ -423,10 +434,10 @@ def _fits(extents: Sizes, x: Tensor, weight: Tensor, bias: Tensor | None) -> boo
 def _vectors(
     plan: Plan, x: Tensor, weight: Tensor, scales: Sequence[Tensor], blocks: Blocks | None
 ) -> tuple[Tensor, ...]:
-    """Returns an element for each row and for each column of the product, as `visitors.SCALES` reads them.
+    """Returns the scales of A and of B as a plan's kernel loads them; () without scales.
 
-    Scales of blocks are returned as matrices (`block_scales`). Those of MX types restart with the shards at
-    which a plan's tiles restart.
+    Scales of rows are vectors, in the order of `visitors.SCALES`. Scales of blocks are matrices
+    (`block_scales`), which restart where the plan's tiles restart (`Plan.steps`).
     """
     if not scales:
         return ()

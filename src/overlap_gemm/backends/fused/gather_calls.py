@@ -1,4 +1,8 @@
-"""Calls of the fused all-gather GEMM: operands, outputs, and the launch of a plan (`gather_plans`)."""
+"""Calls of the fused all-gather GEMM: operands and outputs for the plans of `gather_plans`.
+
+A bound function launches the plan directly if kernels can load all tensors as they are. Else
+`all_gather_gemm` copies what must be aligned or padded. Outputs are new tensors, which the caller owns.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +52,11 @@ def bind(
     blocks: Blocks | None = None,
     applying: Applying | None = None,
 ) -> Callable[..., tuple[Tensor, list[Tensor]]]:
-    """Returns the bound function, see `Backend.bind`: without padding it allocates outputs and launches."""
+    """Returns the bound function of an all-gather GEMM (`Backend.bind`).
+
+    Collective at the first call of a signature. `applying` is an epilogue with its dtypes, or None. The other
+    arguments are those of `all_gather_gemm`.
+    """
     rows, depth = shards.total, x.shape[1]
     columns = [len(weight) for weight in weights]
     if applying is not None:
@@ -107,14 +115,14 @@ def planned(
     columns: Sequence[int],
     depth: int | None,
 ) -> Callable[..., tuple[Tensor, list[Tensor]]]:
-    """Returns the bound function of operands that kernels read as they are, without scales.
+    """Returns the bound function of calls without scales and epilogue whose tensors need no copies.
 
     Args:
         plan: Plan of the call.
-        run: Function for operands at other addresses, and for a closed plan.
+        run: Function for a call with addresses that are no multiples of 16 bytes, or with a closed plan.
         rows: Rows of the results.
         columns: Columns of each result.
-        depth: K of the operand that is returned, `[rows, K]`; None: x itself is returned.
+        depth: K of the sent operand, `[rows, K]`, that the kernel stores; None: x itself is returned.
     """
     without: list[tuple[Tensor, ...] | None] = [None] * len(columns)
 
@@ -142,14 +150,17 @@ def _bind_scaled(
     out_dtype: torch.dtype,
     blocks: Blocks | None,
 ) -> Callable[..., tuple[Tensor, list[Tensor]]]:
-    """Returns the function that `bind` returns, for operands with scales."""
+    """Returns the bound function of operands with scales; `run` is the function of calls that need copies.
+
+    The other arguments are those of `bind`.
+    """
     (local_rows, depth), columns = x.shape, [weight.shape[0] for weight in weights]
     rows, chunk, layout = shards.total, shards.chunk, layout_of(blocks) if blocks else None
     epilogue = bias_visitor(bool(biases), out_dtype)
     plan = plan_for(group, x, depth, weights, epilogue, shards, keep, out_dtype, blocks)
 
     def read_with(scale_x: Tensor, scales: Sequence[Tensor]) -> list[tuple[Tensor, ...]] | None:
-        """Returns the scales that each product reads; None if those of a weight need a copy."""
+        """Returns the scales of x and of the weight for each product; None if a weight's need a copy."""
         if blocks is not None and layout is not None:
             of_x = scales_of_blocks(scale_x, blocks, chunk, depth)
             return [(of_x, layout.of_b(scale, (n, depth))) for scale, n in zip(scales, columns, strict=True)]
@@ -182,7 +193,7 @@ def _bind_scaled(
 
 
 def has_place_off(*tensors: Tensor) -> bool:
-    """Returns whether a tensor does not begin at a multiple of 16 bytes."""
+    """Returns whether the address of a tensor is no multiple of 16 bytes, the unit of TMA."""
     addresses = 0
     for tensor in tensors:
         addresses |= tensor.data_ptr()
@@ -201,22 +212,27 @@ def all_gather_gemm(
     blocks: Blocks | None = None,
     epilogue: tuple[Visitor, Sequence[Tensor]] | None = None,
 ) -> tuple[Tensor, list[Tensor]]:
-    """Runs an all-gather GEMM on any tensors; see `Portable.all_gather_gemm`.
+    """Runs an all-gather GEMM on tensors of any strides, alignment and extents. Collective.
+
+    Copies are padded: K to 16 bytes, N to 8 columns. A rank without rows sends nothing, and one without
+    columns multiplies zeros: its peers wait for its signals.
 
     Args:
-        x: This rank's shard `[shards.size(rank), K]`.
-        weights: Weights `[N_i, K]`.
-        biases: One `[N_i]` per weight, or nothing.
+        x: Local shard `[shards.size(rank), K]`.
+        weights: Local weights `[N_i, K]`.
+        biases: One `[N_i]` for each weight, or none.
         shards: Division of the rows.
         group: Ranks that take part, each of which must call.
-        keep: Whether to return the gathered x, which costs a copy of M x K inside the kernel.
-        scales: Scales of x, gathered with its rows, and of each weight (`scaling`); empty without scales.
-        out_dtype: Dtype of the results if there are scales.
-        blocks: Blocks that share a scale; None: rows.
-        epilogue: Epilogue that is applied after the bias, and its inputs; or None.
+        keep: Whether to return the gathered x, which the kernel copies: M x K elements.
+        scales: Scales of x and a list of those of the weights (`scaling`); empty without scales. Those of x
+            are sent with its rows.
+        out_dtype: Dtype of the results if there are scales; else None.
+        blocks: Blocks that share a scale; None: rows, or no scales.
+        epilogue: Epilogue that the kernel applies after the bias, and its inputs; or None.
 
     Returns:
-        The gathered x (without `keep` x itself), and the products.
+        The gathered x `[M, K]` (without `keep`, and in a group of one, x itself), and the products `[M,
+        N_i]`. An epilogue of pairs of columns halves N_i.
     """
     rows, depth, alone, dtype = shards.total, x.shape[1], group.size == 1, out_dtype or x.dtype
     visitor, inputs = epilogue or (None, ())
@@ -279,12 +295,14 @@ def all_gather_pairs(
     visitor: Visitor,
     inputs: Sequence[Tensor],
 ) -> tuple[Tensor, list[Tensor]]:
-    """Runs `all_gather_gemm` for pairs of columns of two weights: one product, whose B reads both.
+    """Runs `all_gather_gemm` with two weights and an epilogue of pairs, as one product. Collective.
+
+    B has bands of `PAIR` rows, alternately of the weight at the lower address and of the other one.
 
     Args:
-        x: This rank's shard.
-        weights: Two weights of one shape, whose rows are a multiple of `PAIR`.
-        biases: One for each weight, or none.
+        x: Local shard `[shards.size(rank), K]`.
+        weights: Two weights `[N, K]`; N is a multiple of `PAIR`.
+        biases: One `[N]` for each weight, or none.
         shards: Division of the rows.
         group: Ranks that take part, each of which must call.
         keep: Whether to return the gathered x.
@@ -292,7 +310,7 @@ def all_gather_pairs(
         inputs: Inputs of the epilogue.
 
     Returns:
-        The gathered x (without `keep` x itself), and a list of the result.
+        The gathered x (without `keep`, and in a group of one, x itself), and a list of the result `[M, N]`.
     """
     rows, depth, width = shards.total, x.shape[1], len(weights[0])
     if rows == 0:
@@ -321,12 +339,12 @@ def all_gather_pairs(
 
 
 def _shard(x: Tensor, alone: bool) -> Tensor:
-    """Returns this rank's shard as TMA reads it; one row of zeros if it is empty and there are peers."""
+    """Returns the local shard as TMA loads it; if there are peers, an empty one as a row of zeros."""
     return aligned(x.contiguous()) if alone or len(x) else x.new_zeros(1, padded(x.shape[1], x.itemsize))
 
 
 def _columns(weights: Sequence[Tensor], scales: Sequence[Tensor]) -> list[Tensor]:
-    """Returns the scales of each weight's rows, as kernels read them."""
+    """Returns the scales of each weight's rows, padded with zeros to a multiple of 8."""
     columns = [
         aligned_vector(scale if len(scale) else scale.new_zeros(1), len(weight))
         for scale, weight in zip(scales, weights, strict=True)
@@ -335,16 +353,16 @@ def _columns(weights: Sequence[Tensor], scales: Sequence[Tensor]) -> list[Tensor
 
 
 def first_columns(matrix: Tensor, columns: int, group: Group) -> Tensor:
-    """Returns the first columns of a result, contiguous.
+    """Returns the first columns of a result, contiguous; for a virtual rank a view.
 
-    The result of a virtual rank, whose kernels have not run yet, is a view.
+    A virtual rank's kernels run later, so its result cannot be copied yet.
     """
     first = matrix[:, :columns]
     return first if group.is_virtual else first.contiguous()
 
 
 def padded_vector(vector: Tensor, size: int) -> Tensor:
-    """Returns `vector` padded with zeros to `size`, the elements that the epilogue reads."""
+    """Returns `vector` as epilogues load it, with zeros up to `size` elements; unchanged if possible."""
     if len(vector) == size:
         return aligned_vector(vector, size)
     padded = vector.new_zeros(size)

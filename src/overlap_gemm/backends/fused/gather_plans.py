@@ -1,12 +1,14 @@
-"""Plans of the fused all-gather GEMM: buffers, and the senders of shards; `gather_calls` has its calls.
+"""Plans of the fused all-gather GEMM: gather buffers, and transfers of the local shard.
 
-If copy engines send (`Machine.copy_bytes`), a call queues copies on a second stream, each shard followed by
-its flag. Their order is the order in which peers read them (`config.orders.OwnShardFirst`). Copies take no
-SM, so they run alongside the kernel that waits for them. Nothing else is queued there while the kernel waits:
-another kernel would starve.
+A shard is sent in one of three ways, chosen when the plan is made:
 
-If some peer is not P2P-accessible, or if puts are configured, a relay kernel puts the shard to all peers
-(`exchange.relay`). It puts from this rank's buffer, since NVSHMEM puts from its own memory alone.
+- Warps of the kernel store it (``push``), if it is smaller than `Machine.copy_bytes` or if configured.
+- Copy engines copy it on a second stream, then its flag, in the order in which peers read shards
+  (`config.orders.OwnShardFirst`). Nothing else runs there: a kernel would find no free SM.
+- A relay kernel puts it to all peers (`exchange.relay`), if some peer is not P2P-accessible or if configured.
+  The shard is first copied to the local gather buffer, since NVSHMEM puts from symmetric memory only.
+
+`gather_calls` has the calls.
 """
 
 from __future__ import annotations
@@ -66,23 +68,26 @@ def plan_for(
     out_dtype: torch.dtype | None = None,
     blocks: Blocks | None = None,
 ) -> Plan:
-    """Returns the plan of a call; the first call of a signature compiles and allocates it.
+    """Returns the plan of a call. Collective at the first call of a signature, which compiles and allocates.
+
+    The cache key is all arguments (of tensors: dtype, extents and layout) and the caller's `settings`.
 
     Args:
-        group: Ranks that take part.
+        group: Ranks that take part, more than one.
         x: Local shard, for its device and dtype.
-        depth: Extent of K in memory, padding included.
-        weights: Weights, for their shapes and layouts.
-        epilogue: Epilogue that is applied to the sums.
+        depth: K in memory, padding included.
+        weights: Weights, or pairs of weights, for their rows, layouts and dtypes.
+        epilogue: Epilogue that the kernel applies to the sums.
         shards: Division of the rows.
-        keep: Whether the gathered operand is stored.
-        out_dtype: Dtype of the results if operands have scales.
-        blocks: Blocks that share a scale; None: rows.
+        keep: Whether the kernel stores the gathered x for the caller.
+        out_dtype: Dtype of the results if the operands have scales; else None.
+        blocks: Blocks that share a scale; None: rows, or no scales.
 
     Raises:
         DisagreementError, SymmetricMemoryError: On every rank, if one of them cannot make the plan.
-        CaptureError: The plan does not exist yet, and a CUDA graph is being captured.
-        ValueError: No kernel exists for the caller's settings, or no grid fits on the SMs left to it.
+        CaptureError: The plan does not exist, and a CUDA graph is being captured.
+        ValueError: The settings select no kernel, or no cluster fits on the SMs that are not reserved.
+        RuntimeError: Puts are needed or configured, and NVSHMEM cannot be linked.
     """
     peers, requested = peers_for(group, x.device), settings()
     kinds = tuple(
@@ -191,12 +196,12 @@ def _make_plan(
 
 
 def is_pushed(peers: Peers, nbytes: int, requested: TransportSpec | None) -> bool:
-    """Returns whether warps of the kernel send the operand; else copy engines do.
+    """Returns whether warps of the kernel send the operand; False: copy engines do. May differ between ranks.
 
     Args:
-        peers: Peers of the call.
+        peers: State of this rank in the group.
         nbytes: Bytes that are sent to a peer.
-        requested: Transport of the caller's settings, or None.
+        requested: Configured transport; None: by size. Virtual ranks of a GPU always send by warps.
     """
     if peers.group.is_virtual and isinstance(peers.executor, CudaExecutor):
         return True  # virtual ranks share a GPU, which copies within itself by kernels
@@ -206,7 +211,7 @@ def is_pushed(peers: Peers, nbytes: int, requested: TransportSpec | None) -> boo
 
 
 def prepared_gate(peers: Peers, puts: bool = False) -> Any:
-    """Returns the compiled gate, see `compiled_gate`. Collective."""
+    """Returns the compiled gate kernel (`compiled_gate`). Collective at the first call of a group."""
     return peers.prepare(
         ("gate", puts),
         "compiling the gate of all_gather_gemm",
@@ -221,16 +226,17 @@ def signature_of(
     after: int = 0,
     blocks: Blocks | None = None,
 ) -> int:
-    """Returns the signature of a call: the layout of shards in a gather buffer.
+    """Returns the signature of a call, which kernels compare with the peers': layout of the gather buffer.
 
-    Calls by copy engines have the same signature. Other facts of the transport may differ between ranks.
+    N and the sender (warps or copy engines) are not included: they may differ between ranks. Calls of
+    `by_shards` have the same signature.
 
     Args:
-        dtype: Type of the gathered operand.
-        row_bytes: Bytes of a row.
+        dtype: Dtype of x.
+        row_bytes: Bytes of a row in the gather buffer.
         shards: Division of the rows.
-        after: Bytes of a full shard after its rows.
-        blocks: Blocks that share a scale: two kinds may have the same number of bytes.
+        after: Bytes of a full shard after its rows, which hold scales; 0 without scales.
+        blocks: Blocks that share a scale; different blocks can have equally many bytes.
     """
     facts: dict[str, Any] = {
         "rows": shards.total,
@@ -243,12 +249,15 @@ def signature_of(
 
 
 def copies_of(workspace: Workspace, full: int, shard: OwnShard) -> Copies:
-    """Returns the copies of the local shard and its flag to each peer, in the order in which peers read them.
+    """Returns the copies of the local shard and its flag to each peer.
+
+    The peer that reads this shard first comes first: rank - 1, rank - 2, ... A shard without rows is not
+    copied.
 
     Args:
         workspace: Workspace with the gather buffer.
-        full: Bytes of a full shard.
-        shard: Local shard.
+        full: Bytes from the start of a shard to the start of the next.
+        shard: Layout of the local shard.
     """
     group, bases = workspace.group, workspace.memory.bases.tolist()
     offset, flag = workspace.size.zeroed + group.rank * full, CONTROL_BYTES + FLAG_BYTES * group.rank

@@ -1,7 +1,7 @@
-"""`Plan`: the launches, copies and waits that fused calls of one signature share, made at the first of them.
+"""`Plan`: launches, copies and waits of a fused call. Calls of one signature share a plan.
 
-stream            after the preceding launch   product, product ...        continues after both
-second stream                                  copies or a relay kernel, alongside the products
+stream            after the preceding fused launch   product, product ...   continues after both streams
+second stream                                        copies or a relay kernel, alongside the products
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from ...runtime.memory.workspace import Workspace
 from ...spec import OPS, PATTERNS
 
 Weight: TypeAlias = Tensor | tuple[Tensor, Tensor]
-"""A weight; or a pair of one shape, which a kernel reads as one (`kernel.operand_views.interleaved`)."""
+"""A weight `[N, K]`; or two of one shape that a kernel reads as one (`kernel.operand_views.interleaved`)."""
 
 
 class Product(NamedTuple):
-    """The launch of one weight's product.
+    """Launch of one weight's product.
 
     Attributes:
-        config: Configuration of the kernel; its majors, dtypes and epilogue are those of the tensors.
+        config: Configuration of the kernel, for the layouts and dtypes of the call's tensors.
         gemm: Compiled kernel.
-        num_clusters: Grid of the launch, in clusters.
+        num_clusters: Number of clusters in the persistent grid; all are resident at once.
     """
 
     config: GemmConfig
@@ -40,25 +40,37 @@ class Product(NamedTuple):
 
 
 class SideStreamWork(Protocol):
-    """Work on a second stream, alongside the products, that sends data of this rank."""
+    """Work on a second stream that sends data of this rank while the products run."""
 
     def stage(self, executor: Executor, second: int, addresses: tuple[int, int]) -> None:
-        """Queues the work that must run before the products, which fill the SMs.
+        """Queues the work that must precede the products.
 
-        Copies within a GPU are kernels, so they need SMs.
+        Copies within a GPU are kernels, which need SMs; the products occupy all of them.
+
+        Args:
+            executor: Executor that launches the kernels.
+            second: Handle of the second stream.
+            addresses: Addresses of A and of its scales (0 without scales).
         """
 
     def send(self, executor: Executor, second: int, addresses: tuple[int, int], exchange: Any) -> None:
-        """Queues the sending, after the first product; `own`: addresses of the shard's rows and scales."""
+        """Queues the transfers, after the launch of the first product.
+
+        Args:
+            executor: Executor that launches the kernels.
+            second: Handle of the second stream.
+            addresses: Addresses of A and of its scales (0 without scales).
+            exchange: The call's `Exchange` (`exchange.arguments`).
+        """
 
 
 class OwnShard(NamedTuple):
-    """Sizes of the pieces of this rank's shard, and the offset of the scales at a peer.
+    """Layout of the local shard of a gathered operand, for copies to a gather buffer.
 
     Attributes:
-        row_bytes: Bytes of all rows.
-        scale_bytes: Bytes of the rows' scales; 0 if there are none.
-        scales: Bytes from the shard's first row to its scales.
+        row_bytes: Bytes of all local rows.
+        scale_bytes: Bytes of their scales; 0 if there are none.
+        scales: Bytes from the shard's start to its scales in the gather buffer.
     """
 
     row_bytes: int
@@ -66,7 +78,14 @@ class OwnShard(NamedTuple):
     scales: int = 0
 
     def copy(self, executor: Executor, stream: int, target: int, addresses: tuple[int, int]) -> None:
-        """Queues the copies of rows and scales (`own`: their addresses) to the shard at address `target`."""
+        """Queues copies of rows and scales.
+
+        Args:
+            executor: Executor that copies.
+            stream: Handle of the stream.
+            target: Address of the shard in the local or a peer's gather buffer.
+            addresses: Addresses of the local rows and scales.
+        """
         rows, scales = addresses
         executor.copy(stream, target, rows, self.row_bytes)
         if self.scale_bytes:
@@ -75,14 +94,15 @@ class OwnShard(NamedTuple):
 
 @dataclass(frozen=True)
 class Copies:
-    """The local shard sent by copy engines to one peer after the other, each copy followed by its flag.
+    """Transfer of the local shard by copy engines to each peer in turn, followed by its flag there.
 
-    Nothing else is queued there while a kernel waits for shards: another kernel would starve.
+    Copy engines use no SM. The second stream has nothing else: a kernel there would find no free SM while a
+    product waits for shards.
 
     Attributes:
-        places: Addresses of the shard and its flag at each peer, in the order in which peers read them.
-        coming: Address of the value of the next flag (`geometry.COMING_OFFSET`).
-        shard: Local shard.
+        places: Addresses of the shard and its flag at each peer; the peer that reads it first comes first.
+        coming: Local address of the value of the next flag (`geometry.COMING_OFFSET`), which is copied.
+        shard: Layout of the local shard.
     """
 
     places: tuple[tuple[int, int], ...]
@@ -90,10 +110,10 @@ class Copies:
     shard: OwnShard
 
     def stage(self, executor: Executor, second: int, addresses: tuple[int, int]) -> None:
-        """Does nothing: the copies read the shard where it is."""
+        """Does nothing: the copies read x of the caller."""
 
     def send(self, executor: Executor, second: int, addresses: tuple[int, int], exchange: Any) -> None:
-        """Queues the copies of shard and flag to each peer; see `Travel.send`."""
+        """Queues for each peer the copy of the shard, then of the flag; see `SideStreamWork.send`."""
         for target, flag in self.places:
             self.shard.copy(executor, second, target, addresses)
             executor.copy(second, flag, self.coming, FLAG_BYTES)
@@ -101,14 +121,15 @@ class Copies:
 
 @dataclass(frozen=True)
 class RelayKernel:
-    """Puts of a relay kernel (`exchange.relay`): staged tiles, or the local shard.
+    """Puts by a relay kernel (`exchange.relay`), of staged tiles or of the local shard.
 
     Attributes:
-        relay: Compiled kernel.
+        relay: Compiled relay kernel.
         op: Name of the op.
-        puts: Two lists of puts.
-        place: Address to which the local shard is copied first: NVSHMEM puts from its own memory alone.
-        shard: Local shard; None if the data to put is there already.
+        puts: Two lists of puts; the kernel finishes its share of the first before the second.
+        place: Address in the local workspace to which the shard is copied first, since NVSHMEM puts from
+            symmetric memory only; 0 if tiles are put.
+        shard: Layout of the local shard; None if it is empty, or if tiles are put.
     """
 
     relay: Any
@@ -118,34 +139,35 @@ class RelayKernel:
     shard: OwnShard | None = None
 
     def stage(self, executor: Executor, second: int, addresses: tuple[int, int]) -> None:
-        """Copies the local shard to its place, if there is one; see `Travel.stage`."""
+        """Queues the copy of the local shard to `place`, if there is a shard; see `SideStreamWork.stage`."""
         if self.shard is not None:
             self.shard.copy(executor, second, self.place, addresses)
 
     def send(self, executor: Executor, second: int, addresses: tuple[int, int], exchange: Any) -> None:
-        """Launches the relay kernel; see `Travel.send`."""
+        """Launches the relay kernel, which waits for the data itself; see `SideStreamWork.send`."""
         self.relay(OPS[self.op].code, self.puts, exchange, second)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that calls of one op and signature have in common: a call is a plan and its tensors.
+    """Everything that calls of one op and signature share; a call adds only its tensors.
 
-    In a group of one it is the plan of a plain GEMM.
+    A plan does not own its workspace: that belongs to the group, and other plans use it, too. In a group of
+    one the plan launches plain GEMMs.
 
     Attributes:
         executor: Executor that launches the kernels.
-        pattern: Name of the communication pattern in `overlap_gemm.spec.PATTERNS`.
-        products: A launch for each weight; none if the caller multiplies, shard by shard (`by_shards`).
+        pattern: Communication pattern, a name of `spec.PATTERNS`.
+        products: A launch for each weight; none if the caller multiplies each shard separately (`by_shards`).
         workspace: Workspace of the exchange; None in a group of one.
-        exchange: The kernels' `Exchange` (`exchange.arguments`), without the fields of a single call.
-        gathering: The kernels' `Gathering` (`gather.gathering`), without the fields of a single call; None
-            if no operand is gathered.
-        side_work: Work that sends on a second stream; None if the kernel sends everything.
-        gate: Compiled kernel (`gather.gate`) that waits for a shard. It also ends a call of several products
-            of which one could not be launched.
-        signature: Digest of the facts that the ranks' calls have in common (`runtime.identity`).
-        counts: Counts of the finished units of each row, zeros between calls; None if nothing is counted.
+        exchange: The kernels' `Exchange` (`exchange.arguments`), without the fields that each call sets.
+        gathering: The kernels' `Gathering` (`gather.gathering`), without the fields that each call sets; None
+            if x is not sent.
+        side_work: Transfers on a second stream; None if the product's kernel sends everything.
+        gate: Compiled gate kernel (`gather.gate`), which waits for a shard or ends a call; None if neither
+            occurs.
+        signature: Digest of the facts that are equal in all ranks' calls (`runtime.identity`).
+        counts: Counts of finished units of each row, int32, zeros between calls; None if no epilogue counts.
     """
 
     executor: Executor
@@ -162,14 +184,14 @@ class Plan:
 
     @property
     def is_open(self) -> bool:
-        """Returns whether the plan may be launched: until its workspace is closed, or its emulator ends."""
+        """Returns whether the plan can be launched: its workspace is not closed, nor its emulator."""
         if not self.executor.is_open:
             return False
         return self.workspace is None or self.workspace.is_open
 
     @property
     def steps(self) -> tuple[int | None, int | None]:
-        """Returns the rows of A, and of B, after which tiles restart with another owner's; None: nowhere."""
+        """Returns (rows of A, rows of B) after which tiles restart at a shard; None: they do not."""
         pattern = PATTERNS[self.pattern]
         step = None if self.workspace is None or pattern.to_all else self.exchange.shard_rows
         return step if pattern.cut == "rows" else None, step if pattern.cut == "columns" else None
@@ -182,19 +204,25 @@ class Plan:
         extras: Sequence[tuple[Tensor, ...] | None],
         kept: Tensor | None = None,
     ) -> None:
-        """Starts a call of this rank, after every other fused launch of its device.
+        """Launches a call on the current stream, after all other fused launches of the device.
+
+        Every rank must launch. The host does not wait. The caller owns all tensors; their memory is not
+        reused before the kernels end.
 
         Args:
-            a: `[M, K]`, see `tma_operands.aligned`; if gathered, the local shard, `[max(rows, 1), K]`.
-            weights: Rows of each weight that this rank multiplies, aligned like `a`; of a pair both.
-            outs: Result of the op for each weight, of at least one row, with rows at multiples of 16 bytes.
-            extras: Operands of each product's epilogue (`build`), see `tma_operands.aligned_vector`; None if
-                there are none. If a gathered operand has scales, the first are the local shard's, in the
-                layout in which they are sent.
-            kept: `[M, K]`, contiguous: destination of the gathered operand; None if it is not needed.
+            a: A `[M, K]` as from `tma_operands.aligned`. If x is sent: the local part, of at least one row.
+            weights: Weights that this rank multiplies, aligned like `a`, one (or a pair) for each product.
+            outs: Destination of each product, at least one row, with a row pitch that is a multiple of 16
+                bytes.
+            extras: Operands of each product's epilogue, in the kernel's order (`build`); None if there are
+                none. If x is sent with scales, the first operand is the scales of the local shard, as they
+                are sent.
+            kept: Destination of the sent operand, contiguous: `[M, K]`, or of an all-to-all this rank's rows
+                of it. None if it is not needed.
 
         Raises:
-            CommTimeoutError, OverlappingCallsError, MismatchedCallsError: An earlier call here failed.
+            CommTimeoutError, OverlappingCallsError, MismatchedCallsError: An earlier kernel of this rank
+                failed.
         """
         executor = self.executor
         flat: Any = chain(*weights) if isinstance(weights[0], tuple) else weights
@@ -221,7 +249,11 @@ class Plan:
                     raise failure
 
     def next_call(self, stream: int) -> Any:
-        """Returns the next call's `exchange`, after every other fused launch; the order's lock is held."""
+        """Returns the `Exchange` of the next call, with number and signature; needs the lock of the order.
+
+        The stream first waits for the last fused launch of the device. A captured call marks the workspace,
+        whose memory is then never freed.
+        """
         workspace, order = self.workspace, self.executor.order
         assert workspace is not None, "a group of one exchanges nothing"
         if order.follow(stream):
@@ -239,11 +271,14 @@ class Plan:
         stream: int,
         send: Callable[[], None] | None = None,
     ) -> BaseException | None:
-        """Launches the products; returns the error if one failed. A call with a launched product is ended.
+        """Launches the products, and `send` after the first; returns an error that follows a launch, or None.
 
-        `send` follows the first launch. The next launch may load its kernel, which may block until the device
-        is idle (CUDA programming guide, lazy loading). The first product waits for the peers' shards until
-        then. If ranks sent their shards after all launches, they would wait for each other.
+        A launch can load its kernel, which can block the host until the device is idle (CUDA programming
+        guide, lazy loading). The first product ends only after the peers' shards arrive. So every rank sends
+        before its second launch; otherwise ranks could wait for each other.
+
+        An error is raised if nothing is launched yet, or if there is one product. Otherwise the gate kernel
+        ends the call, so that peers do not wait for this rank, and the error is returned.
         """
         assert self.workspace is not None
         arguments, last = exchange, len(self.products) - 1
@@ -275,7 +310,7 @@ class Plan:
 
 
 def _scales_address(gathering: Any, extras: tuple[Tensor, ...] | None) -> int:
-    """Returns the address of the scales of a gathered operand; 0 if it has none."""
+    """Returns the address of the local shard's scales; 0 if x has none."""
     if gathering.after is None:
         return 0
     assert extras is not None, "an operand with scales is gathered with them"

@@ -1,8 +1,10 @@
-"""Construction of plans (`launch_plan`) of ops that exchange tiles, and their cache in the group.
+"""Plans of ops that exchange tiles, and the cache of all plans.
 
-A configuration (`tuning.space`) and a transport make a kernel (`build`), which the compile cache keeps. It
-exchanges tiles through a workspace (`runtime.memory.workspace`). An executor (`runtime.executor`) runs it on
-a CUDA device or in the emulator. Ops differ here by their `ExchangeShape` alone.
+The cache is `Peers.plans`: one for each rank, group and device. Its key contains the op or the shape, dtypes,
+layouts and the caller's `settings`. A plan needs a configuration (`tuning.space`), a compiled kernel
+(`compiled`), a workspace (`runtime.memory.workspace`) and an executor (`runtime.executor`). Ops that exchange
+tiles differ by their `ExchangeShape` only. `exchange_plans` and `gather_plans` have the plans of ops that
+send x.
 """
 
 from __future__ import annotations
@@ -35,22 +37,22 @@ from .ways import Way, obtain_way
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16"}
 
 MOST_PLANS = 4096
-"""Plans kept for a group; one is made again in a fraction of a millisecond."""
+"""Limit of plans in a cache. A full cache is cleared; making a plan again takes less than a millisecond."""
 
 
 class Reusable(Protocol):
-    """Object that a group caches."""
+    """Cached object of a group."""
 
     @property
     def is_open(self) -> bool:
-        """Returns whether the object may still be used."""
+        """Returns whether the object can still be used."""
 
 
 P = TypeVar("P", bound=Reusable)
 
 
 def peers_for(group: Group, device: torch.device) -> Peers:
-    """Returns this rank's view of a group; its first call is collective: the ranks agree."""
+    """Returns the state of this rank in a group on a device. Collective at the first call."""
     return peers_of(group, device, lambda arch: constants(arch).digest)
 
 
@@ -67,28 +69,29 @@ def plan_for(
     blocks: Blocks | None = None,
     weight_dtype: torch.dtype | None = None,
 ) -> Plan:
-    """Returns the plan of a call; the first call of a signature compiles and allocates it.
+    """Returns the plan of a call that exchanges tiles, or of a plain GEMM in a group of one.
 
-    The plan is valid while `Plan.is_open` and the caller's `settings` are the same.
+    Collective at the first call of a signature, which compiles the kernel and allocates the workspace. The
+    plan may be kept while `Plan.is_open` and the `settings` are the same.
 
     Args:
         group: Ranks that take part.
         device: Device of this rank's tensors.
         dtype: Dtype of A.
-        shape: Shape of the call; an all-reduce gets its pattern here, one-shot or two-shot.
-        a_major: Contiguous dimension of A, "m" or "k", see `tma_operands.major`.
-        b_major: Contiguous dimension of B, "n" or "k", see `tma_operands.major`.
-        epilogue: Epilogue that is applied to complete sums.
-        depth: K over all ranks, if they have agreed on it.
-        out_dtype: Dtype of slots, result and bias if the operands have scales.
-        blocks: Blocks that share a scale; None: rows.
-        weight_dtype: Dtype of the weight if the operands have scales; None: A's.
+        shape: Shape of the call. The pattern of an all-reduce, one-shot or two-shot, is chosen here.
+        a_major: Contiguous dimension of A, "m" or "k" (`tma_operands.major`).
+        b_major: Contiguous dimension of B, "n" or "k".
+        epilogue: Epilogue that the kernel applies to complete sums.
+        depth: K over all ranks; None if it is not the same on all ranks, or not agreed.
+        out_dtype: Dtype of slots, result and bias if the operands have scales; else None.
+        blocks: Blocks that share a scale; None: rows, or no scales.
+        weight_dtype: Dtype of B if the operands have scales; None: that of A.
 
     Raises:
         DisagreementError, SymmetricMemoryError: On every rank, if one of them cannot make the plan.
-        CaptureError: The plan does not exist yet, and a CUDA graph is being captured.
-        ValueError: No kernel exists for the caller's settings, or no grid fits on the SMs left to it.
-        RuntimeError: Puts are needed or configured, and cannot be linked.
+        CaptureError: The plan does not exist, and a CUDA graph is being captured.
+        ValueError: The settings select no kernel, or no cluster fits on the SMs that are not reserved.
+        RuntimeError: Puts are needed or configured, and NVSHMEM cannot be linked.
     """
     peers, requested = peers_for(group, device), settings()
     key = (dtype, shape, a_major, b_major, epilogue, depth, out_dtype, blocks, weight_dtype, requested)
@@ -110,14 +113,14 @@ def kind_of(
     blocks: Blocks | None = None,
     weight_dtype: torch.dtype | None = None,
 ) -> tuple[str, dict[str, Any]]:
-    """Returns the operands' type in kernels' names, and the fields of a configuration that types determine.
+    """Returns the name of A's dtype in kernels, and the fields of `GemmConfig` that dtypes determine.
 
     Args:
         dtype: Dtype of A.
-        out_dtype: Dtype of slots, result and bias if the operands have scales.
-        epilogue: Epilogue that is applied to complete sums.
-        blocks: Blocks that share a scale; None: rows.
-        weight_dtype: Dtype of B if the operands have scales; None: A's.
+        out_dtype: Dtype of slots, result and bias if the operands have scales; else None.
+        epilogue: Epilogue that the kernel applies; scales of rows are added in front of it.
+        blocks: Blocks that share a scale; None: rows, or no scales.
+        weight_dtype: Dtype of B if the operands have scales; None: that of A.
     """
     if out_dtype is not None and not blocks:
         epilogue = (SCALES, *epilogue)
@@ -131,7 +134,7 @@ def kind_of(
 
 
 def bias_visitor(has_bias: bool, dtype: torch.dtype) -> tuple[Visitor, ...]:
-    """Returns the epilogue of a result of this dtype, with or without a bias."""
+    """Returns the epilogue that adds a bias of this dtype; () without a bias."""
     return (bias_of(DTYPES[dtype]),) if has_bias else ()
 
 
@@ -143,10 +146,13 @@ def _with_pattern(
     blocks: Blocks | None,
     epilogue: tuple[Visitor, ...],
 ) -> ExchangeShape:
-    """Returns the shape with the pattern of the call (`tuning.space.with_pattern`), as the epilogue allows.
+    """Returns the shape with the pattern of the call: the model's choice, with two exceptions.
 
-    A reduce-scatter with operands for the rows of a rank's result computes no other rows. An all-reduce with
-    outputs is one-shot: each rank has all columns of a row's sums.
+    The model's choice is `tuning.space.with_pattern`. The exceptions:
+
+    - An all-reduce whose epilogue has outputs is one-shot: each rank then sums entire rows.
+    - A reduce-scatter whose epilogue reads matrices or an element per row keeps its pattern. An all-reduce
+      in its place would need the operands of other ranks' rows.
     """
     operands = [operand for visitor in epilogue for operand in visitor.operands]
     if shape.spec.op == GEMM_ALL_REDUCE.name and any(visitor.writes for visitor in epilogue):
@@ -159,7 +165,13 @@ def _with_pattern(
 
 
 def keep_plan(peers: Peers, key: Hashable, make: Callable[[], P]) -> P:
-    """Returns the group's plan for a key; makes it if there is none, or if it is closed."""
+    """Returns the cached plan of a key; makes it if it is missing or closed. The lock of `peers` is held.
+
+    Args:
+        peers: State of this rank in the group, which owns the plans.
+        key: Everything that the plan depends on.
+        make: Function that makes the plan; it may be collective.
+    """
     with peers.lock:
         plan: P | None = peers.plans.get(key)
         if plan is None or not plan.is_open:
@@ -209,31 +221,29 @@ def _make_plan(peers: Peers, config: GemmConfig, shape: ExchangeShape, reserve: 
 
 
 def signature_of(config: GemmConfig, shape: ExchangeShape, transport: str) -> int:
-    """Returns the signature of a call: the layout of its tiles, and the transport.
+    """Returns the signature of a call, which kernels compare with the peers': layout of tiles, and transport.
 
-    The operands' majors, K and the presence of a bias are not included: they may differ between ranks.
+    Facts that may differ between ranks are not included: the layouts of operands, K, and the bias.
     """
     return call_signature(shape.spec.op, **tile_layout(config, shape), transport=transport)
 
 
 def both(lists: Sequence[Puts]) -> tuple[Puts, ...]:
-    """Returns the two lists that a relay kernel takes; missing ones are empty."""
+    """Returns two lists of puts, as the relay kernel takes them; missing lists are empty."""
     return (*lists, Puts())[:2]
 
 
 def resident_clusters(executor: Executor, size: int, reserve: int, relayed: bool = False) -> int:
-    """Returns the number of clusters of a persistent grid, all of which must be resident at once.
-
-    Clusters wait for each other.
+    """Returns the largest persistent grid in clusters. Clusters wait for each other, so all must be resident.
 
     Args:
         executor: Executor that launches the kernel.
-        size: Number of CTAs in a cluster.
-        reserve: Number of SMs to leave to other kernels.
-        relayed: Whether one cluster's place is left to the relay kernel.
+        size: CTAs of a cluster.
+        reserve: SMs left to other kernels.
+        relayed: Whether the place of one cluster is left to the relay kernel.
 
     Raises:
-        ValueError: Not one cluster fits.
+        ValueError: No cluster fits.
     """
     fit = min(executor.max_clusters(size), max(executor.num_sms - reserve, 0) // size) - relayed
     if fit < 1:
@@ -248,7 +258,15 @@ def resident_clusters(executor: Executor, size: int, reserve: int, relayed: bool
 def exchange_arguments(
     workspace: Workspace, way: Way, shard: int, timeout_ns: int, executor: Executor
 ) -> Any:
-    """Returns the kernel's `Exchange` for a workspace: peers' addresses, and the limits of its waits."""
+    """Returns the `Exchange` of a workspace; each launch replaces its number and signature.
+
+    Args:
+        workspace: Workspace, which must outlive the result.
+        way: Way of the call, for the table of peers.
+        shard: Rows (or columns) of a full shard.
+        timeout_ns: Limit of a kernel's wait for a peer, in nanoseconds.
+        executor: Executor that launches the kernel, for the order of launches.
+    """
     from ...exchange.arguments import Exchange
 
     size = workspace.size

@@ -1,10 +1,13 @@
-"""Products of 8-bit operands whose rows have scales, `(x * scale_x) @ (weight * scale_w).T`, in torch.
+"""Scales of 8-bit operands, and their products by torch: `(x * scale_x) @ (weight * scale_w).T`.
 
-Scales of rows are float32 vectors: for x an element per row, for the weight one per row (a column of the
-product), or a single element. Scales of blocks are matrices: with b = 128 or 32 for x `[M, ceil(K / b)]`, for
-the weight `[ceil(N / b), ceil(K / b)]`. Scales of MX types (`mx_scales`) are a vector of 8-bit elements. The
-kind is passed (`Blocks`), never inferred from shapes, which are ambiguous if a rank's K is one block. A
-rank's scales belong to its local operands, and so to its partial sums.
+| scales | of x `[M, K]` | of a weight `[N, K]` |
+|---|---|---|
+| rows, float32 | `[M]` | `[N]`, or one element |
+| blocks of b = 128 or 32, float32 | `[M, ceil(K / b)]` | `[ceil(N / b), ceil(K / b)]` |
+| MX types, e8m0 | vector (`mx_scales`) | vector |
+
+The kind is an argument (`Blocks`). Shapes do not determine it: K of a rank can be a single block. Scales
+belong to the local operands, so they apply to this rank's partial sums.
 """
 
 from __future__ import annotations
@@ -29,36 +32,40 @@ if TYPE_CHECKING:
     from ..base import Problem
 
 FLOAT8 = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
-"""Dtypes of scaled operands, and their names in kernel configurations."""
+"""Dtypes of operands with scales, and their names in kernel configurations."""
 
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""Dtypes of their products; the first is the default."""
+"""Dtypes of results of operands with scales; the first is the default."""
 
 DEPTH = 16
-"""`torch._scaled_mm` requires K to be a multiple of this, and on GPUs N, too."""
+"""Unit of K in `torch._scaled_mm`, and on GPUs also of N."""
 
 
 CUBLAS_ROWS = ROW_BYTES // 4
-"""Scales of blocks that cuBLAS reads together: leading extents are multiples of this."""
+"""Unit of the leading extents of scales of blocks: cuBLAS loads four float32 elements."""
 
 BLOCK = PROMOTED[0][2]
-"""Elements of K, and rows of a weight, that share a scale in most checkpoints."""
+"""Extent of the blocks of most checkpoints, along K and along the rows of a weight."""
 
 SCALE_DTYPES = (torch.float32, torch.float8_e8m0fnu)
-"""Dtypes of scales; the second one holds powers of two, which float32 represents exactly."""
+"""Dtypes of scales. The second has powers of two only, which float32 represents exactly."""
 
 
 Block = int | Literal["mx"] | None
-"""Public names of blocks: rows of a weight, and elements of K, that share a scale; MX types; None: rows."""
+"""Public name of blocks: extent along K and along the rows of a weight, or "mx"; None: scales of rows."""
 
 NAMED_BLOCKS: dict[Block, Blocks] = {**{kind[2]: kind for kind in PROMOTED}, "mx": MX}
 
 
 def blocks_named(block: Block, dtype: torch.dtype) -> Blocks | None:
-    """Returns the blocks that have this public name, for operands of this dtype.
+    """Returns the blocks of a public name; None for scales of rows.
+
+    Args:
+        block: Public name.
+        dtype: Dtype of x.
 
     Raises:
-        ValueError: The dtype has no blocks of this name.
+        ValueError: Operands of this dtype have no blocks of this name.
     """
     names = (None, *(NAMED_BLOCKS if dtype in FLOAT8 else ()))
     if block not in names:
@@ -67,14 +74,21 @@ def blocks_named(block: Block, dtype: torch.dtype) -> Blocks | None:
 
 
 def blocks_along(depth: int, blocks: Blocks) -> int:
-    """Returns the number of blocks of `PROMOTED` along K, at least one."""
+    """Returns the number of blocks of `PROMOTED` along K, at least 1."""
     return max(ceil_div(depth, blocks[2]), 1)
 
 
 def unit_scales(
     x: tuple[int, int], weight: tuple[int, int], blocks: Blocks | None, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Returns scales of ones for operands of these shapes, in the layout that callers pass."""
+    """Returns new scales of value 1 in the public layout; scales of rows are columns, `[M, 1]` and `[N, 1]`.
+
+    Args:
+        x: `[M, K]` of x.
+        weight: `[N, K]` of the weight.
+        blocks: Blocks that share a scale; None: rows.
+        device: Device of the scales.
+    """
     if blocks == MX:
         of_x, of_weight = (torch.ones(mx.num_scales(*shape), device=device) for shape in (x, weight))
         return of_x.to(mx.SCALE), of_weight.to(mx.SCALE)
@@ -87,7 +101,14 @@ def unit_scales(
 def dequantised(
     matrix: Tensor, scale: Tensor, _: torch.dtype = torch.float32, blocks: Blocks | None = None
 ) -> Tensor:
-    """Returns `[rows, K]` in float32, for any dtype of products: exact but for one rounding per element."""
+    """Returns `matrix * scale` in float32, `[rows, K]`, each element rounded once.
+
+    Args:
+        matrix: 8-bit operand `[rows, K]`.
+        scale: Scales in the public layout.
+        _: Dtype of the result of a product, unused: the conversion is the same for all.
+        blocks: Blocks that share a scale; None: rows.
+    """
     if blocks is None:
         return matrix.float() * scale[:, None]
     rows, depth = matrix.shape
@@ -99,15 +120,25 @@ def dequantised(
 
 
 def shard_bytes(rows: int, depth: int, blocks: Blocks | None) -> tuple[int, int]:
-    """Returns the bytes of a row of a gathered full shard, and the bytes from its rows to the next shard."""
+    """Returns (bytes of a row, bytes after the rows for scales) of a full shard in a gather buffer.
+
+    The second is a multiple of `SHARD_ALIGN`.
+
+    Args:
+        rows: Rows of a full shard.
+        depth: K in memory, padding included.
+        blocks: Blocks that share a scale; None: rows.
+    """
     after = rows * SCALE_BYTES if blocks is None else num_bytes(blocks, rows, depth)
     return depth, ceil_div(after, SHARD_ALIGN) * SHARD_ALIGN
 
 
 def scales_of_shard(scale: Tensor, rows: int) -> Tensor:
-    """Returns the scales of `rows` rows as fused kernels send them: whole 16 bytes, aligned to 16 bytes.
+    """Returns the scales of `rows` rows as kernels send them: address and size are multiples of 16 bytes.
 
-    The result is `scale` or a copy; a single element is copied `rows` times.
+    Args:
+        scale: `[rows]`, or `[1]`, which is repeated. It is returned unchanged if it obeys the rule.
+        rows: Rows of the local shard.
     """
     size = padded(rows, scale.itemsize)
     if size == rows:
@@ -118,12 +149,12 @@ def scales_of_shard(scale: Tensor, rows: int) -> Tensor:
 
 
 class Scaled(NamedTuple):
-    """Rows with their scales, in place of a matrix in products by torch (`torchs_product`).
+    """Operand with scales, in place of a tensor in the methods of backends that use torch.
 
     Attributes:
-        values: `[rows, K]`, a dtype of `FLOAT8`.
-        scale: Scales of rows, blocks or MX types, as described in this module.
-        out_dtype: Dtype of the products.
+        values: `[rows, K]`, of a dtype of `FLOAT8`.
+        scale: Scales in the public layout.
+        out_dtype: Dtype of products.
         blocks: Blocks that share a scale; None: rows.
     """
 
@@ -138,11 +169,15 @@ class Scaled(NamedTuple):
         return self.values.shape
 
     def new_empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Returns an uninitialised tensor for products, of `dtype` or else `out_dtype`."""
+        """Returns a new uninitialised tensor of `dtype`; None: of `out_dtype`."""
         return self.values.new_empty(*shape, dtype=dtype or self.out_dtype)
 
     def gathered(self, gather: Callable[[Tensor], Tensor]) -> Scaled:
-        """Returns all ranks' rows and scales; `gather` gathers a matrix of bytes or float32."""
+        """Returns the rows and scales of all ranks. Collective.
+
+        Args:
+            gather: Collective function that gathers the rows of a matrix, of uint8 or of the scales' dtype.
+        """
         rows = gather(self.values.view(torch.uint8)).view(self.values.dtype)
         if self.blocks:
             return self._replace(values=rows, scale=gather(self.scale.contiguous()))
@@ -150,7 +185,7 @@ class Scaled(NamedTuple):
         return self._replace(values=rows, scale=scale[:, 0])
 
     def times(self, weight: Scaled, bias: Tensor | None, out: Tensor | None) -> Tensor:
-        """Returns `self @ weight.T + bias`, stored in `out` if passed."""
+        """Returns `self @ weight.T + bias`, a new tensor, or `out` if it is passed."""
         columns = len(weight.values)
         if not self.values.numel() or not columns:  # torch's products of some dtypes refuse empty operands
             result = self.new_empty(len(self.values), columns).zero_()
@@ -172,9 +207,10 @@ class Scaled(NamedTuple):
 
 
 def along_rows(scale: Tensor) -> Tensor:
-    """Returns scales of blocks `[rows, blocks]` with contiguous columns, for TMA and cuBLAS.
+    """Returns scales of blocks `[rows, blocks]` with contiguous columns, of a multiple of 4 rows.
 
-    The result is `scale` or a copy. Its strides are 1 and a multiple of 4; rows are padded to that multiple.
+    cuBLAS and TMA require the strides (1, multiple of 4). Scales that have them are not copied; others are
+    padded with zeros.
     """
     by_block, short = scale.t(), -scale.shape[0] % CUBLAS_ROWS
     return (F.pad(by_block, (0, short)) if short else by_block.contiguous()).t()
@@ -183,11 +219,12 @@ def along_rows(scale: Tensor) -> Tensor:
 def as_torch_has_them(
     x: Tensor, weight: Tensor, scale_x: Tensor, scale_w: Tensor, blocks: Blocks | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Returns the scales of x `[M, K]` and weight `[N, K]` as torch's product takes them.
+    """Returns the scales of x `[M, K]` and of a weight `[N, K]` as `torchs_product` takes them.
 
-    Scales of rows (vectors or columns): `[M, 1]` and `[1, N]`, or one element each. Scales of blocks of 128:
-    `[M', ceil(K / 128)]` and `[4 * ceil(K / 512), ceil(N / 128)]`, both with contiguous columns (torch 2.13,
-    ScaledBlas.cpp). M' is the next multiple of 4 of M. If K is one block, scales of rows.
+    - rows: `[M, 1]` and `[1, N]`, or no dimensions if both have one element; inputs are vectors or columns
+    - blocks of 128: `[4 * ceil(M / 4), ceil(K / 128)]` and `[4 * ceil(K / 512), ceil(N / 128)]`, both with
+      contiguous columns (torch 2.13, ScaledBlas.cpp)
+    - blocks, if K is a single block: as for rows
     """
     if blocks and scale_x.shape[1] > 1:
         return along_rows(scale_x), along_rows(scale_w.t())
@@ -204,12 +241,14 @@ def as_torch_has_them(
 def torchs_product(
     x: Tensor, weight: Tensor, scales: tuple[Tensor, Tensor], out_dtype: torch.dtype, fast: bool = False
 ) -> Tensor:
-    """Returns the product `[M, N]` by `torch._scaled_mm` or, for blocks, by `F.scaled_mm`.
+    """Returns the product `[M, N]` by `torch._scaled_mm`; for scales of blocks by `F.scaled_mm`.
+
+    K is padded to a multiple of 16 with zeros, in copies.
 
     Args:
         x: `[M, K]`, contiguous.
         weight: `[N, K]`, contiguous.
-        scales: Scales from `as_torch_has_them`.
+        scales: Scales of x and weight from `as_torch_has_them`.
         out_dtype: Dtype of the product.
         fast: torch's `use_fast_accum`.
     """
@@ -229,13 +268,16 @@ def torchs_product(
 
 
 def _with_rows(values: Tensor, count: int) -> Tensor:
-    """Returns `values` with `count` rows of zeros appended, for dtypes that torch does not concatenate."""
+    """Returns a copy of `values` with `count` rows of zeros appended.
+
+    The copy is made of bytes: torch does not concatenate all 8-bit dtypes.
+    """
     padding = values.new_zeros(count, values.shape[1])
     return torch.cat([part.view(torch.uint8) for part in (values, padding)]).view(values.dtype)
 
 
 Operand = Callable[[Tensor, Tensor, torch.dtype, Blocks | None], Any]
-"""Function that makes the operand of a backend's methods from a matrix and its scales."""
+"""Function of (matrix, scale, dtype of the result, blocks) that returns the operand of a backend's method."""
 
 
 def with_scales(
@@ -245,15 +287,18 @@ def with_scales(
     blocks: Blocks | None,
     gather: Callable[[Tensor], Tensor] | None = None,
 ) -> Callable[..., Any]:
-    """Returns a backend's method, which takes no scales, as one of `(x, weight, bias, scale_x, scale_w)`.
+    """Returns a function of `(x, weight, bias, scale_x, scale_w)` that calls a backend's method.
+
+    The method takes no scales: they are part of its operands. Biases are converted to the dtype of the
+    method's products, results to `dtype`.
 
     Args:
-        method: Method of a `Backend`, bound to shards and group.
-        dtype: Dtype of the result, and of biases.
+        method: Function of `(x, weight, bias)`, bound to shards and group.
+        dtype: Dtype of the results.
         operand: Function that makes the method's operand from a matrix and its scales.
         blocks: Blocks that share a scale; None: rows.
-        gather: Function that gathers every rank's rows of a matrix; None if the gathered operand is not
-            needed.
+        gather: Collective function that gathers the rows of a matrix, for methods that gather converted
+            values while the caller needs the 8-bit values. None: the caller does not need them.
     """
 
     def run(x: Tensor, weight: Any, bias: Any, scale_x: Tensor, scale_w: Any) -> Any:
@@ -275,7 +320,7 @@ def with_scales(
 
 
 def why_no_scaled_mm(problem: Problem) -> str | None:
-    """Returns the reason torch does not multiply a problem's operands; None if it does."""
+    """Returns the reason `torchs_product` does not support a problem with scales; None if it does."""
     assert problem.weight_dtype is not None and problem.out_dtype is not None
     types = problem.dtype, problem.weight_dtype, problem.out_dtype
     return why_no_product(problem.device_type, *types, problem.blocks)
@@ -289,7 +334,18 @@ def why_no_product(
     out_dtype: torch.dtype,
     blocks: Blocks | None = None,
 ) -> str | None:
-    """Returns the reason `torchs_product` does not multiply these dtypes on a device type, or None."""
+    """Returns the reason `torchs_product` does not support these dtypes; None if it does.
+
+    Cached by the arguments, for the process. On CUDA the reason follows from rules for the current device,
+    since a trial would disturb a capture. On other devices a small product is tried.
+
+    Args:
+        device: Type of device: "cpu" or "cuda".
+        x_dtype: Dtype of x.
+        weight_dtype: Dtype of the weight.
+        out_dtype: Dtype of the product.
+        blocks: Blocks that share a scale; None: rows.
+    """
     name, kind = ("F.scaled_mm", "blocks") if blocks else ("torch._scaled_mm", "rows")
     if blocks and not hasattr(getattr(F, "ScalingType", None), "BlockWise128x128"):
         return f"torch {torch.__version__} has no F.scaled_mm with scales of blocks"
@@ -320,5 +376,5 @@ def why_no_product(
 
 
 def _toolkit() -> tuple[int, ...]:
-    """Returns the CUDA version that torch was built with."""
+    """Returns the (major, minor) CUDA version that torch was built with; (0,) without CUDA."""
     return tuple(int(part) for part in (torch.version.cuda or "0").split(".")[:2])
