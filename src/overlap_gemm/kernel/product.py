@@ -1,4 +1,4 @@
-"""Common part of the ops whose product is the output: nothing of it is summed or sent to slots."""
+"""Base of ops whose tiles are parts of the local output: no sums of other ranks, no slots."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from overlap_gemm.kernel.surface import Output
 
 @dataclass(frozen=True)
 class OutputOp:
-    """An op (`surface.KernelOp`) whose tiles are parts of the output, stored to their places in it.
+    """Op (`surface.KernelOp`) whose ring stages are stored to the output by TMA.
 
     Attributes:
         config: The kernel's configuration.
@@ -28,29 +28,29 @@ class OutputOp:
     @property
     @final
     def stage_dtype(self) -> str:
-        """Returns the output's dtype: a subtile in the ring is a part of the output."""
+        """Returns the dtype of a ring stage: the output's."""
         return self.config.out_dtype
 
     @property
     @final
     def visits(self) -> Visits:
-        """Returns visits of both kinds: an accumulator is a complete sum."""
+        """Returns visits of partial and of complete sums: an accumulator is both."""
         return Visits(self.config, ("partial", "complete"))
 
     @property
     def order(self) -> Any:
-        """Returns the order of all tiles of this rank, as one shard."""
+        """Returns the order of the tiles: linear, all tiles of this rank as one shard."""
         return LinearOrder(self.config.raster_group)
 
     def more_sources(self, mainloop: Any, exchange: Any) -> Any:
-        """Returns None: A is the only source."""
+        """Returns None: A is the only source of the load role."""
 
     def output(self, out: cute.Tensor, exchange: Any) -> Any:
-        """Returns the TMA store from the ring's stages."""
+        """Returns the TMA store from ring stages to ``out``, M x N; on the host."""
         return output_store(self.config, self.stage_dtype, out)
 
 
 def output_store(config: GemmConfig, dtype: str, out: cute.Tensor) -> Output:
-    """Returns the TMA store of ring stages of ``dtype`` to ``out``; on the host."""
+    """Returns the TMA store from ring stages of ``dtype`` to ``out``, one subtile each; on the host."""
     layout, op = stage_layout(config, dtype), cpasync.CopyBulkTensorTileS2GOp()
     return Output(*cpasync.make_tiled_tma_atom(op, out, layout, config.epi_tile))

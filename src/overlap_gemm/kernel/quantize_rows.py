@@ -1,16 +1,17 @@
-"""Quantization of rows to 8 bits, with scales: two Triton kernels.
+"""Triton kernels that quantize rows to 8 bits, with fp32 scales per row or per block of a row.
 
-`of_tiles` holds full rows, or full blocks of rows, in registers from the computation of a scale to its use:
-each element is read from memory once. `of_long_rows` is for rows that are too long, or not contiguous. It
-reads them twice, contiguous ones the second time from the L2 cache, which is much larger than the rows in
-flight.
+- `of_tiles` keeps full rows, or full blocks, in registers between the scale's computation and its use. It
+  reads each element once.
+- `of_long_rows` is for rows that are too long for that, or not contiguous. It reads them twice; the second
+  read of contiguous rows hits in L2.
 
-Results are those of torch's expressions (`api.quantization`) bit for bit, except for the bits of a NaN:
-products and the reciprocal are rounded as IEEE 754 defines, the conversion to the nearest even. Magnitudes
-are compared by their bits, as integers, of which a NaN has the largest.
+A scale is the largest magnitude times UNIT, at least LEAST, and rounded up to a power of two if POWER. Values
+are multiplied by its reciprocal and rounded to the nearest even. Results equal those of torch's expressions
+in `api.quantization` bit for bit, except for the bits of a NaN: products and reciprocals are rounded as IEEE
+754 defines. Magnitudes are compared as integers; so a NaN is the largest, and its row's scale is a NaN.
 
-`backends.scales.row_quantization` imports this when it launches them: torch's builds for CPUs have no
-Triton.
+Torch's builds for CPUs have no Triton, so `backends.scales.row_quantization` imports this module only for a
+launch on a GPU.
 """
 
 import triton
@@ -27,22 +28,22 @@ def of_tiles(
     UNIT: tl.constexpr, LEAST: tl.constexpr, POWER: tl.constexpr,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Quantizes a tile of ROWS rows and BLOCKS blocks of BLOCK elements, each with a scale; one program.
+    """Quantizes one tile of ROWS rows by BLOCKS blocks of BLOCK elements; one program.
 
     Args:
-        x: `[rows, width]`, of strides x_row and x_column.
-        values: `[rows, width]`, 8 bits, contiguous.
-        scales: Float32, `[rows, ceil(width / BLOCK)]`, of strides 1 and scales_block.
-        rows: Rows of x.
-        width: Columns of x; if blocks are full rows, at most BLOCK.
-        x_row: Stride of x's rows in elements.
-        x_column: Stride of x's columns in elements.
-        scales_block: Stride of the scales' columns in elements.
+        x: `[rows, width]`, bf16, fp16 or fp32, with strides x_row and x_column.
+        values: `[rows, width]`, 8-bit floats, contiguous; output.
+        scales: fp32 `[rows, ceil(width / BLOCK)]` with strides 1 and scales_block; output.
+        rows: Number of rows of x.
+        width: Number of columns of x; at most BLOCK if a scale is for a full row.
+        x_row: Elements from row to row of x.
+        x_column: Elements from column to column of x.
+        scales_block: Elements from column to column of scales.
         UNIT: One over the largest 8-bit value.
-        LEAST: Smallest scale.
-        POWER: Whether scales are powers of two.
+        LEAST: Least scale.
+        POWER: Whether scales are rounded up to powers of two.
         ROWS: Rows of a tile, a power of two.
-        BLOCKS: Blocks of a tile, a power of two.
+        BLOCKS: Blocks of a row in a tile, a power of two.
         BLOCK: Elements of a block, a power of two.
     """
     across = tl.cdiv(width, BLOCKS * BLOCK)
@@ -64,21 +65,21 @@ def of_long_rows(
     x, values, scales, rows, width, x_row, x_column,
     UNIT: tl.constexpr, LEAST: tl.constexpr, POWER: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Quantizes ROWS rows, each with a scale, COLUMNS elements at a time; one program.
+    """Quantizes ROWS rows with one scale each, COLUMNS elements at a time; one program.
 
     Args:
-        x: `[rows, width]`, of strides x_row and x_column.
-        values: `[rows, width]`, 8 bits, contiguous.
-        scales: Float32, `[rows]`.
-        rows: Rows of x.
-        width: Columns of x.
-        x_row: Stride of x's rows in elements.
-        x_column: Stride of x's columns in elements.
+        x: `[rows, width]`, bf16, fp16 or fp32, with strides x_row and x_column.
+        values: `[rows, width]`, 8-bit floats, contiguous; output.
+        scales: fp32 `[rows]`, contiguous; output.
+        rows: Number of rows of x.
+        width: Number of columns of x.
+        x_row: Elements from row to row of x.
+        x_column: Elements from column to column of x.
         UNIT: One over the largest 8-bit value.
-        LEAST: Smallest scale.
-        POWER: Whether scales are powers of two.
+        LEAST: Least scale.
+        POWER: Whether scales are rounded up to powers of two.
         ROWS: Rows of a program, a power of two.
-        COLUMNS: Columns at a time, a power of two.
+        COLUMNS: Columns read at a time, a power of two.
     """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     most = tl.zeros((ROWS, COLUMNS), tl.int32)
@@ -96,7 +97,7 @@ def of_long_rows(
 
 @triton.jit
 def _load(x, row, column, rows, width, x_row, x_column):
-    """Returns elements `[row, column]` in float32, zeros outside."""
+    """Returns the elements at `[row, column]` as fp32; those outside x are 0."""
     inside = (row < rows)[:, None] & (column < width)[None, :]
     places = row[:, None] * x_row + column[None, :].to(tl.int64) * x_column
     return tl.load(x + places, inside, 0.0).to(tl.float32)
@@ -104,7 +105,7 @@ def _load(x, row, column, rows, width, x_row, x_column):
 
 @triton.jit
 def _store(values, quotient, row, column, rows, width):
-    """Rounds quotients to 8 bits and stores them."""
+    """Rounds quotients to 8 bits and stores those inside values."""
     inside = (row < rows)[:, None] & (column < width)[None, :]
     places = row[:, None] * width + column[None, :]
     tl.store(values + places, quotient.to(values.dtype.element_ty), inside)
@@ -112,13 +113,13 @@ def _store(values, quotient, row, column, rows, width):
 
 @triton.jit
 def _magnitude(wide):
-    """Returns the bits of absolute values; as integers they have the same order."""
+    """Returns the bits of absolute values as int32, which have the order of the values."""
     return wide.to(tl.int32, bitcast=True) & MAGNITUDE
 
 
 @triton.jit
 def _scale(most, UNIT: tl.constexpr, LEAST: tl.constexpr, POWER: tl.constexpr):
-    """Returns the scale of values whose largest magnitude has these bits."""
+    """Returns the fp32 scale for a largest magnitude, which is passed as bits."""
     scale = most.to(tl.float32, bitcast=True) * UNIT
     scale = tl.where(scale < LEAST, LEAST, scale)  # false of NaN
     if POWER:
