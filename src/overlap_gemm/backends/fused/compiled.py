@@ -45,7 +45,7 @@ def compiled_kernel(executor: Executor, config: GemmConfig, way: Way | None, pat
             return DirectCall(compile_kernel(kernel))
         return compile_kernel(kernel, OPTIONS)
 
-    # A grid that cannot be resident at once is refused by a cooperative launch; otherwise it would deadlock.
+    # CTAs wait for each other. CUDA refuses a cooperative launch whose grid cannot be resident at once.
     relayed = way is not None and way.relays
     cooperative = _is_cooperative(executor, config, relayed) and way is not None
     exchange = ("", "") if way is None else (way.device, pattern)

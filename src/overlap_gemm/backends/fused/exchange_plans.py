@@ -216,7 +216,7 @@ def bind(
     def run(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         return all_to_all_gemm(x, weights, biases, shards, group, keep)
 
-    run = within(settings(), run)  # settings of this call, for every later call, too
+    run = within(settings(), run)  # later calls use the settings of this one
     columns, (_, depth) = [len(weight) for weight in weights], x.shape
     is_direct = x.is_contiguous() and all(has_tma_strides(weight) for weight in weights)
     is_direct &= all(n and n % ROW_ELEMENTS == 0 for n in columns)

@@ -288,7 +288,7 @@ class Fused:
         def run(x: Tensor, weight: Tensor, bias: Tensor | None, *scales: Tensor) -> Tensor:
             return self.call(op, x, weight, bias, shards, group, depth, scales, dtype, problem.blocks)
 
-        run = within(settings(), run)  # settings of this call, for every later call, too
+        run = within(settings(), run)  # later calls use the settings of this one
         if not _fits(extents, x, weight, bias):
             return run
         majors = major(x, "m"), major(weight, "n")
@@ -328,7 +328,7 @@ class Fused:
             made = self.call(op, x, weight, bias, shards, group, depth, visitor=visitor, inputs=inputs)
             return made if visitor.writes else [made]
 
-        run = within(settings(), run)  # settings of this call, for every later call, too
+        run = within(settings(), run)  # later calls use the settings of this one
         if op.gathers_output or not _fits(extents, x, weight, bias):
             return run
         epilogue = *bias_visitor(bias is not None, x.dtype), visitor
@@ -397,7 +397,7 @@ class Fused:
                 return nothing
             return [nothing, *written_without_kernel(visitor, nothing)]
         given_weight = weight
-        if weight.shape[0] == 0:  # no local columns, but peers have some: B is some matrix that is not read
+        if weight.shape[0] == 0:  # only peers have columns: any matrix serves as B, unread
             weight, bias, scales = x.view(weight.dtype), None, (*scales[:1], *scales[:1])
             visitor = None
         a, b = aligned(x, extents.shard), aligned(weight)

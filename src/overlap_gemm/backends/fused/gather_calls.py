@@ -70,7 +70,7 @@ def bind(
             read = visitor, inputs
             return all_gather_gemm(x, weights, biases, shards, group, keep, epilogue=read)
 
-        run_with_epilogue = within(settings(), run_with_epilogue)  # of this call, for every later call, too
+        run_with_epilogue = within(settings(), run_with_epilogue)  # later calls use the settings of this one
         fits = rows and len(x) and x.is_contiguous() and padded(depth, x.itemsize) == depth
         fits = fits and not biases and all(has_tma_strides(weight) for weight in weights)
         if not visitor.of_two_weights or group.size == 1 or not fits or not is_weight_pair(*weights):
@@ -95,7 +95,7 @@ def bind(
     ) -> tuple[Tensor, list[Tensor]]:
         return all_gather_gemm(x, weights, biases, shards, group, keep, scales, out_dtype, blocks)
 
-    run = within(settings(), run)  # settings of this call, for every later call, too
+    run = within(settings(), run)  # later calls use the settings of this one
     is_unpadded = all(n and n % ROW_ELEMENTS == 0 for n in columns) and padded(depth, x.itemsize) == depth
     strided = x.is_contiguous() and all(has_tma_strides(weight) for weight in weights)
     if group.size == 1 or not (rows and len(x) and is_unpadded and strided):
@@ -239,7 +239,7 @@ def all_gather_gemm(
     columns_of = 2 if visitor is not None and visitor.epilogue.pairs else 1  # columns for a result's column
     if rows == 0:
         return x, [x.new_empty(0, weight.shape[0] // columns_of, dtype=dtype) for weight in weights]
-    # A rank without columns takes part all the same: its peers wait for its signals.
+    # A rank without columns launches, too: its peers wait for its signals.
     used = [weight if len(weight) else weight.new_zeros(2 * PAIR, depth) for weight in weights]
     operands, widths = [aligned(weight) for weight in used], [len(weight) // columns_of for weight in used]
     outs = [x.new_empty(rows, padded(width), dtype=dtype) for width in widths]
@@ -319,7 +319,7 @@ def all_gather_pairs(
     shard = _shard(x, alone)
     out, visitors = x.new_empty(rows, width), (*bias_visitor(bool(biases), x.dtype), visitor)
     read: tuple[Tensor, ...] = ()
-    if biases:  # in the order in which the kernel reads the weights: the first in memory first
+    if biases:  # in the order of the bands of B: first the weight at the lower address
         order = (0, 1) if pair[0].data_ptr() < pair[1].data_ptr() else (1, 0)
         bands = [biases[i].unflatten(0, (-1, PAIR)) for i in order]
         read = (torch.stack(bands, 1).flatten(),)

@@ -153,7 +153,7 @@ def _make_plan(
         relay = compiled_relay(executor) if puts else None
         return tuple(product(*kind) for kind in kinds), relay
 
-    # Ranks have different columns, and then perhaps different kernels.
+    # The key excludes local columns: ranks may have different ones, and different kernels.
     kind = (
         "gather",
         dtype,

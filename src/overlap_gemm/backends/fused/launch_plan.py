@@ -204,7 +204,7 @@ class Plan:
         extras: Sequence[tuple[Tensor, ...] | None],
         kept: Tensor | None = None,
     ) -> None:
-        """Launches a call on the current stream, after all other fused launches of the device.
+        """Launches a call on the current stream; in a group, after all other fused launches of the device.
 
         Every rank must launch. The host does not wait. The caller owns all tensors; their memory is not
         reused before the kernels end.
@@ -229,7 +229,7 @@ class Plan:
         used = a, *flat, *outs, *chain(*filter(None, extras)), kept
         with executor.active(*used) as stream:
             operands = tuple(zip(weights, outs, extras, strict=True))
-            if self.workspace is None:  # waits for no peer, so it may run alongside any kernel
+            if self.workspace is None:  # it waits for no peer, so no order is needed
                 for product, tensors in zip(self.products, operands, strict=True):
                     product.gemm(a, *tensors, None, product.num_clusters, stream)
                 return

@@ -351,7 +351,7 @@ def why_no_product(
         return f"torch {torch.__version__} has no F.scaled_mm with scales of blocks"
     if blocks not in (None, PROMOTED[0]):
         return f"{name} has scales of {in_words(PROMOTED[0])}, not of {in_words(blocks)}"
-    if device == "cuda":  # by torch's documentation and source; a call would disturb a capture
+    if device == "cuda":  # by rules of torch's documentation and source; a trial would disturb a capture
         capability, toolkit = torch.cuda.get_device_capability(), _toolkit()
         if capability < (9, 0):
             return f"{name} with scales of {kind} needs a Hopper {'' if blocks else 'or Blackwell '}GPU"
