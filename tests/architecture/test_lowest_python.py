@@ -3,6 +3,7 @@
 Of newer syntax ruff says so, too (`target-version`), of newer names in annotations mypy (`python_version`).
 """
 
+import ast
 import re
 import subprocess
 import sys
@@ -55,6 +56,34 @@ def test_what_is_newer_is_noticed(tmp_path, line):
     file = tmp_path / "newer.py"
     file.write_text(f"{line}\n")
     assert "newer.py" in newer(str(file))
+
+
+def unions_of_generics(source):
+    """Returns arguments of traced functions with a union of a generic, such as `tuple[int] | None`.
+
+    The DSL compares a value with each class of a union by `isinstance`, which raises TypeError for a generic.
+    Python 3.10 takes generics for classes.
+    """
+    functions = [one for one in ast.walk(ast.parse(source)) if isinstance(one, ast.FunctionDef)]
+    traced = [
+        one for one in functions if {"cute.jit", "cute.kernel"} & set(map(ast.unparse, one.decorator_list))
+    ]
+    annotated = [
+        (one.arg, one.annotation) for f in traced for one in f.args.args if one.annotation is not None
+    ]
+    return [
+        name
+        for name, annotation in annotated
+        for union in ast.walk(annotation)
+        if isinstance(union, ast.BinOp) and any(isinstance(part, ast.Subscript) for part in ast.walk(union))
+    ]
+
+
+def test_the_dsl_reads_annotations_of_the_lowest_python():
+    for file in (ROOT / "src").rglob("*.py"):
+        assert not unions_of_generics(file.read_text()), file
+    planted = "@cute.jit\ndef f(a: int | None, b: tuple[int, ...] | None, c: tuple[int]): pass"
+    assert unions_of_generics(planted) == ["b"]
 
 
 def test_the_tools_check_for_it():

@@ -60,7 +60,7 @@ class FusedGemm:
         a: cute.Tensor,
         b: Any,
         out: cute.Tensor,
-        extras: tuple[cute.Tensor, ...] | None,
+        extras: Extras,
         exchange: Any,
         num_clusters: Int32,
         stream: CUstream,

@@ -17,8 +17,7 @@ elements of K, the sum of each instruction is promoted separately.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import cutlass
 from cutlass import Float32, Int32, cute, pipeline
@@ -37,7 +36,7 @@ def accumulate_promoted(
     read: pipeline.PipelineState,
     first: Int32,
     k_tiles: Int32,
-    scales: Callable[[Any, Any, int], Any] | None,
+    scales: Any,
 ) -> pipeline.PipelineState:
     """Computes a tile into ``acc``; all threads of its warp groups.
 
@@ -61,7 +60,7 @@ def accumulate_promoted(
     acc.fill(0.0)
     num_blocks = cute.size(operands[0], mode=[2])
     if cutlass.const_expr(config.sums == 1):
-        parts, halves, read_scales = config.k_parts, config.sum_parts, cast(Any, scales)
+        parts, halves = config.k_parts, config.sum_parts
         shape = mma.partition_shape_C((config.tile[0], config.tile[1] // halves))
         done = cute.make_rmem_tensor(shape, Float32)
         ab.consumer_wait(read)
@@ -78,7 +77,7 @@ def accumulate_promoted(
                         if step + 1 < k_tiles:  # this stage is held meanwhile, and there are two at least
                             ab.consumer_wait(following)
                     if cutlass.const_expr(column == 0 and scales is not None):
-                        factors = read_scales(read.index, first + step, number)
+                        factors = scales(read.index, first + step, number)
                     warpgroup.wait_group(0)
                     if cutlass.const_expr(is_last):
                         ab.consumer_release(read)
