@@ -79,6 +79,12 @@ def test_a_wrong_result_ends_with_code_1(monkeypatch):
     assert "wrong: 1 launches" in result.output
 
 
+def test_operands_that_need_scales_are_no_choice():
+    result = invoke(*SMALL, "--dtype", "e4m3")
+    assert result.exit_code == 2
+    assert "'e4m3' is not one of 'bf16', 'f16'" in " ".join(result.output.split())
+
+
 def test_a_tile_that_is_none_is_refused():
     assert "must look like 128x128" in invoke(*SMALL, "--tile", "wide").output
 

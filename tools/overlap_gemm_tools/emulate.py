@@ -10,19 +10,19 @@ import typer
 from overlap_gemm.backends.fused.plan_cache import DTYPES
 from overlap_gemm.cli.console import rank_zero_console
 from overlap_gemm.cli.emulated_runs import Arch, Emulated, Mode, run_emulated
-from overlap_gemm.config.rules import InDtype
 from overlap_gemm.spec import GEMM_REDUCE_SCATTER, OPS, TRANSPORTS, transports_of
 from overlap_gemm.testing.cases import Case
 from overlap_gemm.tuning.settings import Algorithm
 
+HALVES = {name: dtype for dtype, name in DTYPES.items()}
+"""Operand types of torch, by their names in `GemmConfig`."""
+
 if TYPE_CHECKING:
     Op = str
     Transport = str
+    Half = str
 else:  # names in the registries, for the command line
-    Op, Transport = Literal[tuple(OPS)], Literal[tuple(TRANSPORTS)]
-
-HALVES = {name: dtype for dtype, name in DTYPES.items()}
-"""Operand types of torch, by their names in `GemmConfig`."""
+    Op, Transport, Half = Literal[tuple(OPS)], Literal[tuple(TRANSPORTS)], Literal[tuple(HALVES)]
 
 
 def emulate(
@@ -32,7 +32,7 @@ def emulate(
     m: Annotated[int, typer.Option(min=1, help="Rows over all ranks.")] = 512,
     n: Annotated[int, typer.Option(min=1, help="Output features.")] = 256,
     k: Annotated[int, typer.Option(min=1, help="Input features over all ranks.")] = 256,
-    dtype: Annotated[InDtype, typer.Option(help="Type of operands and result.")] = "bf16",
+    dtype: Annotated[Half, typer.Option(help="Type of operands and result.")] = "bf16",
     tile: Annotated[str | None, typer.Option(help="MMA tile, as 128x128; default: chosen by shape.")] = None,
     cluster: Annotated[str | None, typer.Option(help="CTAs of a cluster, as 2x1.")] = None,
     cta_group: Annotated[int | None, typer.Option(min=1, max=2, help="sm_100: CTAs per MMA.")] = None,
