@@ -90,7 +90,7 @@ def test_a_gather_enters_few_python_functions_and_copies_nothing(world, monkeypa
     entries = python_calls(lambda: overlap_gemm.all_gather_gemm(x, weight, **how))
     assert entries.total() <= budget, (entries.total(), entries)
     *_, gathering, _, _ = launched[-1]
-    assert gathering.own == x.data_ptr()
+    assert gathering.local_shard == x.data_ptr()
     if block is not False:
         assert gathering.after.address == scale_x.data_ptr()
 

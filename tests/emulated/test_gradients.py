@@ -5,7 +5,7 @@ import torch
 
 import overlap_gemm
 from overlap_gemm.testing.cases import LAYOUTS, Case, operands
-from overlap_gemm.testing.emulated import whole
+from overlap_gemm.testing.emulated import joined_results
 from tests.support.emulated.op_runs import SMALL, world_of
 from tests.support.references import reference
 from tests.support.tolerances import assert_as_good_as
@@ -44,5 +44,5 @@ def test_every_gradient_is_as_good_as_one_process_s(arch, op):
     }
     for what, (parts, dim) in results.items():
         assert_as_good_as(
-            whole(parts, dim), getattr(baseline, what), getattr(exact, what), what=what, roundings=2
+            joined_results(parts, dim), getattr(baseline, what), getattr(exact, what), what=what, roundings=2
         )

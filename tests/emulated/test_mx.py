@@ -14,7 +14,7 @@ from overlap_gemm.config.visitors import bias_of
 from overlap_gemm.mainloop import mx as device
 from overlap_gemm.spec import OPS
 from overlap_gemm.spec.sharding import Shards
-from overlap_gemm.testing.emulated import poisoned_allocations, whole
+from overlap_gemm.testing.emulated import joined_results, poisoned_allocations
 from overlap_gemm.transports import PeerBulk
 from tests.support.emulated.flag_order import with_flags_before_scales
 from tests.support.emulated.kernel_cases import launched
@@ -170,7 +170,7 @@ class Case:
         rounded = sum(p.abs() for p in partials) * (ranks > 1 and spec.sums)
         magnitude = sum(a.abs() @ b.abs().t() for a, b in products)
         bound = 2.0**-8 * (rounded + exact.abs()) * (1 + 2**-6) + 2.0**-18 * magnitude
-        error = (whole(outs, {"m": 0, "n": 1}.get(spec.out)).double() - exact).abs()
+        error = (joined_results(outs, {"m": 0, "n": 1}.get(spec.out)).double() - exact).abs()
         return float(torch.where(error <= bound, error / bound, torch.inf).max())
 
 

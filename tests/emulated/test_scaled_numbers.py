@@ -5,7 +5,7 @@ import torch
 
 import overlap_gemm
 from overlap_gemm.spec import OPS
-from overlap_gemm.testing.emulated import whole
+from overlap_gemm.testing.emulated import joined_results
 from tests.support.emulated.op_runs import world_of
 from tests.support.emulated.scaled_cases import ACCUMULATION, GATHER, RS, Scaled, queue
 
@@ -53,7 +53,7 @@ def test_a_nan_or_zero_scale_is_its_rows_alone(case):
         plain, outs = queue(case, world), queue(case, world, special)
         world.synchronize()
     dim = {"m": 0, "n": 1}.get(OPS[case.op].out)
-    plain, found = whole(plain, dim), whole(outs, dim)
+    plain, found = joined_results(plain, dim), joined_results(outs, dim)
     first = 35 if case.op == GATHER else 0
     assert found[first + 2].isnan().all()
     others = [row for row in range(70) if row not in (first + 2, first + 3)]
