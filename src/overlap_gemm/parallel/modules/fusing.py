@@ -110,10 +110,7 @@ class LayerForward:
             return f"{name} is wrapped"
         if is_hooked(part, row, *bases(row)):
             return f"{name} or {self.rows[name]} has a hook on its output"
-        style = bases(row)[0].forward.style
-        return why_not_fused(
-            style.products, self.fuse, style.keywords["partials"], style.keywords["invariant"]
-        )
+        return _why_never(bases(row)[0], self.fuse)
 
     def _why_no_pattern(self, name: str) -> str | None:
         first, module = _Hidden(), self.module
@@ -317,10 +314,7 @@ class MlpGating(NamedTuple):
             return "gate and up have adapters, which add to them before the activation"
         if is_hooked(*present, *linears, self.activate):
             return "gate, up or their activation has a hook on its output"
-        style = linears[0].forward.style
-        return why_not_fused(
-            style.products, self.fuse, style.keywords["partials"], style.keywords["invariant"]
-        )
+        return _why_never(linears[0], self.fuse)
 
 
 def gating_of_mlp(module: Any, fuse: bool | None) -> MlpGating | str:
