@@ -6,6 +6,7 @@ overlap_gemm.warmup("gemm_reduce_scatter", (8192, 8192, 28672), (1, 8192, 28672)
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -119,26 +120,27 @@ def warmup(
             for extents in variants
         ]
 
-        weights: list[Any] = [weight]
+        several = [[weight]]
         applied = None
         if epilogue is not None:
             applied = _with_inputs(epilogue, spec, x, (m, n), local_shard)
             if epilogue.pairs and spec.takes_lists:
-                weights.append([x.new_empty(len(weight) // 2, weight.shape[1]) for _ in range(2)])
+                several.append([x.new_empty(len(weight) // 2, weight.shape[1]) for _ in range(2)])
 
         def make(name: str, extents: dict[str, int]) -> None:
             how: dict[str, Any] = {"backend": name, "epilogue": applied, **extents}  # noqa: B023
             how |= {"deterministic": deterministic, "reserve_sms": reserve_sms}
             how |= {**promises, **scales}  # noqa: B023
-            for one in weights:  # noqa: B023
-                several = one if isinstance(one, list) else [one]
-                biases = [local_bias[: len(part)] for part in several] if bias else []  # noqa: B023
-                operands = [t.requires_grad_(backward) for t in (x, *several, *biases)]  # noqa: B023
-                of_one: Any = (biases if isinstance(one, list) else biases[0]) if bias else None
+            for weights in several:  # noqa: B023
+                biases = [local_bias[: len(one)] for one in weights] if bias else []  # noqa: B023
+                operands = [t.requires_grad_(backward) for t in (x, *weights, *biases)]  # noqa: B023
+                is_list = len(weights) > 1
+                how["bias"] = (biases if is_list else biases[0]) if bias else None
+                run = partial(call, x, weights if is_list else weights[0], group=group, **how)  # noqa: B023
                 if backward and epilogue is not None:  # which is another call if a gradient is needed
                     with torch.no_grad():
-                        call(x, one, group=group, bias=of_one, **how)  # noqa: B023
-                out = call(x, one, group=group, bias=of_one, **how)  # noqa: B023
+                        run()
+                out = run()
                 if backward:
                     out = out[0] if isinstance(out, tuple) else out
                     torch.autograd.grad(out, operands, torch.empty_like(out))
