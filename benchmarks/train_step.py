@@ -220,8 +220,8 @@ def main() -> None:
         random.Random(turn).shuffle(keys)
         calls = {" / ".join(key): run.calls[key] for key in keys}
         timings.append(measure(calls, device=world.device, rounds=1, burst_seconds=0))
-        told = {"size": size, "left_out": left_out, "chosen": chosen.lines}
-        report = {"machine": describe(world), **told, **figures(run, timings)}
+        facts = {"size": size, "left_out": left_out, "chosen": chosen.lines}
+        report = {"machine": describe(world), **facts, **figures(run, timings)}
         Path(sys.argv[1]).write_text(json.dumps(report, indent=1) + "\n")
         if time.time() - began > limit:
             break

@@ -152,37 +152,37 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=300)
     parser.add_argument("--dsl", type=Path, help="folder with another CuTe DSL")
     parser.add_argument("--said", type=Path, help="folder for what each said on stderr")
-    asked = parser.parse_args()
-    if asked.examples is not None:
-        _run_all(asked)
+    arguments = parser.parse_args()
+    if arguments.examples is not None:
+        _run_all(arguments)
     text, kept = PAGE.read_text(), json.loads(RESULTS.read_text())
     if all("verdict" in row for row in kept["scripts"]):
         head, tail = text.partition(BEGIN)[0], text.partition(END)[2]
         PAGE.write_text(f"{head}{BEGIN}\n{counts(kept)}\n{END}{tail}")
-    if asked.examples is None:
+    if arguments.examples is None:
         print(table(kept), end="")
 
 
-def _run_all(asked: argparse.Namespace) -> None:
-    if asked.dsl is not None:
-        sys.path[:0] = [str(asked.dsl), str(asked.dsl / "nvidia_cutlass_dsl" / "dsl_packages")]
+def _run_all(arguments: argparse.Namespace) -> None:
+    if arguments.dsl is not None:
+        sys.path[:0] = [str(arguments.dsl), str(arguments.dsl / "nvidia_cutlass_dsl" / "dsl_packages")]
     os.environ["CUTE_DSL_LINEINFO"] = "1"  # read when the DSL is imported
     import cutlass.cute  # noqa: F401
     import cutlass.utils  # noqa: F401
     import torch  # noqa: F401
 
-    kept, dsl = json.loads(RESULTS.read_text()), installed(asked.dsl)
-    if asked.dsl is None:
+    kept, dsl = json.loads(RESULTS.read_text()), installed(arguments.dsl)
+    if arguments.dsl is None:
         kept["dsl"], kept["torch"] = dsl, importlib.metadata.version("torch")
     today = str(datetime.date.today())
     order = list(enumerate(kept["scripts"]))
-    random.Random(asked.seed).shuffle(order)
+    random.Random(arguments.seed).shuffle(order)
     for index, row in order:
-        if not any(part in row["script"] for part in asked.only):
+        if not any(part in row["script"] for part in arguments.only):
             continue
-        if row.get("date") == today and not asked.again:
+        if row.get("date") == today and not arguments.again:
             continue
-        found = run(row, asked.examples.resolve(), asked.mode, asked.seconds, asked.said)
+        found = run(row, arguments.examples.resolve(), arguments.mode, arguments.seconds, arguments.said)
         print(
             found["script"],
             found.get("verdict", "no jax"),
@@ -190,10 +190,10 @@ def _run_all(asked: argparse.Namespace) -> None:
             found.get("what"),
             flush=True,
         )
-        if asked.dsl is None:
+        if arguments.dsl is None:
             kept["scripts"][index] = found
         else:
-            key = {"script": found["script"], "dsl": dsl, "arch": found["arch"], "mode": asked.mode}
+            key = {"script": found["script"], "dsl": dsl, "arch": found["arch"], "mode": arguments.mode}
             same = [one for one in kept["others"] if key.items() <= one.items()]
             kept["others"] = [one for one in kept["others"] if one not in same]
             kept["others"].append(key | {k: found[k] for k in ("verdict", "what", "seconds", "date")})

@@ -133,21 +133,21 @@ def write_counts() -> None:
 
 
 def main() -> None:
-    """Runs what is asked for."""
+    """Runs the cases that the arguments select."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--table", action="store_true", help="run nothing; print the table of all runs")
     parser.add_argument("--only", default="", help="cases whose name has this")
     parser.add_argument("--arch", nargs="+", default=BOTH)
     parser.add_argument("--dsl", nargs="+", type=Path, default=[None], help="folders with other CuTe DSLs")
     parser.add_argument("--mode", nargs="+", default=["immediate"])
-    asked = parser.parse_args()
-    for package, module, script, case, archs, ranks in [] if asked.table else CASES:
+    arguments = parser.parse_args()
+    for package, module, script, case, archs, ranks in [] if arguments.table else CASES:
         if (
-            asked.only not in f"{package} {case}"
+            arguments.only not in f"{package} {case}"
             or importlib.util.find_spec(module.partition(".")[0]) is None
         ):
             continue
-        for dsl, arch, mode in itertools.product(asked.dsl, asked.arch, asked.mode):
+        for dsl, arch, mode in itertools.product(arguments.dsl, arguments.arch, arguments.mode):
             if arch not in archs:
                 continue
             begin = time.monotonic()
@@ -171,7 +171,7 @@ def main() -> None:
             rows.sort(key=lambda r: [r[key] for key in same])
             RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
     write_counts()
-    if asked.table:
+    if arguments.table:
         print(table(json.loads(RESULTS.read_text())), end="")
 
 
