@@ -63,6 +63,20 @@ def test_profilers_see_op_shape_and_backend(ranks):
     ranks(2).run(profiled)
 
 
+def many_profiles(rank, size):
+    for rows in range(1, 41):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            overlap_gemm.gemm_reduce_scatter(torch.randn(rows, 6), torch.randn(4, 6), backend="torch")
+        names = {event.name for event in profile.events()}
+        assert "gloo:send" in names, "this call sent no message"
+        assert "gloo:recv" not in names, "a receive that outlives the profiler is recorded"
+
+
+def test_receives_that_outlive_a_profiler_are_not_recorded(ranks):
+    # The end of a recorded receive would be written into memory that the profiler has freed.
+    ranks(2).run(many_profiles)
+
+
 def fused_model_on_a_cpu(rank, size):
     model = parallelize(tiny("llama", size), init_device_mesh("cpu", (size,)), backend="fused")
     ids = torch.arange(6).view(1, 6)

@@ -33,10 +33,24 @@ class _Inbox:
     def __init__(self, group: Group, carrier: dist.Backend) -> None:
         self.words = torch.zeros(group.size, WORDS, dtype=torch.int64)
         self.works = [
-            None if peer == group.rank else carrier.recv([self.words[peer]], peer, TAG)
-            for peer in range(group.size)
+            None if peer == group.rank else self.receive(carrier, peer) for peer in range(group.size)
         ]
         self.broken: str | None = None
+
+    def receive(self, carrier: dist.Backend, peer: int) -> dist.Work:
+        """Returns the handle of a receive of the next message of `peer`.
+
+        A profiler must not record it: the receive ends in a later call, when the profiler may have stopped.
+        torch then writes the end into freed memory.
+        """
+        watched = torch.autograd._profiler_enabled()
+        if watched:
+            torch.autograd._enable_record_function(False)
+        try:
+            return carrier.recv([self.words[peer]], peer, TAG)
+        finally:
+            if watched:
+                torch.autograd._enable_record_function(True)
 
 
 _inboxes: "WeakKeyDictionary[dist.ProcessGroup, _Inbox]" = WeakKeyDictionary()
@@ -75,7 +89,7 @@ def exchange(group: Group, local: torch.Tensor, op: str) -> torch.Tensor:
             if work is not None:
                 work.wait()
                 everyone[peer] = inbox.words[peer]
-                inbox.works[peer] = carrier.recv([inbox.words[peer]], peer, TAG)
+                inbox.works[peer] = inbox.receive(carrier, peer)
         for peer, work in sent:  # noqa: B007  used in the error message
             work.wait()
     except RuntimeError as error:
