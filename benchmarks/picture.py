@@ -26,7 +26,7 @@ def draw_ratios(report: Mapping[str, Any], file: Path) -> None:
         file: Where to; the ending decides the format.
     """
     kinds = sorted({(result["op"], result["m"] <= FEW) for result in report["results"]})
-    figure = Figure(figsize=(8, 1.5 + 0.3 * len(kinds)), layout="constrained")
+    figure = Figure(figsize=(5.2, 1.5 + 0.4 * len(kinds)), layout="constrained")
     axes = figure.add_subplot()
     for shift, mode, colour in ((-0.15, GRAPH, PALETTE[2]), (0.15, EAGER, PALETTE[1])):
         points = [
@@ -39,13 +39,14 @@ def draw_ratios(report: Mapping[str, Any], file: Path) -> None:
             label = "captured in CUDA graphs" if mode == GRAPH else "called eagerly"
             axes.plot(ratios, places, "o", color=colour, markersize=4, alpha=0.7, label=label)
     axes.set_yticks(
-        range(len(kinds)), [f"{op}, {'up to' if few else 'above'} {FEW} rows" for op, few in kinds]
+        range(len(kinds)), [f"{op},\n{'up to' if few else 'above'} {FEW} rows" for op, few in kinds]
     )
     axes.invert_yaxis()
     axes.set_xlim(left=0)
     axes.axvline(1, color="black", linewidth=0.5)
     axes.set_xlabel("time of overlap_gemm / fastest of torch's ways")
-    axes.set_title(f"Left of the line overlap_gemm is faster\n{where(report)}", loc="left", fontsize="medium")
+    title = f"Left of the line overlap_gemm is faster\n{where(report)}"
+    figure.suptitle(title, x=0.01, horizontalalignment="left", fontsize="medium")
     figure.legend(loc="outside lower center", ncols=2)
     figure.savefig(file, dpi=120)
 
