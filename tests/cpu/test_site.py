@@ -1,5 +1,6 @@
 """The documentation is a site: strict, with no broken link, and every public name in its reference."""
 
+import json
 import re
 import subprocess
 import sys
@@ -38,7 +39,10 @@ def test_the_site_builds(tmp_path):
     for name in names:
         assert f"{name}</span>" in reference or f'.{name}"' in reference, name
     assert dead_links(tmp_path) == []
-    assert "swap_ab" in (tmp_path / "search" / "search_index.json").read_text()
+    index = json.loads((tmp_path / "search" / "search_index.json").read_text())
+    assert any("swap_ab" in page["text"] for page in index["docs"])
+    # A search for a part of a name finds the name.
+    assert re.split(index["config"]["separator"], "gemm_reduce_scatter") == ["gemm", "reduce", "scatter"]
 
 
 def dead_links(site):
