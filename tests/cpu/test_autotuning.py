@@ -12,7 +12,7 @@ from overlap_gemm.backends.autotuning import Candidate, bind_as, policy_of
 from overlap_gemm.backends.base import Problem
 from overlap_gemm.backends.fused.fused_backend import Fused
 from overlap_gemm.backends.known import Known
-from overlap_gemm.backends.reach import PeerAccess
+from overlap_gemm.backends.peer_access import PeerAccess
 from overlap_gemm.backends.select import choose
 from overlap_gemm.runtime.group import resolve
 from overlap_gemm.runtime.virtual import VirtualWorld
@@ -105,7 +105,7 @@ def test_only_backends_that_keep_a_promise_are_measured():
 
 
 def test_where_ranks_do_not_reach_each_other_no_fused_kernel_is():
-    apart = replace(HOPPER, why_not="not all ranks reach each other's memory")
+    apart = replace(HOPPER, why_not="not all ranks have P2P access to each other's memory")
     assert not any(c.backend.name == "fused" for c in candidates(on_hopper(peer_access=apart)))
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from overlap_gemm.backends.fused.fused_backend import Fused
-from overlap_gemm.backends.reach import PeerAccess
+from overlap_gemm.backends.peer_access import PeerAccess
 from overlap_gemm.backends.select import choose
 from tests.support.figures import LOOKS_MEASURED, ROOT, report, said, tables, words
 from tests.support.problems import problem

@@ -10,9 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import overlap_gemm
-from overlap_gemm.backends.fused import ways
+from overlap_gemm.backends.fused import transport_hosts
 from overlap_gemm.backends.fused.fused_backend import Fused
-from overlap_gemm.backends.fused.ways import LL_WORDS, PUTS, STORES, putting, wanted
+from overlap_gemm.backends.fused.transport_hosts import (
+    LL_PACKETS,
+    PUTS,
+    STORES,
+    requested_transport,
+    with_puts,
+)
 from overlap_gemm.backends.op_call import with_fallback
 from overlap_gemm.backends.scales.tma_operands import aligned, aligned_vector, major
 from overlap_gemm.backends.select import choose
@@ -145,10 +151,10 @@ def test_fields_can_be_overridden_and_what_does_not_exist_is_named():
     [("sm_90a", "staged", True), ("sm_100a", "nvshmem", False), ("sm_103a", "nvshmem", False)],
 )
 def test_who_puts_follows_from_the_architecture(arch, device, relays):
-    for way in (STORES, PUTS):
-        puts = putting(way, arch, "so")
+    for transport in (STORES, PUTS):
+        puts = with_puts(transport, arch, "so")
         assert (puts.device, puts.relays, puts.in_library) == (device, relays, not relays)
-        assert puts.kind == way.kind and puts.peers is way.peers
+        assert puts.kind == transport.kind and puts.peers is transport.peers
 
 
 def test_what_a_call_goes_by_follows_from_what_is_asked_for_and_from_its_rows():
@@ -156,13 +162,17 @@ def test_what_a_call_goes_by_follows_from_what_is_asked_for_and_from_its_rows():
         GemmConfig("sm_90a", (16, 64), mma="swap_ab"),
         GemmConfig("sm_90a", (128, 128), mma="pingpong"),
     )
-    assert few.sends_ll and wanted(None, few) is LL_WORDS and wanted(None, many) is wanted(None) is STORES
-    by = {name: wanted(transport, many).device for name, transport in TRANSPORTS.items()}
+    assert (
+        few.sends_ll
+        and requested_transport(None, few) is LL_PACKETS
+        and requested_transport(None, many) is requested_transport(None) is STORES
+    )
+    by = {name: requested_transport(transport, many).device for name, transport in TRANSPORTS.items()}
     assert by == {name: name for name in TRANSPORTS} | {"copy_engine": "peer_bulk"}
     with pytest.raises(ValueError, match="'ll' sends values of 16 bits; got slot_dtype='f32'"):
-        wanted(TRANSPORTS["ll"], GemmConfig(slot_dtype="f32"))
+        requested_transport(TRANSPORTS["ll"], GemmConfig(slot_dtype="f32"))
     with pytest.raises(ValueError, match="out_dtype='f32'"):
-        wanted(TRANSPORTS["ll"], GemmConfig(out_dtype="f32"))
+        requested_transport(TRANSPORTS["ll"], GemmConfig(out_dtype="f32"))
 
 
 def test_puts_that_cannot_be_linked_are_refused_at_the_call(monkeypatch):
@@ -170,7 +180,7 @@ def test_puts_that_cannot_be_linked_are_refused_at_the_call(monkeypatch):
     with pytest.raises(
         RuntimeError, match="^so, and .* cannot link .* NVSHMEM 3.4.5: install nvidia-nvshmem-cu13>=3.7.2"
     ):
-        putting(STORES, "sm_90a", "so")
+        with_puts(STORES, "sm_90a", "so")
 
 
 def test_puts_that_are_not_installed_are_named(monkeypatch):
@@ -179,35 +189,37 @@ def test_puts_that_are_not_installed_are_named(monkeypatch):
 
     monkeypatch.setattr(importlib.metadata, "version", absent)
     with pytest.raises(RuntimeError, match=r"pip install nvidia-nvshmem-cu13 \(the extra 'nvshmem'\)"):
-        putting(STORES, "sm_100a", "so")
+        with_puts(STORES, "sm_100a", "so")
 
 
 def test_puts_are_refused_in_memory_that_is_not_nvshmems(monkeypatch):
     """And before anything is allocated."""
     here = SimpleNamespace(device=torch.device("cpu"))
     peers = Peers(Group("a", 0, 2), here, Agreed("sm_90a", "", 132, 0), 0)
-    obtained, reaches_all = [], True
+    obtained, has_p2p = [], True
 
     def obtain(peers, asked):
         obtained.append(asked)
-        return SimpleNamespace(reaches_all=reaches_all)
+        return SimpleNamespace(has_p2p=has_p2p)
 
-    def way(config=None):
+    def transport(config=None):
         asked = TRANSPORTS.get(settings().tile_transport or "")
-        return ways.obtain_way(peers, wanted(asked, config), lambda way: way.kind)[1].device
+        return transport_hosts.obtain_transport(
+            peers, requested_transport(asked, config), lambda transport: transport.kind
+        )[1].device
 
     few = GemmConfig("sm_90a", (16, 64), mma="swap_ab")
-    monkeypatch.setattr(ways, "obtain", obtain)
+    monkeypatch.setattr(transport_hosts, "obtain", obtain)
     monkeypatch.setenv("OVERLAP_GEMM_SYMMETRIC", "torch")
     with configured(transport="nvshmem"):
         with pytest.raises(RuntimeError, match="transport='nvshmem': .*OVERLAP_GEMM_SYMMETRIC=nvshmem"):
-            way()
+            transport()
         assert not obtained
         monkeypatch.setenv("OVERLAP_GEMM_SYMMETRIC", "nvshmem")
-        assert way() == "staged"
-    assert way() == "peer_bulk" and way(few) == "ll"
-    reaches_all = False
-    assert way(few) == "staged"
+        assert transport() == "staged"
+    assert transport() == "peer_bulk" and transport(few) == "ll"
+    has_p2p = False
+    assert transport(few) == "staged"
     assert obtained == ["puts", "", "words", "words", ""]
 
 
@@ -216,8 +228,8 @@ def test_puts_are_refused_in_memory_that_is_not_nvshmems(monkeypatch):
 
 def test_puts_have_a_workspace_of_their_own_with_staging():
     config, shape = GemmConfig(), ExchangeShape.even(512, 512, 4)
-    stores, puts = (way.tiles_class(config, shape) for way in (STORES, PUTS))
-    assert puts.nbytes(reaches_all=True) == stores.nbytes(reaches_all=False)
+    stores, puts = (transport.tiles_class(config, shape) for transport in (STORES, PUTS))
+    assert puts.nbytes(has_p2p=True) == stores.nbytes(has_p2p=False)
     assert not stores.holds(puts) and not puts.holds(stores)
 
 
@@ -226,8 +238,8 @@ def test_a_workspace_class_holds_every_call_of_it(rows, columns, world, pattern)
     config, shape = GemmConfig(), ExchangeShape.even(rows, columns, world, pattern)
     size = STORES.tiles_class(config, shape)
     buffer = size.buffer
-    assert size.nbytes(reaches_all=True) == size.zeroed + 2 * buffer
-    assert size.nbytes(reaches_all=False) == size.zeroed + 4 * buffer
+    assert size.nbytes(has_p2p=True) == size.zeroed + 2 * buffer
+    assert size.nbytes(has_p2p=False) == size.zeroed + 4 * buffer
     assert buffer >= shape.buffer_bytes(config)
     assert buffer % 16 == 0 and size.zeroed % 16 == 0
     assert size.zeroed >= CONTROL_BYTES + FLAG_BYTES * shape.num_flags(config)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import overlap_gemm
-from overlap_gemm.backends import by_shards, decomposed, reach
+from overlap_gemm.backends import by_shards, decomposed, peer_access
 from overlap_gemm.backends.fused.launch_plan import Copies, OwnShard, Plan, Product
 from overlap_gemm.config.gemm_config import GemmConfig
 from overlap_gemm.config.orders import OwnShardFirst, TileGrid, WorkList
@@ -181,13 +181,13 @@ def test_a_call_depends_on_capture_and_on_the_emulator(monkeypatch):
 
 def test_what_a_group_reaches_is_not_another_groups_of_its_name(monkeypatch):
     """torch numbers groups from 0 again when it is initialised again."""
-    monkeypatch.setattr(reach, "_known", {})
+    monkeypatch.setattr(peer_access, "_known", {})
     monkeypatch.setattr(
-        reach, "_find_out", lambda group, device: reach.PeerAccess(f"of {id(group)}", 0, None)
+        peer_access, "_probe", lambda group, device: peer_access.PeerAccess(f"of {id(group)}", 0, None)
     )
     first, second = Group("0", 0, 2), Group("0", 0, 2)
     for group in (first, second, first):
-        assert reach.reach_of(group, torch.device("cuda", 0)).arch == f"of {id(group)}"
+        assert peer_access.peer_access_of(group, torch.device("cuda", 0)).arch == f"of {id(group)}"
 
 
 @pytest.fixture
@@ -202,26 +202,26 @@ def gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda own, peer: peer != 2)
-    monkeypatch.setattr(reach, "why_no_cuda", lambda index: None)
-    return [reach.this_device(torch.device("cuda", index)) for index in range(3)]
+    monkeypatch.setattr(peer_access, "why_no_cuda", lambda index: None)
+    return [peer_access.this_device(torch.device("cuda", index)) for index in range(3)]
 
 
 @pytest.mark.parametrize(("reserve", "left"), [(0, 132), (131, 1), (132, None)])
 def test_a_gpu_of_which_one_sm_is_left_will_do(gpus, monkeypatch, reserve, left):
     monkeypatch.setenv("OVERLAP_GEMM_RESERVE_SMS", str(reserve))
-    own = reach.this_device(torch.device("cuda", 0))
+    own = peer_access.this_device(torch.device("cuda", 0))
     assert own.num_sms == (left or 0)
     assert (own.why_not is None) == (left is not None), own.why_not
-    found = reach.compare(Group("a", 0, 2), [own, gpus[1]])
-    assert left is not None or found == reach.PeerAccess("", 0, f"rank 0: {own.why_not}")
+    found = peer_access.compare(Group("a", 0, 2), [own, gpus[1]])
+    assert left is not None or found == peer_access.PeerAccess("", 0, f"rank 0: {own.why_not}")
 
 
 def test_only_gpus_of_peers_that_are_seen_here_are_asked_for(gpus):
     elsewhere = replace(gpus[0], uuid="gpu 7")
     own = torch.device("cuda", 0)
-    assert reach._out_of_reach(own, [*gpus[:2], elsewhere]) is None
-    assert reach._out_of_reach(own, [*gpus, elsewhere]) == "device 0 cannot access device 2"
-    assert reach._out_of_reach(own, gpus[:1]) is None
+    assert peer_access._why_no_access(own, [*gpus[:2], elsewhere]) is None
+    assert peer_access._why_no_access(own, [*gpus, elsewhere]) == "device 0 cannot access device 2"
+    assert peer_access._why_no_access(own, gpus[:1]) is None
 
 
 # --- constants ---

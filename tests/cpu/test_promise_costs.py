@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from overlap_gemm.backends.fused.fused_backend import Fused
-from overlap_gemm.backends.reach import PeerAccess
+from overlap_gemm.backends.peer_access import PeerAccess
 from overlap_gemm.backends.select import cost_of_promises
 from overlap_gemm.cli.plan import plan
 from overlap_gemm.spec.promises import Promises

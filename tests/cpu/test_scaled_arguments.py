@@ -10,7 +10,7 @@ import overlap_gemm
 from overlap_gemm import explain, gemm_reduce_scatter
 from overlap_gemm.backends.fused.fused_backend import Fused
 from overlap_gemm.backends.op_call import OpCall
-from overlap_gemm.backends.reach import PeerAccess
+from overlap_gemm.backends.peer_access import PeerAccess
 from overlap_gemm.backends.scales import scaling
 from overlap_gemm.backends.select import choose, predicted
 from tests.support.ops import SCALED

@@ -9,7 +9,7 @@ import overlap_gemm
 from overlap_gemm.backends.base import Problem
 from overlap_gemm.backends.fused.fused_backend import Fused
 from overlap_gemm.backends.op_call import OpCall, with_fallback
-from overlap_gemm.backends.reach import Device, PeerAccess, compare
+from overlap_gemm.backends.peer_access import Device, PeerAccess, compare
 from overlap_gemm.backends.select import BACKENDS, choose
 from overlap_gemm.config.scale_blocks import PROMOTED
 from overlap_gemm.runtime.group import Group
@@ -150,10 +150,10 @@ def test_the_times_and_the_bound_are_printed():
 
 
 def test_ranks_that_do_not_reach_each_other_are_no_error_to_auto():
-    apart = PeerAccess("sm_90a", 132, "not all ranks reach each other's memory (rank 1: no)")
+    apart = PeerAccess("sm_90a", 132, "not all ranks have P2P access to each other's memory (rank 1: no)")
     choice = on_hopper(8192, peer_access=apart, captured=True)
     assert choice.backend.name == "torch"
-    assert "fused: no, not all ranks reach each other's memory" in str(choice)
+    assert "fused: no, not all ranks have P2P access to each other's memory" in str(choice)
     assert on_hopper(8192, peer_access=apart, captured=True, deterministic=True).backend.name == "sequential"
     assert on_hopper(8192, peer_access=apart, captured=True, requested="fused").backend.name == "fused"
 
@@ -273,12 +273,12 @@ def test_one_rank_whose_constants_are_not_measured_is_enough():
 def test_only_auto_asks_what_gpus_reach(requested, dtype, asks):
     x = SimpleNamespace(is_cuda=True, dtype=dtype, device=torch.device("cuda", 0))
     with (
-        mock.patch("overlap_gemm.backends.base.reach_of", return_value=HOPPER) as reach_of,
+        mock.patch("overlap_gemm.backends.base.peer_access_of", return_value=HOPPER) as peer_access_of,
         mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
     ):
         call = OpCall(rows=8, columns=8, backend=requested)
         found = Problem.of("gemm_reduce_scatter", call, x, Group("pair", 0, 2))
-    assert found.peer_access == (HOPPER if asks else None) and reach_of.called == asks
+    assert found.peer_access == (HOPPER if asks else None) and peer_access_of.called == asks
 
 
 def test_a_problem_is_told_in_words():

@@ -70,7 +70,7 @@ def test_all_are_reached_where_every_address_is_one(nvshmem, beyond):
     with mock.patch.object(
         sys.modules["nvshmem"].bindings, "ptr", lambda address, pe: 0 if beyond else address
     ):
-        assert symmetric.NvshmemSymmetric.reaches_all(Pair(), CPU) is not beyond
+        assert symmetric.NvshmemSymmetric.has_p2p(Pair(), CPU) is not beyond
     assert nvshmem.log == ["synchronize", "free"]
 
 
@@ -119,7 +119,7 @@ def test_torchs_blocks_begin_where_the_tensor_does(monkeypatch):
     with mock.patch.object(symmetric, "together", lambda group, what, attempt, error: attempt()):
         memory = symmetric.TorchSymmetric(group, 64, CPU)
     assert memory.bases.tolist() == [block.data_ptr(), 4016]
-    assert symmetric.TorchSymmetric.reaches_all(group, CPU) is True
+    assert symmetric.TorchSymmetric.has_p2p(group, CPU) is True
     memory.close()
     assert log == ["synchronize", "ranks"], "every rank's work has ended before anybody's block goes"
 

@@ -36,7 +36,7 @@ class Answers(Group):
 
 
 @pytest.mark.parametrize(
-    ("own", "others", "reaches_all"),
+    ("own", "others", "has_p2p"),
     [
         ([1 << 40, 2 << 40, 3 << 40], (True, True), True),
         ([1 << 40, -2, 3 << 40], (True, True), False),
@@ -44,7 +44,7 @@ class Answers(Group):
     ],
     ids=["all", "not-by-this-rank", "not-by-another"],
 )
-def test_nvshmem_reaches_all_only_if_every_rank_reaches_every_other(monkeypatch, own, others, reaches_all):
+def test_nvshmem_reaches_all_only_if_every_rank_reaches_every_other(monkeypatch, own, others, has_p2p):
     closed = []
 
     def allocate(self, group, nbytes, device):
@@ -52,7 +52,7 @@ def test_nvshmem_reaches_all_only_if_every_rank_reaches_every_other(monkeypatch,
 
     monkeypatch.setattr(symmetric.NvshmemSymmetric, "__init__", allocate)
     monkeypatch.setattr(symmetric.NvshmemSymmetric, "close", lambda self: closed.append(self))
-    assert symmetric.NvshmemSymmetric.reaches_all(Answers(*others), CPU) == reaches_all
+    assert symmetric.NvshmemSymmetric.has_p2p(Answers(*others), CPU) == has_p2p
     assert len(closed) == 1
 
 
@@ -65,7 +65,7 @@ class Block:
         self.local = torch.full((nbytes,), 255, dtype=torch.uint8)
 
     @classmethod
-    def reaches_all(cls, group, device):
+    def has_p2p(cls, group, device):
         return cls.reach
 
     @staticmethod
@@ -99,7 +99,7 @@ def obtained(monkeypatch):
 @pytest.mark.parametrize(("reach", "nbytes"), [(True, 2064), (False, 4064)])
 def test_staging_is_allocated_only_where_a_peer_is_beyond_reach(obtained, reach, nbytes):
     space = obtained(reach)
-    assert (space.reaches_all, space.memory.local.numel()) == (reach, nbytes)
+    assert (space.has_p2p, space.memory.local.numel()) == (reach, nbytes)
     assert not space.memory.local[:64].any() and space.memory.local[64:].all()
     assert workspace.workspace_bytes() == nbytes
 
@@ -109,12 +109,12 @@ def test_a_network_whose_writes_come_out_of_order_is_refused(obtained, monkeypat
     driver = pytest.importorskip("cuda.bindings.driver")
     monkeypatch.setattr(driver, "cuDeviceGetAttribute", lambda what, index: (0, ordering))
     monkeypatch.setattr(workspace, "check_network_writes", symmetric.check_network_writes)
-    assert obtained(True, SizeClass(64, 10, 2, 2)).reaches_all, "nobody asks where there is no network"
+    assert obtained(True, SizeClass(64, 10, 2, 2)).has_p2p, "nobody asks where there is no network"
     if refused:
         with pytest.raises(symmetric.SymmetricMemoryError, match="does not order a NIC's writes"):
             obtained(False, SizeClass(64, 1000, 2, 2))
     else:
-        assert not obtained(False, SizeClass(64, 1000, 2, 2)).reaches_all
+        assert not obtained(False, SizeClass(64, 1000, 2, 2)).has_p2p
 
 
 def test_puts_need_memory_of_nvshmem(obtained, monkeypatch):
@@ -133,7 +133,7 @@ def test_the_limit_counts_staging(obtained, monkeypatch):
     with pytest.raises(symmetric.SymmetricMemoryError, match="4064 more are needed"):
         obtained(False)
     monkeypatch.setenv("OVERLAP_GEMM_WORKSPACE_LIMIT", "4064")
-    assert not obtained(False).reaches_all, "the limit may be reached"
+    assert not obtained(False).has_p2p, "the limit may be reached"
     assert workspace.DEFAULT_LIMIT == 8 * 2**30, "as docs/fused.md says"
 
 

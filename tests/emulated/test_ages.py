@@ -40,7 +40,7 @@ def run(arch, way, age, network=False, ranks=2, starved=1):
     with (
         configured(**ARCHS[arch], **how),
         Emulator(arch, ranks, schedule=lagging, num_sms=3, network=network) as emulator,
-        VirtualWorld(ranks, emulator=emulator, beyond_reach=network) as world,
+        VirtualWorld(ranks, emulator=emulator, without_p2p=network) as world,
     ):
         for calls in ([small, small], [small, small.with_seed(1), large, large.with_seed(2), small]):
             queued = [(case, *queue_launch(case, world)) for case in calls]

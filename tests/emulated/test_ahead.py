@@ -11,7 +11,7 @@ from cute_emulator import Emulator
 from overlap_gemm import nn
 from overlap_gemm.backends.fused import gather_plans as gather
 from overlap_gemm.backends.fused import plan_cache as plans
-from overlap_gemm.backends.fused import ways
+from overlap_gemm.backends.fused import transport_hosts
 from overlap_gemm.backends.fused.plan_cache import plan_for
 from overlap_gemm.backends.fused.reserved import allocate, needed_classes
 from overlap_gemm.config.scale_blocks import MX, PROMOTED
@@ -38,8 +38,8 @@ def reserve(group, device, *sizes):
 @pytest.mark.parametrize("pattern", ["reduce_scatter", "one_shot", "output_gather"])
 def test_calls_up_to_what_was_reserved_allocate_nothing(monkeypatch, pattern, dtype):
     """``"one_shot"`` stands for an all-reduce: the model settles which; and whether a scatter is one."""
-    monkeypatch.setattr(ways, "SMALLEST_BUFFER", 1 << 10)
-    monkeypatch.setattr(ways, "SMALLEST_FLAGS", 1)
+    monkeypatch.setattr(transport_hosts, "SMALLEST_BUFFER", 1 << 10)
+    monkeypatch.setattr(transport_hosts, "SMALLEST_FLAGS", 1)
     out = None if dtype == torch.bfloat16 else torch.bfloat16
     with Emulator("sm_100a", 2) as emulator, VirtualWorld(2, emulator=emulator) as world:
         held = [reserve(g, CPU, dtype, [PATTERNS[pattern].op], 4096, 1024, out) for g in world.ranks]

@@ -23,7 +23,7 @@ def invoke(*arguments):
         ("--arch", "sm_100a", "--tile", "128x64", "--cta-group", "1", "--mode", "lazy"),
         ("--arch", "sm_90a", "--tile", "64x128", "--dtype", "f16", "--world-size", "3"),
         ("--arch", "sm_90a", "--tile", "64x128", "--transport", "nvshmem"),
-        pytest.param(("--arch", "sm_90a", "--tile", "64x128", "--beyond-reach"), marks=pytest.mark.slow),
+        pytest.param(("--arch", "sm_90a", "--tile", "64x128", "--without-p2p"), marks=pytest.mark.slow),
     ],
 )
 def test_a_right_run_ends_with_code_0_and_its_figures(options):

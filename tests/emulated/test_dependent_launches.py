@@ -113,7 +113,7 @@ def test_a_relay_has_no_dependents():
     options = {"launch": "dependent", "mma": "pingpong", "tile": (64, 128)}
     with (
         Emulator("sm_90a", 2, network=True) as emulator,
-        VirtualWorld(2, emulator=emulator, beyond_reach=True) as virtual,
+        VirtualWorld(2, emulator=emulator, without_p2p=True) as virtual,
         configured(**options),
         pytest.raises((ValueError, DisagreementError), match="reached by a relay's puts"),
     ):

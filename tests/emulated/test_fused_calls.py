@@ -97,7 +97,7 @@ def test_a_gather_enters_few_python_functions_and_copies_nothing(world, monkeypa
 
 def test_a_known_call_is_its_key_its_output_and_the_launch(world, launched, monkeypatch):
     call(world, bias=BIAS)
-    helpers = {fused: ("plan_for", "aligned", "aligned_vector"), plans: ("obtain_way", "settings")}
+    helpers = {fused: ("plan_for", "aligned", "aligned_vector"), plans: ("obtain_transport", "settings")}
     for module, names in helpers.items():
         for name in names:
             monkeypatch.setattr(module, name, mock.Mock(side_effect=AssertionError(f"{name} again")))

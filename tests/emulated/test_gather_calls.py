@@ -5,7 +5,7 @@ import torch
 
 import overlap_gemm
 from overlap_gemm.backends.fused import gather_calls as gather
-from overlap_gemm.backends.fused import ways
+from overlap_gemm.backends.fused import transport_hosts
 from tests.support.emulated.gather_world import World
 
 
@@ -62,7 +62,7 @@ def test_a_closed_workspace_is_not_used_again(world):
 
 
 def test_what_is_reserved_serves_smaller_calls(world, monkeypatch):
-    monkeypatch.setattr(ways, "SMALLEST_BUFFER", 1)
+    monkeypatch.setattr(transport_hosts, "SMALLEST_BUFFER", 1)
     held = [
         overlap_gemm.reserve("all_gather_gemm", max_rows=300, columns=61, group=name, device="cpu")
         for name in world.world.names

@@ -94,7 +94,7 @@ REACH = {
 }
 
 
-def beyond_reach(config, transport, relay, mode, reach):
+def without_p2p(config, transport, relay, mode, reach):
     """Launches of two shapes in turn, in one of which rank 2 owns nothing, over NVSHMEM's network."""
     first = KernelCase(config, rows=300, cols=136, depth=72, world=3)
     second = KernelCase(config, rows=2, cols=72, depth=64, world=3, seed=1)
@@ -126,7 +126,7 @@ def compiled_relay(arch):
 @pytest.mark.parametrize("reach", REACH)
 def test_nvshmem_inside_the_gemm(mode, reach):
     config = next(c for c in SMALLEST if c.arch == "sm_100a")
-    beyond_reach(config, Nvshmem(), None, mode, reach)
+    without_p2p(config, Nvshmem(), None, mode, reach)
 
 
 @pytest.mark.slow
@@ -136,4 +136,4 @@ def test_nvshmem_inside_the_gemm(mode, reach):
 def test_nvshmem_in_a_relay_beside_the_gemm(mode, reach):
     config = SMALLEST[0]
     assert config.arch == "sm_90a"
-    beyond_reach(config, Staged(), lambda: compiled_relay(config.arch), mode, reach)
+    without_p2p(config, Staged(), lambda: compiled_relay(config.arch), mode, reach)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cute_emulator import Emulator, EmulatorError, Schedule
-from overlap_gemm.backends.fused import ways
+from overlap_gemm.backends.fused import transport_hosts
 from overlap_gemm.exchange.geometry import ENTERED_OFFSET, READ_OFFSET, ExchangeShape
 from overlap_gemm.runtime import peers
 from overlap_gemm.runtime.memory.workspace import CommTimeoutError, OverlappingCallsError, workspaces
@@ -29,7 +29,7 @@ CASES = [
 
 @pytest.fixture
 def small_classes(monkeypatch):
-    monkeypatch.setattr(ways, "SMALLEST_BUFFER", 1 << 10)
+    monkeypatch.setattr(transport_hosts, "SMALLEST_BUFFER", 1 << 10)
     with configured(mma="1cta", tile=(128, 64)):
         yield
 
@@ -145,7 +145,7 @@ def test_a_call_beside_another_tells_nobody_of_its_entry(arch, way, monkeypatch)
         "scatter": Case("gemm_reduce_scatter", 512, 128, 64, torch.bfloat16, seed=1),
         "gather": Case("all_gather_gemm", 256, 128, 64, torch.bfloat16, seed=1),
     }[way]
-    monkeypatch.setattr(ways, "SMALLEST_BUFFER", 1 << 10)
+    monkeypatch.setattr(transport_hosts, "SMALLEST_BUFFER", 1 << 10)
     with (
         configured(**ARCHS[arch], shard_transport="copy_engine"),
         Emulator(arch, 2, num_sms=8) as emulator,
@@ -168,7 +168,7 @@ def test_a_call_beside_another_tells_nobody_of_its_entry(arch, way, monkeypatch)
 def test_a_call_beside_another_is_an_error_by_name(monkeypatch, first):
     """As a replay of a graph beside a call, which the host does not see: the device's word does."""
     monkeypatch.setattr(LaunchOrder, "follow", lambda self, stream: False)
-    monkeypatch.setattr(ways, "SMALLEST_BUFFER", 1 << 10)
+    monkeypatch.setattr(transport_hosts, "SMALLEST_BUFFER", 1 << 10)
     with (
         configured(mma="1cta", tile=(128, 64)),
         Emulator("sm_100a", 2, num_sms=8) as emulator,

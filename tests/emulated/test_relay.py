@@ -48,7 +48,7 @@ def far_apart(ranks, mode="random", seed=0, fields=PINGPONG, arch="sm_90a", **op
     with (
         configured(**fields),
         Emulator(arch, ranks, mode, seed, network=True, **options) as emulator,
-        VirtualWorld(ranks, emulator=emulator, beyond_reach=True) as world,
+        VirtualWorld(ranks, emulator=emulator, without_p2p=True) as world,
     ):
         yield world
 

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 
 from cute_emulator import EmulatorError
-from overlap_gemm.backends.fused import ways
+from overlap_gemm.backends.fused import transport_hosts
 from overlap_gemm.exchange import send
 from overlap_gemm.tuning.space import every_config
 from tests.support.emulated.chosen import in_turn
@@ -119,7 +119,7 @@ def test_many_calls_of_which_one_rank_owns_everything(arch):
 @pytest.mark.parametrize(("starved", "arch"), in_turn([0, 1], ARCHS))
 def test_classes_take_turns(arch, starved, monkeypatch):
     """The calls of each class must reuse its buffers safely, with calls of others in between."""
-    monkeypatch.setattr(ways, "SMALLEST_BUFFER", 1 << 10)
+    monkeypatch.setattr(transport_hosts, "SMALLEST_BUFFER", 1 << 10)
     run_sequence(arch, 2, [(64, 64), (300, 64), (1, 8), (300, 136), (1, 64), (300, 64)], starved=starved)
 
 
@@ -195,7 +195,7 @@ def test_random_sequences(arch, seed):
 
 @pytest.mark.parametrize(("seed", "arch"), in_turn([21, 5], ARCHS))
 def test_random_sequences_of_many_classes(arch, seed, monkeypatch):
-    monkeypatch.setattr(ways, "SMALLEST_BUFFER", 1 << 10)
+    monkeypatch.setattr(transport_hosts, "SMALLEST_BUFFER", 1 << 10)
     run_random_sequence(arch, seed)
 
 
@@ -205,7 +205,7 @@ def test_random_sequences_of_many_classes(arch, seed, monkeypatch):
 @pytest.mark.parametrize("seed", range(200, 260))
 def test_more_random_sequences(arch, seed, classes, monkeypatch):
     if classes == "many":
-        monkeypatch.setattr(ways, "SMALLEST_BUFFER", 1 << 10)
+        monkeypatch.setattr(transport_hosts, "SMALLEST_BUFFER", 1 << 10)
     run_random_sequence(arch, seed)
 
 
@@ -220,7 +220,7 @@ def test_random_sequences_of_all_ops(arch, seed):
 @pytest.mark.parametrize("seed", range(300, 340))
 def test_more_random_sequences_of_all_ops(arch, seed, classes, monkeypatch):
     if classes == "many":
-        monkeypatch.setattr(ways, "SMALLEST_BUFFER", 1 << 10)
+        monkeypatch.setattr(transport_hosts, "SMALLEST_BUFFER", 1 << 10)
     run_random_sequence(arch, seed, random_calls)
 
 

@@ -138,12 +138,12 @@ def test_peers_beyond_reach_get_their_tiles_through_nvshmem(mode):
     case = Case("gemm_reduce_scatter", 200, 64, 72, torch.bfloat16)
     with (
         Emulator("sm_100a", 3, mode, seed=1, network=True) as emulator,
-        VirtualWorld(3, emulator=emulator, beyond_reach=True) as world,
+        VirtualWorld(3, emulator=emulator, without_p2p=True) as world,
     ):
         verdicts = [judge(case, given, outs, torch.bfloat16) for given, outs in run_launches(case, world, 3)]
     assert all(verdict.holds for verdict in verdicts), verdicts
 
 
 def test_only_an_emulator_puts_peers_beyond_reach():
-    with pytest.raises(ValueError, match="beyond_reach=True needs an emulator"):
-        VirtualWorld(2, device=torch.device("cuda", 0), beyond_reach=True)
+    with pytest.raises(ValueError, match="without_p2p=True needs an emulator"):
+        VirtualWorld(2, device=torch.device("cuda", 0), without_p2p=True)

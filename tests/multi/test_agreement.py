@@ -24,7 +24,7 @@ class Block:
         self.local = torch.zeros(nbytes, dtype=torch.uint8)
 
     @staticmethod
-    def reaches_all(group, device):
+    def has_p2p(group, device):
         return True
 
     @staticmethod

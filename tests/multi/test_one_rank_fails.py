@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
 import overlap_gemm
-from overlap_gemm.backends import by_shards, reach
+from overlap_gemm.backends import by_shards, peer_access
 from overlap_gemm.backends.fused import gather_plans as gather
 from overlap_gemm.backends.fused import plan_cache as plans
 from overlap_gemm.backends.fused.fused_backend import Fused
@@ -67,7 +67,7 @@ def made_up():
         for owner, name, value in (
             (peers, "executor_for", lambda group, where: device()),
             (peers, "_peers", {}),
-            (reach, "_known", {}),
+            (peer_access, "_known", {}),
             (symm_mem, "empty", lambda nbytes, dtype, device: torch.empty(nbytes, dtype=dtype)),
             (symm_mem, "rendezvous", rendezvous),
             (torch.cuda, "synchronize", lambda device: None),
@@ -100,10 +100,10 @@ def reaching(group):
     with (
         mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
         mock.patch.object(torch.cuda, "get_device_properties", lambda index: facts),
-        mock.patch.object(reach, "why_no_cuda", lambda index: None),
-        mock.patch.object(reach, "_out_of_reach", lambda device, everyone: None),
+        mock.patch.object(peer_access, "why_no_cuda", lambda index: None),
+        mock.patch.object(peer_access, "_why_no_access", lambda device, everyone: None),
     ):
-        return reach.reach_of(group, torch.device("cuda", 0))
+        return peer_access.peer_access_of(group, torch.device("cuda", 0))
 
 
 def variable(name, value):

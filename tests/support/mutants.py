@@ -63,7 +63,7 @@ NOTICED_BY = {
         RULES,
         "tests/multi/test_one_rank_fails.py",
     ],
-    "backends/reach.py": [RULES, "tests/cpu/test_select.py", "tests/multi/test_reach.py"],
+    "backends/peer_access.py": [RULES, "tests/cpu/test_select.py", "tests/multi/test_peer_access.py"],
     "backends/select.py": [
         "tests/cpu/test_select.py",
         "tests/cpu/test_fused_backend.py",

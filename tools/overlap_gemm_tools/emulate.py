@@ -40,8 +40,8 @@ def emulate(
         Transport | None,
         typer.Option(help="Transport, as in `configured`; default: the one that a call selects."),
     ] = None,
-    beyond_reach: Annotated[
-        bool, typer.Option("--beyond-reach", help="No peer is P2P-accessible: NVSHMEM puts over a network.")
+    without_p2p: Annotated[
+        bool, typer.Option("--without-p2p", help="No peer is P2P-accessible: NVSHMEM puts over a network.")
     ] = False,
     algorithm: Annotated[
         Algorithm | None, typer.Option(help="Algorithm of gemm_all_reduce; default: selected by the model.")
@@ -69,7 +69,7 @@ def emulate(
         raise typer.BadParameter(f"{op} has no {transport}; it has {those}", param_hint="--transport")
     if transport is not None:
         fields["transport"] = transport
-    device = Emulated(arch, world_size, mode, num_sms, beyond_reach)
+    device = Emulated(arch, world_size, mode, num_sms, without_p2p)
     if not run_emulated(console, case, device, launches, fields, trace):
         raise typer.Exit(1)
 

@@ -272,7 +272,7 @@ class LayerOp(NamedTuple):
         ranks, weight = find(self.group), self.weight
         ops = [op for op in (self.op, OPS[self.op].dual) if op is not None]
         needed = _needed_classes(ops, ranks, weight.device, weight.dtype, None, max_rows, self.columns)
-        return {kind: size.nbytes(reaches_all=True) for kind, size in needed.items()}
+        return {kind: size.nbytes(has_p2p=True) for kind, size in needed.items()}
 
 
 def _device(group: Group, requested: torch.device | str | None) -> torch.device:

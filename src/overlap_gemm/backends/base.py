@@ -22,8 +22,8 @@ from .collectives import all_gather_rows
 from .epilogues import Applying
 from .known import known_of, may_know
 from .op_call import FALLBACK, OpCall
+from .peer_access import PeerAccess, peer_access_of
 from .portable_arithmetic import Arithmetic, arithmetic_of
-from .reach import PeerAccess, reach_of
 from .scales.scaling import Operand, dequantised, with_scales
 
 VIRTUAL = "virtual ranks exchange tiles inside kernels; torch.distributed does not support them"
@@ -118,7 +118,7 @@ class Problem:
             x.device.type,
             group.size,
             group.is_virtual,
-            reach_of(group, x.device) if asks else None,
+            peer_access_of(group, x.device) if asks else None,
             is_capturing(x.device),
             None if call.out_dtype is None else weights[0].dtype,
             len(weights),

@@ -33,7 +33,7 @@ from .collectives import gemm
 from .fused import gather_plans as gather
 from .fused.launch_plan import OwnShard, Plan
 from .fused.plan_cache import exchange_arguments, keep_plan, peers_for
-from .fused.ways import STORES
+from .fused.transport_hosts import STORES
 
 R = TypeVar("R")
 
@@ -235,7 +235,7 @@ def _make_plan(peers: Peers, dtype: torch.dtype, depth: int, shards: Shards) -> 
     row_bytes, rank = depth * dtype.itemsize, group.rank
     full, nbytes = shards.chunk * row_bytes, shards.size(rank) * row_bytes
     workspace = obtain(peers, STORES.shards_class(group.size * full))
-    if not workspace.reaches_all:
+    if not workspace.has_p2p:
         raise RuntimeError(
             f"copy engines need peer access between all ranks of group {group.name!r}, but some have none; "
             "use another backend"

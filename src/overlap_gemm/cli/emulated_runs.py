@@ -33,14 +33,14 @@ class Emulated:
         ranks: Number of ranks P.
         mode: When asynchronous operations complete.
         num_sms: SMs of the device; None: those of the real device.
-        beyond_reach: True: NVSHMEM puts send the tiles over an emulated network.
+        without_p2p: True: NVSHMEM puts send the tiles over an emulated network.
     """
 
     arch: Arch
     ranks: int
     mode: Mode
     num_sms: int | None = None
-    beyond_reach: bool = False
+    without_p2p: bool = False
 
 
 def run_emulated(
@@ -84,11 +84,11 @@ def run_emulated(
             device.mode,
             case.seed,
             num_sms=device.num_sms,
-            network=device.beyond_reach,
+            network=device.without_p2p,
             collect=True,
             trace=recorder,
         ) as emulator,
-        VirtualWorld(device.ranks, emulator=emulator, beyond_reach=device.beyond_reach) as world,
+        VirtualWorld(device.ranks, emulator=emulator, without_p2p=device.without_p2p) as world,
     ):
         try:
             verdicts = [

@@ -9,7 +9,7 @@ import typer
 import overlap_gemm
 
 from ..backends.op_call import BackendName
-from ..backends.reach import PeerAccess, this_device
+from ..backends.peer_access import PeerAccess, this_device
 from ..backends.scales.scaling import FLOAT8, blocks_named, unit_scales
 from ..backends.select import Choice, choose, with_backward
 from ..runtime.bootstrap import World
@@ -63,10 +63,10 @@ def explain(
 
 def _as_if(choice: Choice, ranks: int, world: World) -> Choice:
     """Returns the choice for a number of ranks, each with a device like this one's."""
-    reach = choice.problem.peer_access
+    access = choice.problem.peer_access
     if world.device.type == "cuda":
         local = this_device(world.device)
-        reach = PeerAccess(local.arch, local.num_sms, local.why_not, local.uncalibrated)
-    problem = replace(choice.problem, world_size=ranks, peer_access=reach)
+        access = PeerAccess(local.arch, local.num_sms, local.why_not, local.uncalibrated)
+    problem = replace(choice.problem, world_size=ranks, peer_access=access)
     result = choose(problem, choice.requested)
     return result if problem.is_scaled else with_backward(result)

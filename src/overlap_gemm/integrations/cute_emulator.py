@@ -24,7 +24,7 @@ from ..runtime.order import LaunchOrder, Stream
 SECOND_STREAM = 1 << 16
 """Number of an emulated rank's second stream, in addition to stream 0."""
 
-per_process("overlap_gemm.backends.reach", _known=dict)
+per_process("overlap_gemm.backends.peer_access", _known=dict)
 per_process("overlap_gemm.runtime.bootstrap", _world=lambda: None, _owns_process_group=bool)
 per_process("overlap_gemm.runtime.group", _known=dict, _known_by_id=dict, _is_alone=bool)
 per_process("overlap_gemm.runtime.peers", _lock=threading.Lock, _peers=dict, orphaned=list)

@@ -43,7 +43,7 @@ class VirtualWorld(VirtualRanks):
         size: Number of ranks P, at least 1.
         emulator: Open emulator with ``ranks=size``.
         device: CUDA device that the ranks share.
-        beyond_reach: True: no rank has P2P access to a peer, and NVSHMEM puts send the tiles. The emulator
+        without_p2p: True: no rank has P2P access to a peer, and NVSHMEM puts send the tiles. The emulator
             must be opened with ``network=True``.
 
     Raises:
@@ -57,7 +57,7 @@ class VirtualWorld(VirtualRanks):
         *,
         emulator: Emulator | None = None,
         device: torch.device | None = None,
-        beyond_reach: bool = False,
+        without_p2p: bool = False,
     ) -> None:
         if (emulator is None) == (device is None):
             raise ValueError("VirtualWorld: pass either emulator= or device=, got both or none")
@@ -65,11 +65,11 @@ class VirtualWorld(VirtualRanks):
             raise ValueError(f"VirtualWorld: size must be at least 1, got {size}")
         if emulator is not None and emulator.ranks != size:
             raise ValueError(f"VirtualWorld: the emulator must have ranks={size}, got ranks={emulator.ranks}")
-        if beyond_reach and emulator is None:
-            raise ValueError("VirtualWorld: beyond_reach=True needs an emulator, got a CUDA device")
+        if without_p2p and emulator is None:
+            raise ValueError("VirtualWorld: without_p2p=True needs an emulator, got a CUDA device")
         number = next(_numbers)
         names = [f"virtual-{number}-{rank}-of-{size}" for rank in range(size)]
-        super().__init__(names, _executors(size, emulator, device), emulator, beyond_reach)
+        super().__init__(names, _executors(size, emulator, device), emulator, without_p2p)
 
     def synchronize(self) -> None:
         """Runs or awaits all queued work of the ranks.

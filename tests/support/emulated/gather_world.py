@@ -44,7 +44,7 @@ class World:
         self.asked.__enter__()
         self.emulator = Emulator(self.arch, self.ranks, self.mode, self.seed, **self.options).__enter__()
         far = self.options.get("network", False)
-        self.world = VirtualWorld(self.ranks, emulator=self.emulator, beyond_reach=far).__enter__()
+        self.world = VirtualWorld(self.ranks, emulator=self.emulator, without_p2p=far).__enter__()
         return self
 
     def __exit__(self, *error):

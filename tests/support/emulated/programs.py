@@ -134,7 +134,7 @@ class SubWorld(VirtualWorld):
         self.within, label = ranks, "-".join(map(str, ranks))
         names = [f"{world.names[rank]}-of-{label}" for rank in ranks]
         VirtualRanks.__init__(
-            self, names, [world.executor(rank) for rank in ranks], world._emulator, world.beyond_reach
+            self, names, [world.executor(rank) for rank in ranks], world._emulator, world.without_p2p
         )
 
     has_nvshmem = False
@@ -291,7 +291,7 @@ class Programs:
             stack.enter_context(configured(**self.fields))
             emulator = stack.enter_context(Emulator(self.arch, ranks, **self.options))
             beyond = self.options.get("network", False)
-            world = stack.enter_context(VirtualWorld(ranks, emulator=emulator, beyond_reach=beyond))
+            world = stack.enter_context(VirtualWorld(ranks, emulator=emulator, without_p2p=beyond))
             self.worlds, self.emulator = {(): world}, emulator
             for some in {call.ranks for call in self.calls} - {()}:
                 self.worlds[some] = stack.enter_context(SubWorld(world, some))

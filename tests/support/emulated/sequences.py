@@ -48,7 +48,7 @@ def run_sequence(
     with (
         configured(**ARCHS[arch]),
         Emulator(arch, ranks, mode, seed, network=network, schedule=lagging, num_sms=num_sms) as emulator,
-        VirtualWorld(ranks, emulator=emulator, beyond_reach=network) as world,
+        VirtualWorld(ranks, emulator=emulator, without_p2p=network) as world,
     ):
         for number, call in enumerate(Call(*given) for given in calls):
             for rank in range(ranks):

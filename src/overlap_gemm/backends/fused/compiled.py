@@ -18,37 +18,39 @@ from ...runtime.executor import Executor
 from ...runtime.memory.symmetric import init_nvshmem_library
 from ...runtime.order import forbid_capture
 from ...spec import ALL_GATHER_GEMM, OpSpec
-from .ways import Way
+from .transport_hosts import TransportHost
 
 
-def compiled_kernel(executor: Executor, config: GemmConfig, way: Way | None, pattern: str) -> Any:
-    """Returns the kernel of an op that exchanges tiles; of a plain GEMM if `way` is None.
+def compiled_kernel(
+    executor: Executor, config: GemmConfig, transport: TransportHost | None, pattern: str
+) -> Any:
+    """Returns the kernel of an op that exchanges tiles; of a plain GEMM if `transport` is None.
 
     Args:
         executor: Executor that launches the kernel.
         config: Configuration of the kernel.
-        way: Host part of the transport, or None.
+        transport: Host part of the transport, or None.
         pattern: Communication pattern, a name of `spec.PATTERNS`.
 
     Raises:
         ValueError: A dependent launch is configured, and the kernel needs a relay kernel.
     """
-    in_library = way is not None and way.in_library
+    in_library = transport is not None and transport.in_library
 
     def build() -> Any:
         from ...build import DirectCall, compile_kernel, make_kernel
         from ...transports import DEVICE
 
-        transport = None if way is None else DEVICE[way.device]()
-        kernel = make_kernel(config, transport, cooperative, pattern)
+        device_part = None if transport is None else DEVICE[transport.device]()
+        kernel = make_kernel(config, device_part, cooperative, pattern)
         if in_library:
             return DirectCall(compile_kernel(kernel))
         return compile_kernel(kernel, OPTIONS)
 
     # CTAs wait for each other. CUDA refuses a cooperative launch whose grid cannot be resident at once.
-    relayed = way is not None and way.relays
-    cooperative = _is_cooperative(executor, config, relayed) and way is not None
-    exchange = ("", "") if way is None else (way.device, pattern)
+    relayed = transport is not None and transport.relays
+    cooperative = _is_cooperative(executor, config, relayed) and transport is not None
+    exchange = ("", "") if transport is None else (transport.device, pattern)
     return _from_cache(executor, (config, *exchange, cooperative), build, in_library)
 
 

@@ -41,7 +41,7 @@ from .plan_cache import (
     peers_for,
     resident_clusters,
 )
-from .ways import obtain_way, wanted
+from .transport_hosts import obtain_transport, requested_transport
 
 BLOCK_K = TILE_K_BYTES // 2
 """Elements of K in a K tile of 16-bit operands. K / P must be a multiple of it: a K tile is of one rank."""
@@ -155,8 +155,10 @@ def _make_plan(
     requested = settings().transport_of(ALL_TO_ALL_GEMM)
     row_bytes = depth * dtype.itemsize
     full = shards.chunk * row_bytes
-    workspace, way = obtain_way(peers, wanted(requested), lambda way: way.shards_class(group.size * full))
-    if way.puts:  # so it is on all ranks
+    workspace, transport = obtain_transport(
+        peers, requested_transport(requested), lambda host: host.shards_class(group.size * full)
+    )
+    if transport.puts:  # so it is on all ranks
         raise RuntimeError(
             f"{ALL_TO_ALL_GEMM.name}: backend='fused' needs peer access between all ranks of group "
             f"{group.name!r}; NVSHMEM puts entire shards only"
@@ -186,7 +188,7 @@ def _make_plan(
     buffer = memory.local[size.zeroed :].view(dtype)
     strides = (depth, 1, shards.chunk * depth)
     gathered = buffer.as_strided((shards.chunk, depth, group.size), strides, buffer.storage_offset())
-    exchange = exchange_arguments(workspace, way, shards.chunk, peers.agreed.timeout_ns, executor)
+    exchange = exchange_arguments(workspace, transport, shards.chunk, peers.agreed.timeout_ns, executor)
     exchange = exchange._replace(buffer_bytes=0)  # one buffer, whatever the epoch
     chunk = chunk_rows(shards.chunk, row_bytes, constants(arch).copy_bytes)
     gathering = Gathering(exchange, shards.total, row_bytes, 0, None, gathered, 1, 1, chunk_rows=chunk)

@@ -54,7 +54,7 @@ from .plan_cache import (
     peers_for,
     resident_clusters,
 )
-from .ways import obtain_way, wanted
+from .transport_hosts import obtain_transport, requested_transport
 
 
 def plan_for(
@@ -133,8 +133,10 @@ def _make_plan(
             own_bytes = num_bytes(blocks, chunk, depth) if blocks else padded(own_rows, 4) * SCALE_BYTES
         own_shard = OwnShard(nbytes, own_bytes, chunk * row_bytes)
         scales_sent = ShardScales(0, own_bytes, after)
-    workspace, way = obtain_way(peers, wanted(requested), lambda way: way.shards_class(group.size * full))
-    arch, puts = peers.agreed.arch, way.puts
+    workspace, transport = obtain_transport(
+        peers, requested_transport(requested), lambda host: host.shards_class(group.size * full)
+    )
+    arch, puts = peers.agreed.arch, transport.puts
     push = is_pushed(peers, nbytes, requested) and not puts
     owners = num_owners(shards.total, chunk)
 
@@ -174,7 +176,7 @@ def _make_plan(
     pitch = row_bytes // dtype.itemsize
     strides = (pitch, 1, full // dtype.itemsize)
     gathered = buffer.as_strided((chunk, depth, owners), strides, buffer.storage_offset())
-    exchange = exchange_arguments(workspace, way, chunk, peers.agreed.timeout_ns, executor)
+    exchange = exchange_arguments(workspace, transport, chunk, peers.agreed.timeout_ns, executor)
     exchange = exchange._replace(buffer_bytes=0)  # one buffer, whatever the epoch
     scales = gathered_scales(buffer, owners, chunk, depth, full, blocks) if blocks else None
     gathering = Gathering(exchange, shards.total, row_bytes, 0, None, gathered, 1, 1, scales, scales_sent)

@@ -29,10 +29,9 @@ from ...tuning.settings import settings
 from ...tuning.space import constants, default_config, with_pattern
 from ..epilogues import counts_of
 from ..scales.scaling import FLOAT8
-from . import ways
 from .compiled import compiled_kernel, compiled_relay
 from .launch_plan import Plan, Product, RelayKernel
-from .ways import Way, obtain_way
+from .transport_hosts import TransportHost, obtain_transport, requested_transport
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16"}
 
@@ -189,23 +188,23 @@ def _make_plan(peers: Peers, config: GemmConfig, shape: ExchangeShape, reserve: 
         gemm = compiled_kernel(executor, config, None, shape.pattern)
         return Plan(executor, shape.pattern, (Product(config, gemm, min(resident, work)),))
     requested = settings().transport_of(shape.spec.spec)
-    workspace, way = obtain_way(
-        peers, ways.wanted(requested, config), lambda way: way.tiles_class(config, shape)
+    workspace, transport = obtain_transport(
+        peers, requested_transport(requested, config), lambda host: host.tiles_class(config, shape)
     )
-    if config.is_swap_ab and not way.puts and "launch" not in dict(settings().fields):
+    if config.is_swap_ab and not transport.puts and "launch" not in dict(settings().fields):
         config = replace(config, launch="dependent")  # measured: 3 to 4 % of a call of few rows
 
     def compiled() -> tuple[int, Any, Any]:
-        resident = resident_clusters(executor, config.cluster_ctas, reserve, way.relays)
-        gemm = compiled_kernel(executor, config, way, shape.pattern)
-        return resident, gemm, compiled_relay(executor) if way.relays else None
+        resident = resident_clusters(executor, config.cluster_ctas, reserve, transport.relays)
+        gemm = compiled_kernel(executor, config, transport, shape.pattern)
+        return resident, gemm, compiled_relay(executor) if transport.relays else None
 
     # All ranks have this configuration, except for their operands' majors, and their epilogue's columns.
     common = replace(config, a_major="k", b_major="k", epilogue=(), launch="ordered")
-    kind = (common, way.device, shape.pattern)
+    kind = (common, transport.device, shape.pattern)
     resident, gemm, relay = peers.prepare(kind, f"compiling {config.name} for {shape.spec.op}", compiled)
     side_work = None
-    if way.relays:
+    if transport.relays:
         puts = tile_puts(config, shape, group.rank, workspace.size.zeroed, workspace.size.buffer)
         side_work = RelayKernel(relay, shape.spec.op, both(puts))
     return Plan(
@@ -213,9 +212,9 @@ def _make_plan(peers: Peers, config: GemmConfig, shape: ExchangeShape, reserve: 
         shape.pattern,
         (Product(config, gemm, min(resident, work)),),
         workspace,
-        exchange_arguments(workspace, way, shape.shard, peers.agreed.timeout_ns, executor),
+        exchange_arguments(workspace, transport, shape.shard, peers.agreed.timeout_ns, executor),
         side_work=side_work,
-        signature=signature_of(config, shape, way.device),
+        signature=signature_of(config, shape, transport.device),
         counts=counts_of(config, *shape.block, executor.device),
     )
 
@@ -256,13 +255,13 @@ def resident_clusters(executor: Executor, size: int, reserve: int, relayed: bool
 
 
 def exchange_arguments(
-    workspace: Workspace, way: Way, shard: int, timeout_ns: int, executor: Executor
+    workspace: Workspace, transport: TransportHost, shard: int, timeout_ns: int, executor: Executor
 ) -> Any:
     """Returns the `Exchange` of a workspace; each launch replaces its number and signature.
 
     Args:
         workspace: Workspace, which must outlive the result.
-        way: Way of the call, for the table of peers.
+        transport: Host part of the call's transport, for the table of peers.
         shard: Rows (or columns) of a full shard.
         timeout_ns: Limit of a kernel's wait for a peer, in nanoseconds.
         executor: Executor that launches the kernel, for the order of launches.
@@ -271,7 +270,7 @@ def exchange_arguments(
 
     size = workspace.size
     return Exchange(
-        way.peers(workspace.memory),
+        transport.peers(workspace.memory),
         workspace.group.rank,
         workspace.group.size,
         shard,

@@ -20,7 +20,7 @@ from ...tuning.time_model import Facts
 from ..scales.scaling import shard_bytes
 from ..scales.tma_operands import padded
 from .plan_cache import kind_of, peers_for
-from .ways import wanted
+from .transport_hosts import requested_transport
 
 DEPTHS = (1 << 10, 1 << 13, 1 << 15, 1 << 17)
 """Sample values of K, to find the rows up to which the model may choose a one-shot all-reduce."""
@@ -68,7 +68,7 @@ def needed_classes(
             for config in possible(peers.agreed.arch, kind, (*types.items(), *requested.fields), kinds):
                 few = config.is_swap_ab and "mma" not in dict(requested.fields)
                 most = replace(shape, rows=min(shape.rows, machine.few_rows)) if few else shape
-                size = wanted(by_tiles, config).tiles_class(config, most)
+                size = requested_transport(by_tiles, config).tiles_class(config, most)
                 had = needed.get(size.kind, size)
                 zeroed, buffer = max(had.zeroed, size.zeroed), max(had.buffer, size.buffer)
                 needed[size.kind] = replace(size, zeroed=zeroed, buffer=buffer)
@@ -79,7 +79,7 @@ def needed_classes(
         if out_dtype is not None:
             each = [shard_bytes(chunk, depth, kinds) for kinds in calls]
             shard = max(chunk * of_row + after for of_row, after in each)
-        needed["gather"] = wanted(by_shards).shards_class(group.size * shard)
+        needed["gather"] = requested_transport(by_shards).shards_class(group.size * shard)
     return needed
 
 

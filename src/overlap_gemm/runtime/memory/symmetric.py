@@ -116,7 +116,7 @@ class TorchSymmetric:
         together(group, f"mapping the peers' {nbytes} bytes", rendezvous, SymmetricMemoryError)
 
     @staticmethod
-    def reaches_all(group: Group, device: torch.device) -> bool:
+    def has_p2p(group: Group, device: torch.device) -> bool:
         """Returns True: if a peer cannot be mapped, the constructor raises."""
         return True
 
@@ -183,7 +183,7 @@ class NvshmemSymmetric:
         )
 
     @staticmethod
-    def reaches_all(group: Group, device: torch.device) -> bool:
+    def has_p2p(group: Group, device: torch.device) -> bool:
         """Returns whether every rank of ``group`` has P2P access to every other.
 
         It is tested with a block of one word. Collective over all ranks of the job. With

@@ -40,7 +40,7 @@ class VirtualRanks:
         names: Name of each rank's group.
         executors: Executor of each rank.
         emulator: Open emulator of the ranks; None: they share a CUDA device.
-        beyond_reach: True: no rank has P2P access to a peer's memory.
+        without_p2p: True: no rank has P2P access to a peer's memory.
 
     Attributes:
         ranks: `Group` of each rank.
@@ -52,10 +52,10 @@ class VirtualRanks:
         names: Sequence[str],
         executors: Sequence[Executor],
         emulator: Emulator | None,
-        beyond_reach: bool = False,
+        without_p2p: bool = False,
     ) -> None:
         self.names, self._executors = tuple(names), tuple(executors)
-        self._emulator, self.beyond_reach = emulator, beyond_reach
+        self._emulator, self.without_p2p = emulator, without_p2p
         self.ranks = tuple(Group(name, rank, len(self.names)) for rank, name in enumerate(self.names))
         self._blocks: dict[Hashable, list[VirtualSymmetric]] = {}
         for group in self.ranks:
@@ -95,7 +95,7 @@ class VirtualRanks:
             addresses = torch.tensor([b.data_ptr() for b in blocks], dtype=torch.int64, device=block.device)
             by_put = -1 - torch.arange(size, dtype=torch.int64, device=block.device)
             by_put[rank] = addresses[rank]
-            bases = by_put if self.beyond_reach else addresses
+            bases = by_put if self.without_p2p else addresses
             views.append(VirtualSymmetric(block, bases, by_put if self.has_nvshmem else None))
         return views
 

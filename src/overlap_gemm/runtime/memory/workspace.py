@@ -143,9 +143,9 @@ class SizeClass:
         if self.first_epoch:
             block[self.first_epoch : self.first_epoch + 8].view(torch.int64).fill_(1)
 
-    def nbytes(self, reaches_all: bool) -> int:
+    def nbytes(self, has_p2p: bool) -> int:
         """Returns the size of each rank's block in bytes."""
-        return self.zeroed + (self.buffers + (0 if reaches_all else self.staging_buffers)) * self.buffer
+        return self.zeroed + (self.buffers + (0 if has_p2p else self.staging_buffers)) * self.buffer
 
 
 @dataclass(eq=False)
@@ -156,7 +156,7 @@ class Workspace:
         group: Group whose ranks share it.
         size: Size class.
         memory: Block on every rank.
-        reaches_all: True if every rank has P2P access to the block of every other.
+        has_p2p: True if every rank has P2P access to the block of every other.
         record: `Executor.record`.
         captured: True if a CUDA graph may contain calls that use it.
         is_open: True until `close_workspaces` frees it.
@@ -165,7 +165,7 @@ class Workspace:
     group: Group
     size: SizeClass
     memory: SymmetricMemory
-    reaches_all: bool
+    has_p2p: bool
     record: Tensor
     captured: bool = False
     is_open: bool = True
@@ -280,17 +280,17 @@ def _make(peers: Peers, size: SizeClass) -> Workspace:
     group, device = peers.group, peers.executor.device
     virtual = virtual_ranks(group)
     if virtual is not None:
-        nbytes = size.nbytes(not virtual.beyond_reach)
+        nbytes = size.nbytes(not virtual.without_p2p)
         _check_limit(nbytes)
         view = virtual.symmetric(size, group.rank, nbytes, size.prepare)
-        return Workspace(group, size, view, not virtual.beyond_reach, peers.executor.record)
+        return Workspace(group, size, view, not virtual.without_p2p, peers.executor.record)
     provider = _agreed_provider(group)
-    reaches_all = provider.reaches_all(group, device)
-    nbytes = size.nbytes(reaches_all)
+    has_p2p = provider.has_p2p(group, device)
+    nbytes = size.nbytes(has_p2p)
 
     def check() -> None:
         _check_limit(nbytes)
-        if not reaches_all:
+        if not has_p2p:
             check_network_writes(device)
 
     together(group, "reserving a workspace", check, SymmetricMemoryError)
@@ -302,7 +302,7 @@ def _make(peers: Peers, size: SizeClass) -> Workspace:
 
     # All ranks agree here, so that no peer's flag can arrive before the zeros.
     together(group, "clearing a workspace", prepare, SymmetricMemoryError)
-    workspace = Workspace(group, size, memory, reaches_all, peers.executor.record)
+    workspace = Workspace(group, size, memory, has_p2p, peers.executor.record)
     together(group, "watching for failures", workspace.watch)
     return workspace
 

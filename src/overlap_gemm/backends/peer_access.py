@@ -68,7 +68,7 @@ class Device:
 _known: dict[tuple[str, torch.device], tuple[Group, PeerAccess]] = {}
 
 
-def reach_of(group: Group, device: torch.device) -> PeerAccess:
+def peer_access_of(group: Group, device: torch.device) -> PeerAccess:
     """Returns the facts of a group's GPUs. The first call for a group and device is collective.
 
     Args:
@@ -80,29 +80,32 @@ def reach_of(group: Group, device: torch.device) -> PeerAccess:
     """
     known = _known.get((group.name, device))
     if known is None or known[0] is not group:
-        known = _known[group.name, device] = (group, _find_out(group, device))
+        known = _known[group.name, device] = (group, _probe(group, device))
     return known[1]
 
 
-def _find_out(group: Group, device: torch.device) -> PeerAccess:
+def _probe(group: Group, device: torch.device) -> PeerAccess:
+    """Returns the facts of a group's GPUs by exchange and by a trial allocation; collective."""
     if group.size == 1:
         return PeerAccess("", 0, "one rank has nothing to transfer")
     forbid_capture(device, f"the peer access between the ranks of group {group.name!r} cannot be probed")
-    everyone = gather(group, "looking at the ranks' GPUs", lambda: this_device(device))
-    reach = compare(group, everyone)
-    if reach.why_not is not None:
-        return reach
-    apart = gather(group, "asking who reaches whom", lambda: _out_of_reach(device, everyone))
-    if not any(apart):
+    everyone = gather(group, "comparing the ranks' GPUs", lambda: this_device(device))
+    access = compare(group, everyone)
+    if access.why_not is not None:
+        return access
+    failures = gather(group, "probing peer access", lambda: _why_no_access(device, everyone))
+    if not any(failures):
         # Mapping a few bytes verifies the peer access that the driver reports.
         try:
             TorchSymmetric(group, PROBE_BYTES, device).close()
-            apart = group.all_gather_object(None)
+            failures = group.all_gather_object(None)
         except Exception as error:  # all ranks must store the same result, whatever the error is
-            apart = group.all_gather_object(f"{type(error).__name__}: {error}")
-    failed = [f"rank {group.global_rank(rank)}: {why}" for rank, why in enumerate(apart) if why]
-    why_not = f"not all ranks reach each other's memory ({'; '.join(failed)})" if failed else None
-    return replace(reach, why_not=why_not)
+            failures = group.all_gather_object(f"{type(error).__name__}: {error}")
+    failed = [f"rank {group.global_rank(rank)}: {why}" for rank, why in enumerate(failures) if why]
+    why_not = (
+        f"not all ranks have P2P access to each other's memory ({'; '.join(failed)})" if failed else None
+    )
+    return replace(access, why_not=why_not)
 
 
 def this_device(device: torch.device) -> Device:
@@ -150,7 +153,7 @@ def compare(group: Group, everyone: Sequence[Device]) -> PeerAccess:
     )
 
 
-def _out_of_reach(device: torch.device, everyone: Sequence[Device]) -> str | None:
+def _why_no_access(device: torch.device, everyone: Sequence[Device]) -> str | None:
     """Returns a message that names the visible devices without peer access; None if there are none."""
     ours = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
     local = torch.cuda.current_device() if device.index is None else device.index

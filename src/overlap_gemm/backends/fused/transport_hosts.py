@@ -1,7 +1,7 @@
-"""`Way`: host part of a transport, that is its workspace, its table of peers and its choice of kernels.
+"""`TransportHost`: host part of a transport: its workspace, its table of peers and its choice of kernels.
 
-The way of a call depends on the configured transport (`spec.TransportSpec`), on the configuration
-(`GemmConfig.sends_ll`), and on the P2P access between the ranks. All ranks of a call have the same way. The
+The transport of a call depends on the configured transport (`spec.TransportSpec`), on the configuration
+(`GemmConfig.sends_ll`), and on the P2P access between the ranks. It is the same on all ranks of a call. The
 device part, which stores and signals, is in `overlap_gemm.transports`.
 """
 
@@ -34,7 +34,7 @@ SMALLEST_FLAGS = 1 << 12
 
 
 @dataclass(frozen=True)
-class Way:
+class TransportHost:
     """Host part of a transport.
 
     Attributes:
@@ -45,7 +45,7 @@ class Way:
         buffers: Number of equal buffers in every workspace, for slots and for tiles that are always staged.
         staging: Number of further buffers, allocated only if some peer is not P2P-accessible.
         filled: Value of every byte of the buffers at allocation; None: undefined.
-        needs_reach: Whether all ranks must have P2P access to each other.
+        needs_p2p: Whether all ranks must have P2P access to each other.
         relays: Whether a relay kernel puts the tiles that the GEMM stages.
         in_library: Whether the GEMM itself calls NVSHMEM.
         peers: Function from a workspace's memory to the tensor of peers' addresses that the kernel reads.
@@ -56,7 +56,7 @@ class Way:
     buffers: int = SLOT_BUFFERS
     staging: int = 0
     filled: int | None = None
-    needs_reach: bool = False
+    needs_p2p: bool = False
     relays: bool = False
     in_library: bool = False
     peers: Callable[[SymmetricMemory], Tensor | None] = lambda memory: memory.bases
@@ -83,20 +83,20 @@ class Way:
         return SizeClass(flags, buffer, 1, 0, f"gather {self.kind}".strip(), COMING_OFFSET)
 
 
-STORES = Way("peer_bulk", staging=STAGING_BUFFERS)
-"""Bulk stores to P2P-accessible peers, each followed by a flag; the fallback of `LL_WORDS`."""
+STORES = TransportHost("peer_bulk", staging=STAGING_BUFFERS)
+"""Bulk stores to P2P-accessible peers, each followed by a flag; the fallback of `LL_PACKETS`."""
 
-LL_WORDS = Way("ll", "words", filled=EMPTY_BYTE, needs_reach=True)
+LL_PACKETS = TransportHost("ll", "words", filled=EMPTY_BYTE, needs_p2p=True)
 """LL protocol: each packet contains its flag. The buffers are filled with the value of an empty packet."""
 
-PUTS = Way(
+PUTS = TransportHost(
     "nvshmem", "puts", SLOT_BUFFERS + STAGING_BUFFERS, in_library=True, peers=lambda memory: memory.by_put
 )
 """NVSHMEM puts to all peers, P2P-accessible or not: every workspace has staging buffers."""
 
 
-def wanted(requested: TransportSpec | None, config: GemmConfig | None = None) -> Way:
-    """Returns the way of a call before P2P access is taken into account (`obtain_way`).
+def requested_transport(requested: TransportSpec | None, config: GemmConfig | None = None) -> TransportHost:
+    """Returns the transport of a call before P2P access is taken into account (`obtain_transport`).
 
     Args:
         requested: Configured transport; None: LL packets if the configuration sends them, else stores.
@@ -106,7 +106,7 @@ def wanted(requested: TransportSpec | None, config: GemmConfig | None = None) ->
         ValueError: The configuration has slots or results of 32 bits, and LL packets are configured.
     """
     if requested is None:
-        return LL_WORDS if config is not None and config.sends_ll else STORES
+        return LL_PACKETS if config is not None and config.sends_ll else STORES
     if requested.is_flag and config is not None and "f32" in (config.slot_dtype, config.out_dtype):
         raise ValueError(
             f"transport={requested.name!r} sends values of 16 bits; got slot_dtype={config.slot_dtype!r}, "
@@ -114,19 +114,21 @@ def wanted(requested: TransportSpec | None, config: GemmConfig | None = None) ->
         )
     if requested.puts:
         return PUTS
-    return LL_WORDS if requested.is_flag else STORES
+    return LL_PACKETS if requested.is_flag else STORES
 
 
-def obtain_way(peers: Peers, way: Way, class_of: Callable[[Way], SizeClass]) -> tuple[Workspace, Way]:
-    """Returns the workspace of a call and its final way. Collective at the first call of a size class.
+def obtain_transport(
+    peers: Peers, transport: TransportHost, class_of: Callable[[TransportHost], SizeClass]
+) -> tuple[Workspace, TransportHost]:
+    """Returns the workspace of a call and its final transport. Collective at the first call of a size class.
 
     LL packets are replaced by stores, and stores by puts, if some ranks have no P2P access to each other. The
     workspace belongs to `peers` and is shared by all calls that fit into it.
 
     Args:
         peers: State of this rank in the group.
-        way: Way from `wanted`.
-        class_of: Function from a way to the size class of the call.
+        transport: Result of `requested_transport`.
+        class_of: Function from the host part of a transport to the size class of the call.
 
     Raises:
         RuntimeError: On every rank: puts are needed or configured, and NVSHMEM cannot be linked. If that is
@@ -136,34 +138,34 @@ def obtain_way(peers: Peers, way: Way, class_of: Callable[[Way], SizeClass]) -> 
         CaptureError: An allocation is needed, and a CUDA graph is being captured.
     """
     arch = peers.agreed.arch
-    if way.puts:
+    if transport.puts:
 
         def check_memory() -> None:
             if reason := why_no_put_memory(peers.group):
                 raise RuntimeError(f"transport='nvshmem': {reason}")
-            putting(way, arch, "puts are asked for (transport='nvshmem')")
+            with_puts(transport, arch, "puts are requested (transport='nvshmem')")
 
-        peers.prepare("puts", "asking for puts", check_memory)  # before anything is allocated
-    workspace = obtain(peers, class_of(way))
-    if way.needs_reach and not workspace.reaches_all:
-        way, workspace = STORES, obtain(peers, class_of(STORES))
-    if way.puts:
-        why = "puts are asked for (transport='nvshmem')"
-    elif not workspace.reaches_all:
-        why = "some ranks do not reach each other's memory by loads and stores"
+        peers.prepare("puts", "requesting puts", check_memory)  # before anything is allocated
+    workspace = obtain(peers, class_of(transport))
+    if transport.needs_p2p and not workspace.has_p2p:
+        transport, workspace = STORES, obtain(peers, class_of(STORES))
+    if transport.puts:
+        why = "puts are requested (transport='nvshmem')"
+    elif not workspace.has_p2p:
+        why = "some ranks have no P2P access to each other's memory"
     else:
-        return workspace, way
-    return workspace, peers.prepare(why, "sending by puts", lambda: putting(way, arch, why))
+        return workspace, transport
+    return workspace, peers.prepare(why, "sending by puts", lambda: with_puts(transport, arch, why))
 
 
-def putting(way: Way, arch: str, why: str) -> Way:
-    """Returns the way with puts by the GEMM if the architecture allows calls in it, else by a relay kernel.
+def with_puts(transport: TransportHost, arch: str, why: str) -> TransportHost:
+    """Returns the transport with puts by the GEMM if the architecture allows calls in it, else by a relay.
 
     On sm_90 a call of NVSHMEM in the GEMM disables the transfer of registers between warps (ptxas C7506,
     C7510).
 
     Args:
-        way: Way to change.
+        transport: Host part to change.
         arch: Architecture of all ranks.
         why: Reason that puts are needed, for the error message.
 
@@ -173,8 +175,8 @@ def putting(way: Way, arch: str, why: str) -> Way:
     if reason := why_no_puts():
         raise RuntimeError(f"{why}, and {reason}")
     if arch_of(arch).calls_keep_registers:
-        return replace(way, device="nvshmem", in_library=True, relays=False)
-    return replace(way, device="staged", in_library=False, relays=True)
+        return replace(transport, device="nvshmem", in_library=True, relays=False)
+    return replace(transport, device="staged", in_library=False, relays=True)
 
 
 def power_of_two(number: int) -> int:

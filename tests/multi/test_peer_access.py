@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch
 
-from overlap_gemm.backends import reach
+from overlap_gemm.backends import peer_access
 from overlap_gemm.runtime.group import group_name, resolve
 from overlap_gemm.runtime.memory.symmetric import SymmetricMemoryError
 
@@ -28,25 +28,25 @@ class Block:
 
 def found(rank, *, arch="sm_90a", apart=None, broken=-1):
     """What this rank finds out, with a made-up GPU."""
-    own = reach.Device(None, arch, 132 - rank, "constants", "host", f"gpu-{rank}")
+    own = peer_access.Device(None, arch, 132 - rank, "constants", "host", f"gpu-{rank}")
     Block.broken = broken
     with (
-        mock.patch.object(reach, "this_device", lambda device: own),
-        mock.patch.object(reach, "_out_of_reach", lambda device, everyone: apart),
-        mock.patch.object(reach, "TorchSymmetric", Block),
+        mock.patch.object(peer_access, "this_device", lambda device: own),
+        mock.patch.object(peer_access, "_why_no_access", lambda device, everyone: apart),
+        mock.patch.object(peer_access, "TorchSymmetric", Block),
         mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
-        mock.patch.dict(reach._known, clear=True),
+        mock.patch.dict(peer_access._known, clear=True),
     ):
         group = resolve(group_name(None))
-        answer = reach.reach_of(group, CUDA)
+        answer = peer_access.peer_access_of(group, CUDA)
         asked = mock.Mock(side_effect=AssertionError("asked again"))
-        with mock.patch.object(reach, "_find_out", asked):
-            assert reach.reach_of(group, CUDA) is answer
+        with mock.patch.object(peer_access, "_probe", asked):
+            assert peer_access.peer_access_of(group, CUDA) is answer
         return answer
 
 
 def answers(rank, size):
-    same = reach.PeerAccess("sm_90a", 132 - (size - 1), None)
+    same = peer_access.PeerAccess("sm_90a", 132 - (size - 1), None)
     assert found(rank) == same
     assert "rank 1 has sm_100a" in found(rank, arch="sm_100a" if rank == 1 else "sm_90a").why_not
     apart = found(rank, apart="device 0 cannot access device 1" if rank == 0 else None)
@@ -61,13 +61,13 @@ def test_every_rank_comes_to_the_same_answer(ranks):
 def refused_in_capture(rank, size):
     with (
         mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: True),
-        mock.patch.dict(reach._known, clear=True),
+        mock.patch.dict(peer_access._known, clear=True),
         pytest.raises(
             RuntimeError,
             match=r"while a CUDA graph is captured: before the capture, call overlap_gemm.warmup",
         ),
     ):
-        reach.reach_of(resolve(group_name(None)), CUDA)
+        peer_access.peer_access_of(resolve(group_name(None)), CUDA)
 
 
 def test_a_capture_is_no_time_to_find_out(ranks):
@@ -87,11 +87,11 @@ def test_predictions_count_the_sms_that_kernels_may_fill(monkeypatch, reserved, 
     """As `runtime.peers` does for the kernels; a rank that cannot tells the others, who wait for it."""
     gpu = SimpleNamespace(major=9, minor=0, multi_processor_count=132, uuid="gpu-0", name="NVIDIA H200")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
-    monkeypatch.setattr(reach, "why_no_cuda", lambda index: None)
+    monkeypatch.setattr(peer_access, "why_no_cuda", lambda index: None)
     if reserved is None:
         monkeypatch.delenv("OVERLAP_GEMM_RESERVE_SMS", raising=False)
     else:
         monkeypatch.setenv("OVERLAP_GEMM_RESERVE_SMS", reserved)
-    own = reach.this_device(CUDA)
+    own = peer_access.this_device(CUDA)
     assert own.num_sms == num_sms
     assert (own.why_not or "").startswith(why_not or "") and (own.why_not is None) == (why_not is None)
