@@ -58,7 +58,7 @@ from overlap_gemm.gather.gate import GateKernel
 from overlap_gemm.gather.gathering import Gathering, ShardScales
 from overlap_gemm.kernel.fused_gemm import FusedGemm
 from overlap_gemm.kernel.plain_gemm import PlainGemm
-from overlap_gemm.kernel.surface import Mainloop
+from overlap_gemm.kernel.protocols import Mainloop
 from overlap_gemm.mainloop import blocks, mx
 from overlap_gemm.spec import ALL_GATHER_GEMM, PATTERNS, OpSpec, patterns_of
 from overlap_gemm.transports.interface import Transport

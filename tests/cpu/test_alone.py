@@ -17,9 +17,9 @@ X, W = torch.ones(4, 3), torch.ones(5, 3)
 def clean(monkeypatch):
     for variable in LAUNCHERS:
         monkeypatch.delenv(variable, raising=False)
-    clear_groups(alone=False)
+    clear_groups(single_process=False)
     yield
-    clear_groups(alone=False)
+    clear_groups(single_process=False)
 
 
 @pytest.mark.parametrize("op", OPS)

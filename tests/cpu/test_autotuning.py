@@ -11,7 +11,7 @@ from overlap_gemm.backends import autotuning
 from overlap_gemm.backends.autotuning import Candidate, bind_as, policy_of
 from overlap_gemm.backends.base import Problem
 from overlap_gemm.backends.fused.fused_backend import Fused
-from overlap_gemm.backends.known import Known
+from overlap_gemm.backends.group_measurements import GroupMeasurements
 from overlap_gemm.backends.peer_access import PeerAccess
 from overlap_gemm.backends.select import choose
 from overlap_gemm.runtime.group import resolve
@@ -125,9 +125,9 @@ def test_what_fused_kernels_do_not_take_is_left_to_the_others():
     ],
 )
 def test_by_default_kinds_are_measured_on_gpus_without_constants(peer_access, policy):
-    assert policy_of(on_hopper(peer_access=peer_access), Known({}, None, 0)) == policy
-    assert policy_of(on_hopper(peer_access=peer_access), Known({}, "model", 0)) == "model"
-    with (known := Known({}, "model", 0)).asking("measure"):
+    assert policy_of(on_hopper(peer_access=peer_access), GroupMeasurements({}, None, 0)) == policy
+    assert policy_of(on_hopper(peer_access=peer_access), GroupMeasurements({}, "model", 0)) == "model"
+    with (known := GroupMeasurements({}, "model", 0)).with_policy("measure"):
         assert policy_of(on_hopper(peer_access=peer_access), known) == "measure"
 
 
@@ -139,7 +139,7 @@ def test_a_measurement_stands_above_the_model_and_above_missing_constants():
     kernel = Kernel((("mma", "cooperative"), ("tile", (128, 256))))
     found = measured([("torch", 1e-4), ("fused", 2e-4)], [("fused", 1e-4), ("torch", 1.5e-4)], kernel)
     asked = on_hopper(peer_access=replace(HOPPER, uncalibrated="nobody has measured"))
-    asked = replace(asked, known={asked.kind: found})
+    asked = replace(asked, measurements={asked.kind: found})
     with mock.patch.object(Fused, "why_not", return_value=None):
         eager, graph = choose(asked), choose(replace(asked, captured=True))
         assert (eager.backend.name, graph.backend.name) == ("torch", "fused")

@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import overlap_gemm
 from overlap_gemm.backends.decomposed import Decomposed
 from overlap_gemm.backends.torch_backend import Torch
-from overlap_gemm.dispatch import calls, moves, ops
+from overlap_gemm.dispatch import calls, ops, shard_ops
 from overlap_gemm.dispatch.registered import Bound
 from overlap_gemm.nn import column_parallel_gemm
 from overlap_gemm.runtime import agree
@@ -201,7 +201,7 @@ def test_a_plain_call_goes_past_the_dispatcher(dispatched):
     for grad in (False, True):
         overlap_gemm.gemm_all_reduce(X, WEIGHT.clone().requires_grad_(grad))
         column_parallel_gemm(X, WEIGHT.clone().requires_grad_(grad), BIAS, None)
-        moves.keep_shard(X.clone().requires_grad_(grad), 1, LOCAL)
+        shard_ops.keep_shard(X.clone().requires_grad_(grad), 1, LOCAL)
     with torch.inference_mode():
         overlap_gemm.gemm_all_reduce(X, torch.nn.Parameter(WEIGHT))
     assert dispatched == []

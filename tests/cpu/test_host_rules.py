@@ -11,9 +11,9 @@ import torch
 
 import overlap_gemm
 from overlap_gemm.backends import by_shards, decomposed, peer_access
-from overlap_gemm.backends.fused.launch_plan import Copies, OwnShard, Plan, Product
+from overlap_gemm.backends.fused.launch_plan import Copies, LocalShard, Plan, Product
 from overlap_gemm.config.gemm_config import GemmConfig
-from overlap_gemm.config.orders import OwnShardFirst, TileGrid, WorkList
+from overlap_gemm.config.orders import LocalShardFirst, TileGrid, WorkList
 from overlap_gemm.config.scale_blocks import BLOCKS
 from overlap_gemm.device.failure import RECORD_WORDS, Role
 from overlap_gemm.dispatch import calls, choosing
@@ -72,7 +72,7 @@ class Device:
         yield 1
 
 
-COPIES = Copies((), 0, OwnShard(0))
+COPIES = Copies((), 0, LocalShard(0))
 
 
 class Given:
@@ -267,7 +267,7 @@ def test_a_two_shots_owners_begin_with_a_block_of_scales(blocks):
 @pytest.mark.parametrize("rank", range(4))
 def test_a_gather_begins_with_the_own_shard_and_goes_on_as_they_arrive(rank, owners):
     work, grid = WorkList(TileGrid(2, 3), rank, owners), 6
-    shards = [OwnShardFirst().place(t, work).shard for t in range(OwnShardFirst().num_tiles(work))]
+    shards = [LocalShardFirst().place(t, work).shard for t in range(LocalShardFirst().num_tiles(work))]
     wanted = [(rank + step) % owners for step in range(owners)]
     assert shards == [shard for shard in wanted for _ in range(grid)]
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from overlap_gemm.config.orders import (
-    DealtShards,
+    InterleavedShards,
     LinearOrder,
     TileGrid,
     WorkList,
@@ -67,7 +67,7 @@ def places_of(order, work):
 
 @given(works=work_lists(), group=groups)
 def test_every_tile_of_every_owner_is_dealt_once(works, group):
-    order = DealtShards(group)
+    order = InterleavedShards(group)
     for work in works:
         places = places_of(order, work)
         per_shard = work.grid.rows * work.grid.cols
@@ -79,14 +79,14 @@ def test_every_tile_of_every_owner_is_dealt_once(works, group):
 
 @given(works=work_lists())
 def test_a_tile_has_the_same_index_on_every_rank(works):
-    order = DealtShards()
+    order = InterleavedShards()
     named = {place for work in works for place in places_of(order, work)}
     assert len(named) == works[0].owners * works[0].grid.rows * works[0].grid.cols
 
 
 @given(works=work_lists())
 def test_no_two_ranks_send_to_one_owner_at_once(works):
-    order = DealtShards()
+    order = InterleavedShards()
     owners = [work for work in works if work.rank < work.owners]
     for shards in zip(*([p.shard for p in places_of(order, work)] for work in owners), strict=True):
         assert sorted(shards) == list(range(len(owners)))
@@ -96,7 +96,7 @@ def test_no_two_ranks_send_to_one_owner_at_once(works):
 def test_the_link_is_asked_evenly(works):
     """Any turn holds one tile for each owner."""
     for work in works:
-        places = places_of(DealtShards(), work)
+        places = places_of(InterleavedShards(), work)
         for turn in range(0, len(places), work.owners):
             assert len({p.shard for p in places[turn : turn + work.owners]}) == work.owners
 
@@ -106,6 +106,6 @@ def test_indices_of_an_owner_come_in_order(works, group):
     """The receive role takes an owner's tiles by index: so they should arrive."""
     for work in works:
         indices = {}
-        for place in places_of(DealtShards(group), work):
+        for place in places_of(InterleavedShards(group), work):
             assert place.index == indices.get(place.shard, -1) + 1
             indices[place.shard] = place.index

@@ -98,7 +98,7 @@ def sum_in_another_shape(patch):
 
 def give_ranks_larger_leaves(patch):
     """Cuts K of two ranks into half the leaves."""
-    patch.setattr(Promises, "own_leaves", lambda self, world: self.leaves // world // (1 + (world == 2)))
+    patch.setattr(Promises, "local_leaves", lambda self, world: self.leaves // world // (1 + (world == 2)))
 
 
 ORDERS = {

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import overlap_gemm
-from overlap_gemm.backends import autotuning, known
+from overlap_gemm.backends import autotuning, group_measurements
 from overlap_gemm.backends.decomposed import Decomposed
 from overlap_gemm.backends.sequential import Sequential
 from overlap_gemm.backends.torch_backend import Torch
@@ -253,7 +253,9 @@ def damaged(rank, size, folder):
             call(rank, size)
     file = Path(folder) / "fields.json"
     with begun_anew(file):
-        under = known.known_of(overlap_gemm.runtime.group.find(None), torch.device("cpu")).under
+        under = group_measurements.measurements_of(
+            overlap_gemm.runtime.group.find(None), torch.device("cpu")
+        ).under
     if rank == 0:
         file.write_text(json.dumps({"entries": [good | {"conditions": dict(under)}]}))
     torch.distributed.barrier()
@@ -262,7 +264,7 @@ def damaged(rank, size, folder):
     with begun_anew("off", "measure"):
         call(rank, size)
     assert not Path("off").exists()
-    with begun_anew("/dev/null/no-folder.json"), mock.patch.object(known, "read") as read:
+    with begun_anew("/dev/null/no-folder.json"), mock.patch.object(group_measurements, "read") as read:
         read.return_value = overlap_gemm.tuning.measured.Entries({}, frozenset())
         with slowed("torch"):  # it cannot be written, so it holds in this process alone
             overlap_gemm.warmup(OP, (M, N, K), dtype=torch.float32, autotune="measure")
@@ -292,7 +294,7 @@ def test_ranks_whose_environments_differ_hear_of_it(ranks, tmp_path):
 
 def out_of_time(rank, size, folder):
     with begun_anew(Path(folder) / "file.json"), slowed(*BACKENDS, seconds=0.1):
-        with mock.patch.dict(os.environ, {known.SECONDS_VARIABLE: "0.05"}):
+        with mock.patch.dict(os.environ, {group_measurements.SECONDS_VARIABLE: "0.05"}):
             overlap_gemm.warmup(OP, (M, N, K), dtype=torch.float32, autotune="measure")
         assert "measured, 1 candidates" in str(explained(rank, size))
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import overlap_gemm
-from overlap_gemm.dispatch import moves
+from overlap_gemm.dispatch import shard_ops
 from overlap_gemm.spec import OPS
 from overlap_gemm.spec.sharding import Shards
 from overlap_gemm.testing.cases import LAYOUTS
@@ -93,9 +93,9 @@ def gradgradcheck_of_moves(rank, size):
     group = dist.group.WORLD.group_name
 
     def whole_to_whole(x):
-        own = moves.keep_shard(x, 0, group).sin()
-        summed = moves.sum_over_ranks(own.square().sum(0, keepdim=True), group)
-        return moves.join_shards(own, 0, x.shape[0], group) + summed.exp()
+        own = shard_ops.keep_shard(x, 0, group).sin()
+        summed = shard_ops.sum_over_ranks(own.square().sum(0, keepdim=True), group)
+        return shard_ops.join_shards(own, 0, x.shape[0], group) + summed.exp()
 
     def in_one_process(x):
         return x.sin() + x.sin().square().sum(0, keepdim=True).exp()

@@ -24,8 +24,8 @@ from overlap_gemm.backends.scales import mx_scales as mx
 from overlap_gemm.backends.scales.scaling import (
     BLOCK,
     FLOAT8,
-    as_torch_has_them,
-    torchs_product,
+    scaled_mm_by_torch,
+    torch_layout,
     why_no_product,
 )
 from overlap_gemm.backends.torch_backend import reduce_scatter_single
@@ -80,8 +80,8 @@ def product(workload: Workload, operands: OpTensors, fast: bool = False) -> Call
     elif blocks and why_no_product(x.device.type, x.dtype, weight.dtype, workload.out_dtype, blocks):
         scale_x, scale_w = scale_x[:, :1], scale_w[:, :1].repeat_interleave(BLOCK, 0)[: len(weight)]
         blocks = None
-    scales = as_torch_has_them(x, weight, scale_x, scale_w, blocks)
-    return lambda: torchs_product(x, weight, scales, workload.out_dtype, fast)
+    scales = torch_layout(x, weight, scale_x, scale_w, blocks)
+    return lambda: scaled_mm_by_torch(x, weight, scales, workload.out_dtype, fast)
 
 
 def _collective(workload: Workload, multiply: Call, operands: OpTensors, group: Group) -> Call:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..backends.autotuning import asking, share
+from ..backends.autotuning import autotune_policy, share
 from ..backends.base import Problem
 from ..backends.fused import reserved
 from ..backends.fused.fused_backend import Fused
@@ -148,7 +148,7 @@ def warmup(
         for problem, extents in zip(problems, variants, strict=True):
             if problem is not problems[0]:  # measurements do not depend on the extents that callers pass
                 share(problems[0], problem, backend, ranks, where)
-            with asking(autotune, backend, ranks, where):
+            with autotune_policy(autotune, backend, ranks, where):
                 make(backend, extents)
             eager, captured = (
                 choose(replace(problem, captured=c), backend).backend.name for c in (False, True)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..backends.op_call import BackendName, Length, OpCall, promises_of, with_fallback
 from ..backends.scales.scaling import FLOAT8, Block
-from ..dispatch import moves, ops
+from ..dispatch import ops, shard_ops
 from ..dispatch.autocast import autocast
 from ..dispatch.bound import call_op
 from ..runtime.group import GroupLike, group_name
@@ -330,13 +330,13 @@ class How(NamedTuple):
         """Returns the gradients of this rank's columns if the result is gathered along columns."""
         if self.spec is None or not self.spec.gathers_output:
             return grads
-        return (moves.keep_shard(grads[0], grads[0].ndim - 1, self.group),)
+        return (shard_ops.keep_shard(grads[0], grads[0].ndim - 1, self.group),)
 
     def of_all_rows(self, grads: Sequence[Tensor], x: torch.Size) -> Sequence[Tensor]:
         """Returns the gradients of all rows of the result if these are scattered; x has the shape `x`."""
         if self.spec is None or self.spec.out != "m":
             return grads
-        return (moves.join_shards(grads[0], self.dim, x[self.dim], self.group),)
+        return (shard_ops.join_shards(grads[0], self.dim, x[self.dim], self.group),)
 
 
 class _Product(torch.autograd.Function):
@@ -374,7 +374,7 @@ class _Product(torch.autograd.Function):
         if any(needs):
             local_grads = how.of_all_rows(local_grads, x.shape)
             if spec is not None and spec.gathers_operand and any(needs_weights):
-                x = moves.join_shards(x, how.dim, local_grads[0].shape[how.dim], how.group)
+                x = shard_ops.join_shards(x, how.dim, local_grads[0].shape[how.dim], how.group)
             for i, grad in enumerate(local_grads):
                 flat = grad.flatten(0, -2)
                 if needs_weights[i]:

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..backends.op_call import BackendName
 from ..backends.select import check_name
-from ..dispatch import moves
+from ..dispatch import shard_ops
 from ..runtime import agree
 from ..runtime.group import GroupLike, group_name, group_rank, group_size, resolve
 from ..spec.promises import Invariant, Partials, Promises, check_promises
@@ -206,7 +206,7 @@ def full_state_dict(module: nn.Module) -> dict[str, Any]:
             full = gather_dtensor(value)
             if id(value) in sharded:
                 _, layer, name = sharded[id(value)]
-                full = moves.join_shards(full, layer.shard_dims[name], layer.extent(name), layer.tp_group)
+                full = shard_ops.join_shards(full, layer.shard_dims[name], layer.extent(name), layer.tp_group)
             state[key] = full.detach()
     return state
 
@@ -251,7 +251,7 @@ def clip_grad_norm_(
     norms = [total]
     for (group, _), gradients in parts.items():
         norm = gather_dtensor(nn.utils.get_total_norm(gradients, norm_type)).to(total).view(1)
-        norms.append(norm if group is None else moves.join_shards(norm, 0, group_size(group), group))
+        norms.append(norm if group is None else shard_ops.join_shards(norm, 0, group_size(group), group))
     total = torch.linalg.vector_norm(torch.cat(norms), norm_type)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
@@ -276,7 +276,7 @@ def _check_replicated(module: nn.Module, groups: dict[int, str]) -> None:
     for group in sorted(set(groups.values())):
         if group_size(group) == 1:
             continue
-        everyone = moves.join_shards(norms.view(1, -1), 0, group_size(group), group)
+        everyone = shard_ops.join_shards(norms.view(1, -1), 0, group_size(group), group)
         apart = everyone.amax(0) - everyone.amin(0) > 0.02 * everyone.amax(0)
         if apart.any():
             names = ", ".join(name for (name, _), differs in zip(replicated, apart, strict=True) if differs)

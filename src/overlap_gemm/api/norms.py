@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..dispatch import moves
+from ..dispatch import shard_ops
 from ..runtime.group import GroupLike, find, group_name
 
 MARK = "_sequence_parallel_parameters"
@@ -73,7 +73,7 @@ class RMSNorm(nn.RMSNorm):
 def _summed(norm: Any, parameter: Tensor | None) -> Tensor | None:
     if parameter is None or not norm.sequence_parallel:
         return parameter
-    return moves.for_each_rank(parameter, norm.tp_group)
+    return shard_ops.for_each_rank(parameter, norm.tp_group)
 
 
 def sequence_parallel_parameters(module: nn.Module) -> list[nn.Parameter]:

@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass
 
-from ..backends.known import known_groups
+from ..backends.group_measurements import all_measurements
 from ..backends.select import reasons
 from ..dispatch.choosing import calls
 from ..runtime.group import known_progress
@@ -68,8 +68,8 @@ def stats() -> Stats:
         {f"{op} as {backend}": dict(why) for (op, backend), why in reasons.items()},
         {
             kind: str(measured)
-            for known in known_groups()
-            for kind, measured in known.kinds.items()
+            for group in all_measurements()
+            for kind, measured in group.kinds.items()
             if measured is not None
         },
         {name: str(progress) for name, progress in known_progress().items() if progress.skipped},

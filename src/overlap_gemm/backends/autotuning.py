@@ -36,7 +36,7 @@ from ..tuning.time_model import Facts
 from ..tuning.timing import captured, measure
 from .base import Backend, Problem
 from .fused.plan_cache import DTYPES
-from .known import Known, known_of, may_know
+from .group_measurements import GroupMeasurements, measurements_of, uses_measurements
 from .scales.scaling import FLOAT8, unit_scales
 from .select import BACKENDS, why_unfit
 
@@ -87,7 +87,7 @@ class Candidate(NamedTuple):
         return f"{self.backend.name}: {self.kernel}" if self.backend.name == "fused" else self.backend.name
 
 
-def policy_of(problem: Problem, known: Known) -> Policy:
+def policy_of(problem: Problem, measurements: GroupMeasurements) -> Policy:
     """Returns the policy for a kind of call: "measure" or "model".
 
     It is the policy of a warm-up, or else of the environment. Without either, kinds are measured on GPUs with
@@ -95,10 +95,10 @@ def policy_of(problem: Problem, known: Known) -> Policy:
 
     Args:
         problem: Problem of the call.
-        known: Measurements of the group.
+        measurements: Measurements of the group.
     """
-    if known.policy is not None:
-        return known.policy
+    if measurements.policy is not None:
+        return measurements.policy
     access = problem.peer_access
     if access is not None and access.arch and access.uncalibrated and access.why_not is None:
         return "measure"
@@ -124,21 +124,23 @@ def measure_if_due(
     Returns:
         Whether a new measurement was made.
     """
-    if not may_know(requested, group):
+    if not uses_measurements(requested, group):
         return False
-    known = known_of(group, x.device)
-    if problem.kind in known.kinds:
+    measurements = measurements_of(group, x.device)
+    if problem.kind in measurements.kinds:
         return False
-    is_due = requested == "auto" and not problem.captured and policy_of(problem, known) == "measure"
-    measured = _measured(problem, x, weight, bias, shards, group, known) if is_due else None
-    known.kinds[problem.kind] = measured
+    is_due = requested == "auto" and not problem.captured and policy_of(problem, measurements) == "measure"
+    measured = _measured(problem, x, weight, bias, shards, group, measurements) if is_due else None
+    measurements.kinds[problem.kind] = measured
     if measured is not None and group.rank == 0:
-        keep(known.under, problem.kind, measured)
+        keep(measurements.under, problem.kind, measured)
     return measured is not None
 
 
 @contextmanager
-def asking(policy: Policy | None, requested: str, group: Group, device: torch.device) -> Iterator[None]:
+def autotune_policy(
+    policy: Policy | None, requested: str, group: Group, device: torch.device
+) -> Iterator[None]:
     """Sets the policy of a group's calls within the block, if measurements may decide them.
 
     Args:
@@ -147,13 +149,13 @@ def asking(policy: Policy | None, requested: str, group: Group, device: torch.de
         group: Group of the calls.
         device: Device of this rank's tensors.
     """
-    if not may_know(requested, group):
+    if not uses_measurements(requested, group):
         yield
         return
-    known = known_of(group, device)
+    measurements = measurements_of(group, device)
     if device.type == "cuda":
-        policy = policy or known.policy or "measure"
-    with known.asking(policy):
+        policy = policy or measurements.policy or "measure"
+    with measurements.with_policy(policy):
         yield
 
 
@@ -167,12 +169,16 @@ def share(problem: Problem, other: Problem, requested: str, group: Group, device
         group: Group of the calls.
         device: Device of this rank's tensors.
     """
-    if not may_know(requested, group):
+    if not uses_measurements(requested, group):
         return
-    known = known_of(group, device)
-    measured = known.kinds.get(problem.kind)
-    if measured is not None and known.kinds.setdefault(other.kind, measured) is measured and group.rank == 0:
-        keep(known.under, other.kind, measured)
+    measurements = measurements_of(group, device)
+    measured = measurements.kinds.get(problem.kind)
+    if (
+        measured is not None
+        and measurements.kinds.setdefault(other.kind, measured) is measured
+        and group.rank == 0
+    ):
+        keep(measurements.under, other.kind, measured)
 
 
 def bind_as(kernel: Kernel, backend: Backend, *arguments: Any) -> Callable[..., Any]:
@@ -184,7 +190,13 @@ def bind_as(kernel: Kernel, backend: Backend, *arguments: Any) -> Callable[..., 
 
 
 def _measured(
-    problem: Problem, x: Tensor, weight: Any, bias: Any, shards: Shards, group: Group, known: Known
+    problem: Problem,
+    x: Tensor,
+    weight: Any,
+    bias: Any,
+    shards: Shards,
+    group: Group,
+    measurements: GroupMeasurements,
 ) -> Measured | None:
     """Returns the times of the candidates; None if no candidate could be called."""
     operands = _operands(problem, x.detach(), weight, bias)
@@ -192,20 +204,20 @@ def _measured(
     calls: dict[Candidate, Callable[[], object]] = {}
     with torch.no_grad():
         for candidate in _candidates(problem, group):
-            if (problem.kind, candidate.name) in known.refused:
+            if (problem.kind, candidate.name) in measurements.refused:
                 continue
             call = _call(candidate, problem, operands, shards, group)
             is_writer = group.rank == 0
-            with trying(known.under, problem.kind, candidate.name) if is_writer else nullcontext():
+            with trying(measurements.under, problem.kind, candidate.name) if is_writer else nullcontext():
                 failure = _failure(call, x.device)
             reports = group.all_gather_object((failure, time.monotonic() - started))
             if failures := [theirs for theirs, _ in reports if theirs]:
                 logger.info("%s: %s is left out: %s", problem.kind, candidate.name, failures[0])
             else:
                 calls[candidate] = call
-            if known.seconds and max(spent for _, spent in reports) > known.seconds:
+            if measurements.seconds and max(spent for _, spent in reports) > measurements.seconds:
                 logger.info(
-                    "%s: candidates took %.0f s; the others are left out", problem.kind, known.seconds
+                    "%s: candidates took %.0f s; the others are left out", problem.kind, measurements.seconds
                 )
                 break
         if not calls:

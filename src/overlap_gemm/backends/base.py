@@ -20,7 +20,7 @@ from ..tuning.measured import Measured
 from .by_collective import multiplied_and_moved
 from .collectives import all_gather_rows
 from .epilogues import Applying
-from .known import known_of, may_know
+from .group_measurements import measurements_of, uses_measurements
 from .op_call import FALLBACK, OpCall
 from .peer_access import PeerAccess, peer_access_of
 from .portable_arithmetic import Arithmetic, arithmetic_of
@@ -50,7 +50,7 @@ class Problem:
         weight_dtype: Dtype of the weight if operands have scales; else None.
         num_weights: Number of weights in a list.
         has_bias: Whether the call has a bias.
-        known: Measurements of the group by kind of call (`autotuning`), the same on all ranks.
+        measurements: Measurements of the group by kind of call (`autotuning`), the same on all ranks.
         input_dtypes: Dtypes of the epilogue's inputs, if there is an epilogue.
         widths: Rows of each weight, if every rank has all of them.
     """
@@ -66,7 +66,7 @@ class Problem:
     weight_dtype: torch.dtype | None = None
     num_weights: int = 1
     has_bias: bool = False
-    known: Mapping[str, Measured | None] = field(default_factory=dict, repr=False, compare=False)
+    measurements: Mapping[str, Measured | None] = field(default_factory=dict, repr=False, compare=False)
     input_dtypes: tuple[torch.dtype, ...] = ()
     widths: tuple[int, ...] = ()
 
@@ -104,13 +104,15 @@ class Problem:
         requested = call.backend
         is_open = requested == "auto" or requested.endswith(FALLBACK)
         copies = OPS[op].gathers_operand and requested.startswith("decomposed")
-        asks = (
+        probes_access = (
             x.is_cuda
             and not group.is_virtual
             and (copies or (is_open and (x.dtype.itemsize == 2 or call.out_dtype is not None)))
         )
         weights = weight if isinstance(weight, (list, tuple)) else [weight]
-        knows = may_know(requested, group) and call.invariant is None  # measured kernels differ in bits
+        is_measured = (
+            uses_measurements(requested, group) and call.invariant is None
+        )  # measured kernels differ in bits
         return cls(
             op,
             call,
@@ -118,12 +120,12 @@ class Problem:
             x.device.type,
             group.size,
             group.is_virtual,
-            peer_access_of(group, x.device) if asks else None,
+            peer_access_of(group, x.device) if probes_access else None,
             is_capturing(x.device),
             None if call.out_dtype is None else weights[0].dtype,
             len(weights),
             len(bias) > 0 if isinstance(bias, (list, tuple)) else bias is not None,
-            known_of(group, x.device).kinds if knows else {},
+            measurements_of(group, x.device).kinds if is_measured else {},
             tuple([tensor.dtype for tensor in inputs]),
             tuple([len(one) for one in weights]) if weight is not None and OPS[op].weight is None else (),
         )
@@ -192,7 +194,7 @@ class Problem:
 
     def agreed(self) -> tuple[tuple[str, Any], ...]:
         """Returns (name, value) of all facts that must be the same on all ranks."""
-        facts = ((name, value) for name, value in vars(self).items() if name not in ("call", "known"))
+        facts = ((name, value) for name, value in vars(self).items() if name not in ("call", "measurements"))
         return (*facts, *self.call.agreed(), ("measured", self.measured))
 
     @property
@@ -205,7 +207,7 @@ class Problem:
     @property
     def measured(self) -> Measured | None:
         """Returns the measurement of calls of this kind; None if there is none."""
-        return self.known.get(self.kind)
+        return self.measurements.get(self.kind)
 
     @property
     def spec(self) -> OpSpec:

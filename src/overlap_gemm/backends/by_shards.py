@@ -31,7 +31,7 @@ from ..tuning.space import constants
 from .base import Problem
 from .collectives import gemm
 from .fused import gather_plans as gather
-from .fused.launch_plan import OwnShard, Plan
+from .fused.launch_plan import LocalShard, Plan
 from .fused.plan_cache import exchange_arguments, keep_plan, peers_for
 from .fused.transport_hosts import STORES
 
@@ -254,7 +254,7 @@ def _make_plan(peers: Peers, dtype: torch.dtype, depth: int, shards: Shards) -> 
         pattern,
         workspace=workspace,
         exchange=exchange,
-        side_work=gather.copies_of(workspace, full, OwnShard(nbytes)),
+        side_work=gather.copies_of(workspace, full, LocalShard(nbytes)),
         gate=gate,
         signature=gather.signature_of(dtype, row_bytes, shards),
     )

@@ -174,7 +174,7 @@ def written_without_kernel(visitor: Visitor, result: Tensor) -> list[Tensor]:
     ]
 
 
-def own_columns(visitor: Visitor, inputs: Sequence[Tensor], first: int, end: int) -> list[Tensor]:
+def slice_inputs(visitor: Visitor, inputs: Sequence[Tensor], first: int, end: int) -> list[Tensor]:
     """Returns the part of each input for the result's columns `first` to `end`, `end` excluded."""
     return [
         tensor[..., first:end] if operand.kind in ("element", "columns") else tensor

@@ -125,7 +125,7 @@ class OpCall(NamedTuple):
         return tuple(
             (name, value)
             for name, value in zip(self._fields, self, strict=True)
-            if name not in ("group", *RANKS_OWN)
+            if name not in ("group", *PER_RANK)
         )
 
     def backward(self, **changes: Any) -> "OpCall":
@@ -167,7 +167,7 @@ class OpCall(NamedTuple):
         return ", ".join(f"{name}={value}" for name, value in options)
 
 
-RANKS_OWN = ("reserve_sms", "copied_weight")
+PER_RANK = ("reserve_sms", "copied_weight")
 """Fields that may differ between ranks."""
 
 _DEFAULTS = OpCall()

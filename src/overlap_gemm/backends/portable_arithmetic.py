@@ -104,7 +104,7 @@ class Ordered(Arithmetic):
 
     def partial(self, x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
         """Returns the sum of this rank's leaves; see `Arithmetic.partial`."""
-        number = self.promises.own_leaves(self.world)
+        number = self.promises.local_leaves(self.world)
         leaves = zip(x.chunk(number, 1), weight.chunk(number, 1), strict=True)
         return _rounded(sum_in_tree([ordered_product(*leaf) for leaf in leaves]), self.type_of(x), out)
 

@@ -145,7 +145,7 @@ reasons: dict[tuple[str, str], dict[str, str]] = {}
 """Reasons against the other backends (name -> reason) in the last choice, by (op, chosen backend)."""
 
 
-def announce(choice: Choice) -> Choice:
+def log_choice(choice: Choice) -> Choice:
     """Logs a choice that is about to run, once per op and class of shapes, and returns it.
 
     The chosen backend is logged at level INFO. If it is not the preferred one, the reason is logged as a
@@ -216,7 +216,7 @@ def cost_of_promises(problem: Problem) -> list[str]:
         )
     if promises.has_tree and problem.spec.sums:
         lines.append(
-            f"  K is summed in {promises.leaves} leaves, {promises.own_leaves(problem.world_size)} a rank"
+            f"  K is summed in {promises.leaves} leaves, {promises.local_leaves(problem.world_size)} a rank"
         )
     sent = problem.out_dtype or problem.dtype
     if promises.has_wide_partials and problem.spec.sums and sent.itemsize < 4:
@@ -251,7 +251,7 @@ def check_promised(problem: Problem) -> None:
     promises = problem.promises
     if not promises.has_tree:
         return
-    promises.own_leaves(problem.world_size)
+    promises.local_leaves(problem.world_size)
     if not problem.spec.sums or problem.k is None:  # calls know K; for gradients `explain` may not
         return
     if problem.is_scaled and problem.blocks is None:

@@ -103,7 +103,7 @@ class LinearOrder(_Order):
 
 
 @dataclass(frozen=True)
-class OwnShardFirst(_Order):
+class LocalShardFirst(_Order):
     """Order of an all-gather GEMM: the local shard first, then those of ``rank + 1, rank + 2, ...``.
 
     Shards arrive in that order if every rank sends to ``rank - 1, rank - 2, ...``. Then all ranks receive
@@ -119,7 +119,7 @@ class OwnShardFirst(_Order):
 
 
 @dataclass(frozen=True)
-class DealtShards(_Order):
+class InterleavedShards(_Order):
     """Order of a GEMM reduce-scatter: tiles of all owners alternate; rank ``r`` begins with ``r + 1``.
 
     In each turn every rank computes one tile for every owner, the local one last. So the load of the links is

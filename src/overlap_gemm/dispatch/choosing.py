@@ -11,7 +11,7 @@ from ..backends.autotuning import bind_as, measure_if_due
 from ..backends.base import Problem
 from ..backends.epilogues import applied_after
 from ..backends.op_call import OpCall
-from ..backends.select import Choice, announce, choose
+from ..backends.select import Choice, choose, log_choice
 from ..runtime import agree
 from ..runtime.group import Group, resolve
 from ..runtime.order import is_capturing
@@ -55,7 +55,7 @@ def chosen(
     ranks = resolve(call.group)
     problem, choice, facts = _agreed_choice(op, call, x, weight, bias, inputs)
     shards = problem.shards
-    announce(choice)
+    log_choice(choice)
     group = agree.of_calls(ranks, x.device, facts) if choice.backend.verifies else ranks
     with configured(reserve_sms=call.reserve_sms), late_weights(call.copied_weight):
         run = _bound(choice, problem, x, weight, bias, shards, group)

@@ -23,8 +23,8 @@ from ..backends.portable_arithmetic import arithmetic_of
 from ..runtime.group import resolve
 from ..spec import ALL_GATHER_GEMM, GEMM_REDUCE_SCATTER
 from .choosing import chosen
-from .moves import compared
 from .registered import Registered, Run
+from .shard_ops import compared
 
 
 def joined(parts: Sequence[Tensor], dim: int) -> Tensor:

@@ -39,19 +39,19 @@ from ..spec.promises import InvarianceError
 from ..spec.sharding import Shards
 from .choosing import chosen
 from .gather_gradients import all_gather_gemm_gradients, joined
-from .moves import (
+from .registered import Registered, Run
+from .shard_ops import (
     all_gather_rows,
     deal_columns,
     deal_rows,
     each,
     keep_shard,
+    local_columns,
+    local_rows,
     new,
-    own_columns,
-    own_rows,
     reduce_scatter_rows,
     sum_over_ranks,
 )
-from .registered import Registered, Run
 
 NO_GRADIENT = "operands with scales have no gradients: call under torch.no_grad(), or with detached tensors"
 
@@ -121,7 +121,7 @@ class GemmOp(Registered):
             return 0, x.shape[1]
         rows: Any = call.rows
         if self.spec.weight is None:
-            rows = own_rows(call.chunk, rows, call.group)
+            rows = local_rows(call.chunk, rows, call.group)
         return rows, weight.shape[1]
 
     def _run(self, tensors: tuple[Any, ...], arguments: tuple[Any, ...]) -> Any:
@@ -234,11 +234,11 @@ def result_extents(spec: OpSpec, call: OpCall, weight: Tensor) -> tuple[Any, Any
     """Returns (rows, columns) of this rank's result of a lowered call, for one weight."""
     rows: Any = call.rows
     if spec.out == "m":
-        rows = own_rows(call.chunk, rows, call.group)
+        rows = local_rows(call.chunk, rows, call.group)
     if spec.gathers_output:
         return rows, call.columns
     columns = weight.shape[0]
-    return rows, own_columns(columns, call.group) if spec.out == "n" and spec.weight is None else columns
+    return rows, local_columns(columns, call.group) if spec.out == "n" and spec.weight is None else columns
 
 
 def _moved(x: Tensor, spec: OpSpec, call: OpCall, weight: Tensor) -> Tensor:

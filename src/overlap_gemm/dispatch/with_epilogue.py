@@ -22,10 +22,10 @@ from .bound import call_op
 from .calls import enter, is_plain, keep, layouts, needs_grad, state
 from .choosing import chosen, why_after
 from .lowering import Lowered, lower
-from .moves import all_gather_rows, new
 from .operands import DTYPES, shape_of
 from .ops import GEMM_OPS, GemmOp, result_extents
 from .registered import Bound, Registered, Run
+from .shard_ops import all_gather_rows, new
 
 
 class EpilogueOp(Registered):

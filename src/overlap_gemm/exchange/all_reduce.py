@@ -55,7 +55,7 @@ from overlap_gemm.exchange.reduce_scatter import ReduceScatter
 from overlap_gemm.exchange.send import BroadcastSender
 from overlap_gemm.exchange.sums import Sums
 from overlap_gemm.exchange.tile_exchange import PartialExchange
-from overlap_gemm.kernel.surface import Output
+from overlap_gemm.kernel.protocols import Output
 from overlap_gemm.kernel.work import Share, Work
 from overlap_gemm.spec import GEMM_ALL_REDUCE
 

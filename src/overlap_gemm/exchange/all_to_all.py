@@ -21,7 +21,7 @@ from typing import Any
 import cutlass
 from cutlass import Int32, Int64, cute
 
-from overlap_gemm.config.orders import DealtShards
+from overlap_gemm.config.orders import InterleavedShards
 from overlap_gemm.device.failure import Role
 from overlap_gemm.device.traced import Scalar, Stages
 from overlap_gemm.exchange.arguments import Exchange
@@ -31,7 +31,7 @@ from overlap_gemm.exchange.receive import ReceiveContext, Receiver, Window, copy
 from overlap_gemm.exchange.send import OwnerSender
 from overlap_gemm.exchange.tile_exchange import TileExchange
 from overlap_gemm.kernel.epilogue import Visits
-from overlap_gemm.kernel.surface import Output
+from overlap_gemm.kernel.protocols import Output
 from overlap_gemm.kernel.work import CtaTile, Share, TileShards, Work, shard_tiles
 from overlap_gemm.spec import GEMM_ALL_TO_ALL
 from overlap_gemm.spec.sharding import ceil_div, num_owners
@@ -57,9 +57,9 @@ class AllToAll(TileExchange):
             )
 
     @property
-    def order(self) -> DealtShards:
+    def order(self) -> InterleavedShards:
         """Returns the order of tiles: owners in turn."""
-        return DealtShards(self.config.raster_group)
+        return InterleavedShards(self.config.raster_group)
 
     @property
     def visits(self) -> Visits:

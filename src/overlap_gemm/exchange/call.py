@@ -9,7 +9,7 @@ calls of its writer have ended.
 **The rule.** No rank writes a buffer in call ``e + 2`` before every rank has finished reading it in call
 ``e``. It depends on no shape, so it holds for any sequence of ops and shapes:
 
-1. `announce`: at the start of call ``e + 1`` each rank stores its *entry signal* in every peer's
+1. `signal_entry`: at the start of call ``e + 1`` each rank stores its *entry signal* in every peer's
    workspace (release, system scope). Its call ``e`` has ended by then, with all reads.
 2. `await_peers`: before the end of its call ``e + 1`` each rank waits for the signals of all peers
    (acquire, system scope). So its call ``e + 2`` begins after every rank's call ``e`` has ended.
@@ -18,8 +18,8 @@ It is not enough to wait for the ranks that own tiles of the call, whose data pr
 768, 1, 768 on three ranks, two ranks own nothing in the second call; one could overtake the other.
 
 **Proxies.** Bulk stores of call ``e + 2`` (asynchronous proxy) may overwrite what ordinary loads of call
-``e`` have read (generic proxy). The order is: loads, end of kernel ``e``, `announce`, `await_peers` of the
-peer, end of its kernel ``e + 1``, start of its kernel ``e + 2``. Then the thread that starts bulk stores
+``e`` have read (generic proxy). The order is: loads, end of kernel ``e``, `signal_entry`, `await_peers` of
+the peer, end of its kernel ``e + 1``, start of its kernel ``e + 2``. Then the thread that starts bulk stores
 executes `order_async_writes`, as the memory model requires between two proxies (PTX ISA, "proxies").
 
 **Puts.** A rank ends a call only after it has received all puts to it. So each put has read its source.
@@ -56,12 +56,12 @@ from overlap_gemm.device.traced import Address, Scalar
 from overlap_gemm.exchange.arguments import Exchange
 from overlap_gemm.exchange.geometry import (
     CLAIM_OFFSET,
-    COMING_OFFSET,
     CONTROL_BYTES,
     ENTERED_OFFSET,
     EPOCH_OFFSET,
     FLAG_BYTES,
     MAX_WORLD,
+    NEXT_EPOCH_OFFSET,
     READ_OFFSET,
     TICKET_OFFSET,
 )
@@ -171,20 +171,20 @@ def enter(call: Call, op: cutlass.Constexpr) -> None:
 
 
 @cute.jit
-def begin_warp(call: Call, op: cutlass.Constexpr, transport: cutlass.Constexpr, announces: Any) -> None:
-    """Registers the launch, and signals the entry if ``announces``; all lanes of a CTA's comm warp.
+def begin_warp(call: Call, op: cutlass.Constexpr, transport: cutlass.Constexpr, signals_entry: Any) -> None:
+    """Registers the launch, and signals the entry if ``signals_entry``; all lanes of a CTA's comm warp.
 
-    The warp does this before all else. One warp of the grid has ``announces``.
+    The warp does this before all else. One warp of the grid has ``signals_entry``.
     """
     if cute.arch.lane_idx() == 0:
         enter(call, op)
     cute.arch.sync_warp()
-    if announces:
-        announce(call, transport)
+    if signals_entry:
+        signal_entry(call, transport)
 
 
 @cute.jit
-def announce(call: Call, transport: cutlass.Constexpr) -> None:
+def signal_entry(call: Call, transport: cutlass.Constexpr) -> None:
     """Releases this rank's entry signal in every peer's workspace; all lanes of one warp of the grid.
 
     `await_entry` of a peer acquires it. It releases all accesses of this rank's earlier calls.
@@ -219,7 +219,7 @@ def await_peers(call: Call, op: cutlass.Constexpr) -> None:
 
 
 @cute.jit
-def announce_read(call: Call, transport: cutlass.Constexpr) -> None:
+def signal_read(call: Call, transport: cutlass.Constexpr) -> None:
     """Releases a flag at every peer: this rank has read all gathered shards; all lanes of one warp.
 
     `await_readers` of a peer acquires it.
@@ -232,7 +232,7 @@ def announce_read(call: Call, transport: cutlass.Constexpr) -> None:
 
 @cute.jit
 def await_readers(call: Call, op: cutlass.Constexpr) -> None:
-    """Waits until every peer has read all shards (acquires `announce_read`); all lanes of one warp."""
+    """Waits until every peer has read all shards (acquires `signal_read`); all lanes of one warp."""
     exchange = call.exchange
     for peer in cutlass.range(cute.arch.lane_idx(), exchange.world, 32, unroll=1):
         if peer != exchange.rank:
@@ -287,6 +287,6 @@ def finish(call: Call) -> None:
             cute.arch.store(ticket, Uint32(0))
             epoch = call.epoch
             cute.arch.store(global_pointer(Uint64, call.last, 8), epoch)
-            cute.arch.store(global_pointer(Uint64, call.base + COMING_OFFSET, 8), epoch + 1)
+            cute.arch.store(global_pointer(Uint64, call.base + NEXT_EPOCH_OFFSET, 8), epoch + 1)
             word = global_pointer(Uint32, call.exchange.call_word, 4)
             cute.arch.store(word, Uint32(0), sem="relaxed", scope="gpu")

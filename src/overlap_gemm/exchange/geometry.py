@@ -42,7 +42,7 @@ EPOCH_OFFSET = 0
 RELAY_EPOCH_OFFSET = 8
 """``uint64``: epoch of the relay kernel's last finished call, as `EPOCH_OFFSET`."""
 
-COMING_OFFSET = 16
+NEXT_EPOCH_OFFSET = 16
 """``uint64``: epoch of the next call, at first 1. A copy engine, which cannot add, copies it as the flag that
 follows a shard."""
 

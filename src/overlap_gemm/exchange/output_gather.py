@@ -48,7 +48,7 @@ from overlap_gemm.exchange.send import BroadcastSender, GatherSender
 from overlap_gemm.exchange.tile_exchange import TileExchange
 from overlap_gemm.kernel.epilogue import Visits
 from overlap_gemm.kernel.plain_gemm import local_columns
-from overlap_gemm.kernel.surface import Output
+from overlap_gemm.kernel.protocols import Output
 from overlap_gemm.kernel.work import Share, Work
 from overlap_gemm.spec import GEMM_ALL_GATHER
 

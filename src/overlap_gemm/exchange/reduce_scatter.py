@@ -23,7 +23,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from overlap_gemm.config.orders import DealtShards
+from overlap_gemm.config.orders import InterleavedShards
 from overlap_gemm.device.traced import Scalar, Stages
 from overlap_gemm.exchange.arguments import Exchange
 from overlap_gemm.exchange.call import Call
@@ -31,7 +31,7 @@ from overlap_gemm.exchange.receive import Receiver
 from overlap_gemm.exchange.send import OwnerSender
 from overlap_gemm.exchange.sums import Sums
 from overlap_gemm.exchange.tile_exchange import PartialExchange
-from overlap_gemm.kernel.surface import Output
+from overlap_gemm.kernel.protocols import Output
 from overlap_gemm.kernel.work import Share, Work
 from overlap_gemm.spec import GEMM_REDUCE_SCATTER
 
@@ -48,9 +48,9 @@ class ReduceScatter(PartialExchange):
     code = GEMM_REDUCE_SCATTER.code
 
     @property
-    def order(self) -> DealtShards:
+    def order(self) -> InterleavedShards:
         """Returns the order of the tiles: owners in turn, the local tiles among the others."""
-        return DealtShards(self.config.raster_group)
+        return InterleavedShards(self.config.raster_group)
 
     @property
     def receive(self) -> Receiver:

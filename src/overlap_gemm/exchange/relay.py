@@ -73,34 +73,34 @@ class Relay:
             for each in puts:
                 self._put_all(call, op, each, warp)
         elif cute.arch.lane_idx() == 0:
-            self._pass_on(call, op)
+            self._forward(call, op)
         cute.arch.sync_threads()  # all warps have read the epoch
         if warp == 0 and cute.arch.lane_idx() == 0:
             # Puts may still be in flight: `transports.nvshmem` defines when their source is used again.
             cute.arch.store(global_pointer(Uint64, call.last, 8), call.epoch)
 
     @cute.jit
-    def _pass_on(self, call: Call, op: Int32) -> None:
+    def _forward(self, call: Call, op: Int32) -> None:
         """Forwards the GEMM's signals of entry and of reading to the ranks without P2P access."""
         rank = call.exchange.rank
         site = FailureSite(rank, op, int(Role.RELAY_STAGED), 0, rank, rank)
-        if self._has_far_peers(call) != 0:
+        if self._needs_relay(call) != 0:
             wait_identity(call.base + call.entered(rank), call.identity, call.bound, site)
-            self._tell(call, call.entered(rank), call.identity)
+            self._signal_remote(call, call.entered(rank), call.identity)
             if op == ALL_GATHER_GEMM.code:
                 wait_flag(call.base + call.has_read(rank), call.epoch, call.bound, site)
-                self._tell(call, call.has_read(rank), call.epoch)
+                self._signal_remote(call, call.has_read(rank), call.epoch)
 
     @cute.jit
-    def _has_far_peers(self, call: Call) -> Int32:
-        has_far_peer = Int32(0)
+    def _needs_relay(self, call: Call) -> Int32:
+        needs_relay = Int32(0)
         for peer in cutlass.range(call.exchange.world, unroll=1):
             if call.exchange.peers[peer] < 0:
-                has_far_peer = Int32(1)
-        return has_far_peer
+                needs_relay = Int32(1)
+        return needs_relay
 
     @cute.jit
-    def _tell(self, call: Call, offset: Int64, word: Uint64) -> None:
+    def _signal_remote(self, call: Call, offset: Int64, word: Uint64) -> None:
         """Signals to every rank without P2P access."""
         exchange = call.exchange
         for peer in cutlass.range(exchange.world, unroll=1):

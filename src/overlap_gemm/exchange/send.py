@@ -16,8 +16,8 @@ from overlap_gemm.device.traced import Scalar, Stages
 from overlap_gemm.exchange.call import Call, await_peers, begin_warp
 from overlap_gemm.exchange.geometry import FLAG_BYTES, SLOT_BUFFERS, staged_flags_offset
 from overlap_gemm.kernel.plain_gemm import store_subtile
+from overlap_gemm.kernel.protocols import Output
 from overlap_gemm.kernel.stages import has_empty_subtiles
-from overlap_gemm.kernel.surface import Output
 from overlap_gemm.kernel.work import CtaTile, Work, cta_number
 from overlap_gemm.spec.sharding import ceil_div
 from overlap_gemm.transports.interface import Transport

@@ -14,14 +14,14 @@ from overlap_gemm.exchange.call import Call, end_warp
 from overlap_gemm.exchange.receive import Receiver
 from overlap_gemm.exchange.send import send_role
 from overlap_gemm.kernel.epilogue import Visits
-from overlap_gemm.kernel.surface import Order, Output
+from overlap_gemm.kernel.protocols import Order, Output
 from overlap_gemm.kernel.work import Share, Work
 from overlap_gemm.transports.interface import Transport
 
 
 @dataclass(frozen=True)
 class TileExchange(ABC):
-    """An op (`surface.KernelOp`) whose tiles are sent to peers, and whose A is complete.
+    """An op (`protocols.KernelOp`) whose tiles are sent to peers, and whose A is complete.
 
     Attributes:
         config: The kernel's configuration.
@@ -54,7 +54,7 @@ class TileExchange(ABC):
 
     @abstractmethod
     def share(self, exchange: Any, rows: Scalar, cols: Scalar, out: Any) -> Share:
-        """Returns this rank's share of the product; see `surface.KernelOp.share`."""
+        """Returns this rank's share of the product; see `protocols.KernelOp.share`."""
 
     @final
     def more_sources(self, mainloop: Any, exchange: Any) -> None:

@@ -33,7 +33,7 @@ the host, and in a captured graph for all its replays, while the parity is the d
 2. Its copies and puts of call ``e + 1`` begin after its call ``e``.
 3. So does the overwriting of a put's source: a peer that has read has received all of it.
 
-The flags' values are copied from the word `COMING_OFFSET`, which is stored at the end of a call. That is
+The flags' values are copied from the word `NEXT_EPOCH_OFFSET`, which is stored at the end of a call. That is
 after every peer's "has read", which is after the arrival of this rank's flags, and so after their copies.
 
 **Scales** of A are after all rows of their shard, under its flag. They have a separate source: no copy sends
@@ -54,7 +54,7 @@ from typing import Any, NamedTuple, cast
 import cutlass
 from cutlass import Int32, Int64, cute, pipeline
 
-from overlap_gemm.config.orders import OwnShardFirst, TilePlace
+from overlap_gemm.config.orders import LocalShardFirst, TilePlace
 from overlap_gemm.device.memory import global_pointer, order_async_writes
 from overlap_gemm.device.traced import Extras, Scalar, Stages
 from overlap_gemm.exchange.call import Call, await_peers, await_readers, begin_warp, end_warp
@@ -121,9 +121,9 @@ class AllGather(OutputOp):
     has_chunks = False
 
     @property
-    def order(self) -> OwnShardFirst:
+    def order(self) -> LocalShardFirst:
         """Returns the order of the tiles: full shards in the order of their arrival."""
-        return OwnShardFirst(self.config.raster_group)
+        return LocalShardFirst(self.config.raster_group)
 
     @property
     def gate(self) -> Any:

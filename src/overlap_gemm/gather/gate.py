@@ -28,12 +28,12 @@ from cutlass import Int32, cute
 from overlap_gemm.exchange.arguments import Exchange
 from overlap_gemm.exchange.call import (
     Call,
-    announce_read,
     await_entry,
     await_peers,
     await_readers,
     begin_warp,
     finish,
+    signal_read,
 )
 from overlap_gemm.gather.gathering import await_piece
 from overlap_gemm.spec import ALL_GATHER_GEMM
@@ -67,7 +67,7 @@ class GateKernel:
                 await_entry(call, ALL_GATHER_GEMM.code, source)
                 await_piece(call, source, 0)
         else:
-            announce_read(call, self.transport)
+            signal_read(call, self.transport)
             await_peers(call, ALL_GATHER_GEMM.code)
             await_readers(call, ALL_GATHER_GEMM.code)
             cute.arch.sync_warp()

@@ -20,9 +20,9 @@ from overlap_gemm.device.traced import Address, Extras, Scalar
 from overlap_gemm.exchange.arguments import Exchange
 from overlap_gemm.exchange.call import (
     Call,
-    announce_read,
     await_entry,
     count_grid,
+    signal_read,
 )
 from overlap_gemm.exchange.geometry import (
     READERS_OFFSET,
@@ -173,7 +173,7 @@ def has_read(call: GatherCall, transport: cutlass.Constexpr, warps: cutlass.Cons
     nothing is in flight to this rank.
     """
     if count_grid(call.call, READERS_OFFSET, warps) != 0:
-        announce_read(call.call, transport)
+        signal_read(call.call, transport)
 
 
 @dataclass(frozen=True)

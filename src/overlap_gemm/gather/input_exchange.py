@@ -46,7 +46,7 @@ from overlap_gemm.kernel.loads import load_k_tiles
 from overlap_gemm.kernel.operand_views import OperandViews
 from overlap_gemm.kernel.plain_gemm import OutputSender
 from overlap_gemm.kernel.product import OutputOp
-from overlap_gemm.kernel.surface import Output
+from overlap_gemm.kernel.protocols import Output
 from overlap_gemm.kernel.work import Share, Work
 from overlap_gemm.spec import ALL_TO_ALL_GEMM
 from overlap_gemm.spec.sharding import ceil_div

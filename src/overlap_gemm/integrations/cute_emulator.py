@@ -26,7 +26,7 @@ SECOND_STREAM = 1 << 16
 
 per_process("overlap_gemm.backends.peer_access", _known=dict)
 per_process("overlap_gemm.runtime.bootstrap", _world=lambda: None, _owns_process_group=bool)
-per_process("overlap_gemm.runtime.group", _known=dict, _known_by_id=dict, _is_alone=bool)
+per_process("overlap_gemm.runtime.group", _groups=dict, _groups_by_id=dict, _is_single_process=bool)
 per_process("overlap_gemm.runtime.peers", _lock=threading.Lock, _peers=dict, orphaned=list)
 
 

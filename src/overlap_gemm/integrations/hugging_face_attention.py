@@ -27,7 +27,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from ..dispatch.head_shards import attention_heads
-from ..dispatch.moves import all_gather_rows
+from ..dispatch.shard_ops import all_gather_rows
 from ..nn.head_exchange import gather_heads, scatter_heads
 from ..runtime import agree
 from ..runtime.group import Group, GroupLike, group_name, resolve

@@ -33,8 +33,8 @@ import cutlass
 from cutlass import Int32, cute
 
 from overlap_gemm.kernel.loads import load_first_weights
+from overlap_gemm.kernel.protocols import KernelOp, Mainloop
 from overlap_gemm.kernel.split import num_early
-from overlap_gemm.kernel.surface import KernelOp, Mainloop
 from overlap_gemm.kernel.work import Work
 
 
@@ -49,13 +49,13 @@ def load_weights_early(mainloop: Mainloop, op: KernelOp, res: Any, ops: Any, wor
         load_first_weights(res.ab, mainloop.load_state(), b, first, num_early(mainloop.config, ops.b))
 
 
-def wait_for_kernel_before(config: cutlass.Constexpr) -> None:
+def wait_for_prerequisite(config: cutlass.Constexpr) -> None:
     """Waits until the preceding kernel has ended; every thread, before it reads or writes anything."""
     if config.is_dependent:
         cute.arch.griddepcontrol_wait()
 
 
-def let_next_kernel_go(config: cutlass.Constexpr) -> None:
+def launch_dependents(config: cutlass.Constexpr) -> None:
     """Permits the launch of the next kernel; a thread of each CTA, after its wait."""
     if config.is_dependent:
         cute.arch.griddepcontrol_launch_dependents()

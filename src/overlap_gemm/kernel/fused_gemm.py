@@ -16,16 +16,16 @@ from overlap_gemm.config.gemm_config import GemmConfig
 from overlap_gemm.config.rules import CONTROL_WORDS
 from overlap_gemm.device.traced import Extras, Stages
 from overlap_gemm.kernel.dependent_launch import (
-    let_next_kernel_go,
+    launch_dependents,
     load_weights_early,
-    wait_for_kernel_before,
+    wait_for_prerequisite,
 )
 from overlap_gemm.kernel.operand_views import OperandViews, interleaved
+from overlap_gemm.kernel.protocols import KernelOp, Mainloop
 from overlap_gemm.kernel.roles import epilogue_role, load_role
 from overlap_gemm.kernel.shared_words import Tally, smem_peer_table
 from overlap_gemm.kernel.split import end_together, sent_of
 from overlap_gemm.kernel.stages import allocate_stages
-from overlap_gemm.kernel.surface import KernelOp, Mainloop
 from overlap_gemm.kernel.work import plan_work
 from overlap_gemm.pipelines import EpilogueRing
 
@@ -103,7 +103,7 @@ class FusedGemm:
         smem = memory.SmemAllocator()
         peer_table, call = smem_peer_table(smem), None
         if cutlass.const_expr(not cfg.loads_weights_early):
-            wait_for_kernel_before(cfg)
+            wait_for_prerequisite(cfg)
             call = op.begin(exchange, peer_table)
         res, ring, stages, tally = self._set_up(ops, smem)
         receive: Any = op.receive
@@ -117,7 +117,7 @@ class FusedGemm:
         if cutlass.const_expr(cfg.loads_weights_early):
             if warp == mainloop.load_warp:
                 load_weights_early(mainloop, op, res, ops, work)
-            wait_for_kernel_before(cfg)
+            wait_for_prerequisite(cfg)
             call = op.begin(exchange, peer_table)
             cute.arch.sync_threads()
         sent = sent_of(cfg, work)
@@ -131,7 +131,7 @@ class FusedGemm:
                 if warp == private_warp:
                     role(res, ops, work)
             if warp == mainloop.comm_warp:
-                let_next_kernel_go(cfg)
+                launch_dependents(cfg)
                 op.comm_role(ring, stages, sent, call, output)
                 if cutlass.const_expr(self._is_counted):
                     op.end(call, tally, self._ending_warps)

@@ -13,7 +13,7 @@ from overlap_gemm.config.gemm_config import GemmConfig
 from overlap_gemm.device.memory import CHUNK_BYTES
 from overlap_gemm.device.traced import Scalar, Stages
 from overlap_gemm.kernel.product import OutputOp, output_store
-from overlap_gemm.kernel.surface import Output
+from overlap_gemm.kernel.protocols import Output
 from overlap_gemm.kernel.work import CtaTile, Share, Work
 
 

@@ -11,13 +11,13 @@ from cutlass.cute.nvgpu import cpasync
 from overlap_gemm.config.gemm_config import GemmConfig
 from overlap_gemm.config.orders import LinearOrder
 from overlap_gemm.kernel.epilogue import Visits
+from overlap_gemm.kernel.protocols import Output
 from overlap_gemm.kernel.stages import stage_layout
-from overlap_gemm.kernel.surface import Output
 
 
 @dataclass(frozen=True)
 class OutputOp:
-    """Op (`surface.KernelOp`) whose ring stages are stored to the output by TMA.
+    """Op (`protocols.KernelOp`) whose ring stages are stored to the output by TMA.
 
     Attributes:
         config: The kernel's configuration.

@@ -16,8 +16,8 @@ from cutlass import Int32, cute, pipeline
 from overlap_gemm.device.registers import rematerialize
 from overlap_gemm.device.traced import Extras, Scalar, Stages
 from overlap_gemm.kernel.loads import load_k_tiles
+from overlap_gemm.kernel.protocols import KernelOp, Mainloop
 from overlap_gemm.kernel.split import num_early
-from overlap_gemm.kernel.surface import KernelOp, Mainloop
 from overlap_gemm.kernel.work import CtaTile, Work
 
 
@@ -130,7 +130,7 @@ class SubtileWriter:
         cfg = self.mainloop.config
         row = self.row + subtile // cfg.epi_columns * cfg.epi_tile[0]
         column = self.column + subtile % cfg.epi_columns * cfg.epi_tile[1]
-        self.op.visits.on_fragment(fragment, self._own, row, column, self.extras)
+        self.op.visits.on_fragment(fragment, self._partition, row, column, self.extras)
 
     def joined(self, fragments: Sequence[Any], subtile: Scalar) -> Any:
         """Returns a subtile of the output, from a visited subtile of the product, or from a pair of them."""
@@ -140,7 +140,7 @@ class SubtileWriter:
         row = self.row + subtile // cfg.epi_columns * cfg.epi_tile[0]
         column = (self.column + subtile % cfg.epi_columns * cfg.epi_tile[1]) // cfg.subtile_step
         first, second = fragments
-        self.op.visits.on_pair(first, second, self._own, row, column, self.extras, self.ops.is_swapped)
+        self.op.visits.on_pair(first, second, self._partition, row, column, self.extras, self.ops.is_swapped)
         return first
 
     @cute.jit
@@ -155,5 +155,5 @@ class SubtileWriter:
         state.advance()
         return state
 
-    def _own(self, subtile: Scalar) -> Any:
+    def _partition(self, subtile: Scalar) -> Any:
         return self.mainloop.fragment_part(self.res, self.ops, self.thread, subtile)

@@ -16,7 +16,7 @@ from overlap_gemm.kernel.operand_views import OperandViews
 
 @dataclass(frozen=True)
 class LoadedMainloop:
-    """Base of the mainloops (`surface.Mainloop`): one warp loads A and B by TMA into the stages of ``ab``.
+    """Base of the mainloops (`protocols.Mainloop`): one warp loads A and B by TMA into the stages of ``ab``.
 
     Attributes:
         config: The kernel's configuration.

@@ -16,7 +16,7 @@ from ..api.linears import (
     check_options,
 )
 from ..backends.op_call import BackendName
-from ..dispatch import moves
+from ..dispatch import shard_ops
 from ..dispatch.head_shards import attention_heads
 from ..runtime.group import GroupLike, group_name, group_size
 from ..spec.promises import Invariant, Partials, Promises
@@ -155,7 +155,7 @@ class UlyssesAttention(nn.Module):
                 raise TypeError(f"UlyssesAttention: {name} must have no hooks and no other forward: {layer}")
         projections = self.q_proj, self.k_proj, self.v_proj
         if self.tp_group is not None:
-            x = moves.for_each_rank(x, self.tp_group)
+            x = shard_ops.for_each_rank(x, self.tp_group)
         how: dict[str, Any] = {"dim": self.sequence_dim, **self.op_keywords}
         projected = gemm_all_to_all(
             x,
@@ -179,8 +179,10 @@ class UlyssesAttention(nn.Module):
         operands = out.flatten(2), self.o_proj.weight
         if self.tp_group is None:
             return all_to_all_gemm(*operands, bias=bias, heads=self.heads[0], **how)  # type: ignore[no-any-return]
-        total = moves.sum_over_ranks(all_to_all_gemm(*operands, heads=self.heads[0], **how), self.tp_group)
-        return total if bias is None else total + moves.for_each_rank(bias, self.group)  # type: ignore[no-any-return]
+        total = shard_ops.sum_over_ranks(
+            all_to_all_gemm(*operands, heads=self.heads[0], **how), self.tp_group
+        )
+        return total if bias is None else total + shard_ops.for_each_rank(bias, self.group)  # type: ignore[no-any-return]
 
     def extra_repr(self) -> str:
         """Returns the arguments for `print(module)`."""

@@ -28,7 +28,7 @@ from ..api.norms import (
     warn_unmarked_parameters,
 )
 from ..backends.op_call import BackendName
-from ..dispatch import moves
+from ..dispatch import shard_ops
 from ..runtime.group import GroupLike
 from ..spec import ALL_GATHER_GEMM, GEMM_ALL_GATHER, GEMM_ALL_REDUCE, GEMM_REDUCE_SCATTER
 from ..spec.promises import Invariant, Partials
@@ -192,7 +192,7 @@ class RowParallelLinear(ShardedLinear):
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor | None]:
         """Multiplies and sums, and adds a residual of the output's shape. The class describes the shapes."""
         if not self.input_is_parallel:
-            x = moves.keep_shard(x, x.ndim - 1, self.tp_group)
+            x = shard_ops.keep_shard(x, x.ndim - 1, self.tp_group)
         how: dict[str, Any] = {"bias": None if self.skip_bias_add else self.bias, "k": self.input_size}
         how |= {"dim": self.sequence_dim} if self.sequence_parallel else {}
         operands = x, self.weight, residual

@@ -146,7 +146,7 @@ def init(*, device: str | None = None, timeout: float | None = None) -> World:
             device_id=target if target.type == "cuda" else None,
         )
         _owns_process_group = True
-    clear_groups(alone=placement.launcher == "none")
+    clear_groups(single_process=placement.launcher == "none")
     _world = World(placement.rank, placement.size, placement.local_rank, target, placement.launcher)
     return _world
 
@@ -184,7 +184,7 @@ def finalize() -> None:
         # still hold a tensor of the last collective, and aborts the process if it releases the tensor while
         # Python shuts down. There is no signal for the release; it takes microseconds.
         time.sleep(GLOO_RELEASE_SECONDS)
-    clear_groups(alone=False)
+    clear_groups(single_process=False)
     _world, _owns_process_group = None, False
 
 

@@ -136,10 +136,10 @@ class CudaExecutor:
         """Yields the handle of torch's current stream, or of ``stream``."""
         if self.stream is None:
             return nullcontext(torch._C._cuda_getCurrentRawStream(self.device.index))
-        return self._on_own_stream(used)
+        return self._on_stream(used)
 
     @contextmanager
-    def _on_own_stream(self, used: Sequence[torch.Tensor | None]) -> Iterator[int]:
+    def _on_stream(self, used: Sequence[torch.Tensor | None]) -> Iterator[int]:
         assert self.stream is not None
         self.stream.wait_stream(torch.cuda.current_stream(self.device))  # the operands are computed on it
         for tensor in used:

@@ -111,11 +111,11 @@ LAUNCHERS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
 """Environment variables in which launchers store the number of processes."""
 
 _virtual: dict[str, Group] = {}
-_known: dict[str, Group] = {}
-_known_by_id: dict[int, Group] = {}
+_groups: dict[str, Group] = {}
+_groups_by_id: dict[int, Group] = {}
 """Groups by `id` of the process group. An id may be reused, so `find` verifies the object."""
 
-_is_alone = False
+_is_single_process = False
 
 _inherited: list["weakref.ref[dist.ProcessGroup]"] = []
 """Process groups of the parent when this process was forked; their threads run in the parent only."""
@@ -125,8 +125,8 @@ def _after_fork() -> None:
     """Clears the known groups in a forked child: they are the parent's."""
     if dist.is_available() and dist.is_initialized():
         _inherited[:] = [weakref.ref(group) for group in dist.distributed_c10d._world.pg_map]
-        _known.clear()
-        _known_by_id.clear()
+        _groups.clear()
+        _groups_by_id.clear()
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -198,9 +198,9 @@ def find(group: GroupLike) -> Group:
     if isinstance(group, str):
         return resolve(group)
     process_group = dist.GroupMember.WORLD if group is None else group
-    if process_group is None and LOCAL in _known:
-        return _known[LOCAL]
-    known = _known_by_id.get(id(process_group))
+    if process_group is None and LOCAL in _groups:
+        return _groups[LOCAL]
+    known = _groups_by_id.get(id(process_group))
     if known is not None and known._process_group is not None and known._process_group() is process_group:
         try:  # a destroyed group is no longer in torch's table, even if a reference remains
             if dist.distributed_c10d._resolve_process_group(known.name) is process_group:
@@ -209,7 +209,7 @@ def find(group: GroupLike) -> Group:
             pass
     resolved = resolve(group_name(group))
     if resolved.process_group is process_group:
-        _known_by_id[id(process_group)] = resolved
+        _groups_by_id[id(process_group)] = resolved
     elif isinstance(group, dist.ProcessGroup):
         raise RuntimeError(
             f"process group {resolved.name!r} has been destroyed, and another one has its name now"
@@ -228,11 +228,11 @@ def resolve(name: str) -> Group:
     """
     if name in _virtual:
         return _virtual[name]
-    known = _known.get(name)
+    known = _groups.get(name)
     if name == LOCAL:
         if known is None or dist.is_initialized():
-            _check_alone()
-        return known or _known.setdefault(LOCAL, Group(LOCAL, 0, 1))
+            _check_single_process()
+        return known or _groups.setdefault(LOCAL, Group(LOCAL, 0, 1))
     try:
         process_group = dist.distributed_c10d._resolve_process_group(name)
     except RuntimeError as error:
@@ -245,29 +245,29 @@ def resolve(name: str) -> Group:
         size = process_group.size()
         progress = Progress(is_shared=size > 1)
         known = Group(name, process_group.rank(), size, weakref.ref(process_group), progress=progress)
-        _known[name] = known
+        _groups[name] = known
     return known
 
 
 def known_progress() -> dict[str, Progress]:
     """Returns the counters of each group's calls, by group name."""
-    return {name: group.progress for name, group in (*_known.items(), *_virtual.items())}
+    return {name: group.progress for name, group in (*_groups.items(), *_virtual.items())}
 
 
-def clear_groups(alone: bool) -> None:
+def clear_groups(single_process: bool) -> None:
     """Clears the known groups when the world is joined or left.
 
     Args:
-        alone: True if `init` determined that this process is the full world, whatever its environment
-            contains.
+        single_process: True if `init` determined that this process is the full world, whatever its
+            environment contains.
     """
-    global _is_alone
-    _known.clear()
-    _known_by_id.clear()
-    _is_alone = alone
+    global _is_single_process
+    _groups.clear()
+    _groups_by_id.clear()
+    _is_single_process = single_process
 
 
-def _check_alone() -> None:
+def _check_single_process() -> None:
     """Raises unless a world of one is intended; otherwise sums would be wrong without an error."""
     if dist.is_initialized():
         if dist.get_world_size() > 1:
@@ -277,14 +277,14 @@ def _check_alone() -> None:
                 f"group=None for the world"
             )
         return
-    if lost := next((group for group in _known.values() if group.size > 1), None):
+    if lost := next((group for group in _groups.values() if group.size > 1), None):
         raise RuntimeError(
             f"the process group {lost.name!r} of {lost.size} ranks has been destroyed before finalize(): "
             f"call overlap_gemm.finalize(), then init() or init_process_group"
         )
     for variable in LAUNCHERS:
         count = os.environ.get(variable, "")
-        if not _is_alone and count.isdecimal() and int(count) > 1:
+        if not _is_single_process and count.isdecimal() and int(count) > 1:
             raise RuntimeError(
                 f"{variable}={count} processes were started, but this one has not joined the others: call "
                 f"overlap_gemm.init() first, and no ops after finalize()"

@@ -18,7 +18,7 @@ class PatternSpec:
             tile has an owner.
         to_all: Whether each tile or shard is sent to every rank; else to its owner.
         returns: Whether owners send sums to every rank.
-        kernel: ``module:class`` of the op's part of the kernel (`kernel.surface.KernelOp`).
+        kernel: ``module:class`` of the op's part of the kernel (`kernel.protocols.KernelOp`).
     """
 
     name: str

@@ -47,7 +47,7 @@ class Promises(NamedTuple):
         """Returns these promises, with fields that are None taken from ``others``."""
         return Promises(self.partials or others.partials, self.invariant or others.invariant)
 
-    def own_leaves(self, world: int) -> int:
+    def local_leaves(self, world: int) -> int:
         """Returns the number of leaves of a rank; 1 without a tree.
 
         Raises:

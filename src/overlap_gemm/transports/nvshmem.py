@@ -116,7 +116,7 @@ class Staged(_Puts):
         if peer < 0:
             address = route.staged
         units = Uint64(cutlass.max(num_bytes, 0) // STAGED_UNIT)
-        _tell(address, (epoch & EPOCH_MASK) | (units << EPOCH_BITS), fenced)
+        _store_flag(address, (epoch & EPOCH_MASK) | (units << EPOCH_BITS), fenced)
 
     @cute.jit
     def signal(self, peers: cute.Tensor, rank: Int32, peer: Int32, offset: Int64, value: Uint64) -> None:
@@ -148,7 +148,7 @@ class Nvshmem(_Puts):
 
         peer = route.peers[route.owner]
         if peer >= 0:
-            _tell(peer + route.flag, epoch, fenced)
+            _store_flag(peer + route.flag, epoch, fenced)
         elif num_bytes <= 0:
             self.signal(route.peers, route.rank, route.owner, route.flag, epoch)
         else:
@@ -187,7 +187,7 @@ class Nvshmem(_Puts):
 
 
 @cute.jit
-def _tell(address: Int64, word: Scalar, fenced: cutlass.Constexpr) -> None:
+def _store_flag(address: Int64, word: Scalar, fenced: cutlass.Constexpr) -> None:
     """Stores a flag: relaxed if ``fenced`` (the thread has executed a release fence), else by a release."""
     if cutlass.const_expr(fenced):
         raise_flag(address, word)

@@ -256,7 +256,7 @@ def promised(promises: Promises, op: OpSpec, world: int) -> Iterator[None]:
     if promises.has_wide_partials and op.sums:
         fields["slot_dtype"] = "f32"
     if promises.has_tree and op.sums:
-        fields["leaves"] = promises.own_leaves(world)
+        fields["leaves"] = promises.local_leaves(world)
     if promises.leaves:
         _check_promised(dict(before.fields), fields, promises)
     if fields:

@@ -15,14 +15,14 @@ import cutlass
 from cutlass import Int32, Int64, cute
 
 from overlap_gemm import OpSpec, PatternSpec, register
-from overlap_gemm.config.orders import DealtShards
+from overlap_gemm.config.orders import InterleavedShards
 from overlap_gemm.device.failure import Role
 from overlap_gemm.exchange.copies import CopiedUnit
 from overlap_gemm.exchange.receive import Receiver, Window, copy_unit, unit_exists
 from overlap_gemm.exchange.send import OwnerSender
 from overlap_gemm.exchange.tile_exchange import TileExchange
 from overlap_gemm.kernel.epilogue import Visits
-from overlap_gemm.kernel.surface import Output
+from overlap_gemm.kernel.protocols import Output
 from overlap_gemm.kernel.work import CtaTile, Share, TileShards, shard_tiles
 from overlap_gemm.spec.sharding import ceil_div, num_owners
 
@@ -47,9 +47,9 @@ class RowsToColumns(TileExchange):
     code = SPEC.code
 
     @property
-    def order(self) -> DealtShards:
+    def order(self) -> InterleavedShards:
         """Owners in turn."""
-        return DealtShards(self.config.raster_group)
+        return InterleavedShards(self.config.raster_group)
 
     @property
     def visits(self) -> Visits:

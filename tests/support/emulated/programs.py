@@ -18,10 +18,10 @@ from overlap_gemm.backends.fused import gather_plans as gather
 from overlap_gemm.backends.fused import plan_cache as plans
 from overlap_gemm.backends.fused.launch_plan import Plan
 from overlap_gemm.exchange.geometry import (
-    COMING_OFFSET,
     CONTROL_BYTES,
     ENTERED_OFFSET,
     EPOCH_OFFSET,
+    NEXT_EPOCH_OFFSET,
     READ_OFFSET,
     RELAY_EPOCH_OFFSET,
 )
@@ -198,7 +198,7 @@ def grow_old(held, epoch, left=lambda flag: False):
     words = held.memory.local[: held.size.zeroed].view(torch.int64)
     more = epoch - words[EPOCH_OFFSET // 8].item()
     assert words[EPOCH_OFFSET // 8] >= 2 and more % 2 == 0, "each parity has had a call"
-    for offset in (EPOCH_OFFSET, RELAY_EPOCH_OFFSET, COMING_OFFSET):
+    for offset in (EPOCH_OFFSET, RELAY_EPOCH_OFFSET, NEXT_EPOCH_OFFSET):
         words[offset // 8] += more * (words[offset // 8] != 0)
     entered = words[ENTERED_OFFSET // 8 : READ_OFFSET // 8]
     halves = (entered + more) & 0xFFFFFFFF | entered & ~0xFFFFFFFF

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...config.gemm_config import TILE_K_BYTES
 from ...config.visitors import Visitor
-from ...exchange.geometry import COMING_OFFSET, CONTROL_BYTES, FLAG_BYTES, ExchangeShape, chunk_rows
+from ...exchange.geometry import CONTROL_BYTES, FLAG_BYTES, NEXT_EPOCH_OFFSET, ExchangeShape, chunk_rows
 from ...runtime.executor import Executor
 from ...runtime.group import Group
 from ...runtime.identity import call_signature
@@ -53,7 +53,7 @@ class RowCopies:
 
     Attributes:
         places: (offset in x, address of the destination, bytes, address of the flag) of each chunk, in order.
-        coming: Local address of the value of the next flag (`geometry.COMING_OFFSET`), which is copied.
+        coming: Local address of the value of the next flag (`geometry.NEXT_EPOCH_OFFSET`), which is copied.
     """
 
     places: tuple[tuple[int, int, int, int], ...]
@@ -91,7 +91,7 @@ def copies_of(workspace: Workspace, shards: Shards, row_bytes: int, chunk: int) 
                 target = bases[peer] + slot + number * chunk * row_bytes
                 flag = bases[peer] + CONTROL_BYTES + FLAG_BYTES * (number * group.size + group.rank)
                 places.append((first * row_bytes, target, (last - first) * row_bytes, flag))
-    return RowCopies(tuple(places), workspace.memory.local.data_ptr() + COMING_OFFSET)
+    return RowCopies(tuple(places), workspace.memory.local.data_ptr() + NEXT_EPOCH_OFFSET)
 
 
 def signature_of(dtype: torch.dtype, row_bytes: int, shards: Shards, chunk: int) -> int:

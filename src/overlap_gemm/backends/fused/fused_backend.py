@@ -27,8 +27,8 @@ from ...tuning.settings import late_weights, promised, settings, within
 from ...tuning.space import constants, every_config
 from ..base import Problem
 from ..epilogues import (
-    own_columns,
     read_by_kernel,
+    slice_inputs,
     why_after,
     written_by_kernel,
     written_without_kernel,
@@ -270,8 +270,8 @@ class Fused:
         def run(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], *scales: Any) -> Any:
             outs = []
             for i, (one, weight) in enumerate(zip(runs, weights, strict=True)):
-                own_scales = (scales[0], scales[1][i]) if scales else ()
-                outs.append(one(x, weight, bias_of(biases, i), *own_scales))
+                weight_scales = (scales[0], scales[1][i]) if scales else ()
+                outs.append(one(x, weight, bias_of(biases, i), *weight_scales))
             return x, outs
 
         return run
@@ -416,7 +416,7 @@ class Fused:
         if visitor is not None:
             config = plan.products[0].config
             if op.gathers_output:  # the kernel computes the local columns; every rank stores all columns
-                inputs = own_columns(visitor, inputs, *shards.range(group.rank))
+                inputs = slice_inputs(visitor, inputs, *shards.range(group.rank))
             size = (len(x) if visitor.of == "partial" else written), len(weight)
             stored, outputs = written_by_kernel(visitor, config, plan.counts, x, *size)
             extras += (*read_by_kernel(visitor, inputs, *size), *stored)

@@ -80,7 +80,7 @@ def bind(
         def run_pair_as_planned(
             x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], inputs: Sequence[Tensor]
         ) -> tuple[Tensor, list[Tensor]]:
-            if has_place_off(x, *weights) or not is_weight_pair(*weights) or not of_pair.is_open:
+            if any_misaligned(x, *weights) or not is_weight_pair(*weights) or not of_pair.is_open:
                 return run_with_epilogue(x, weights, biases, inputs)
             out = x.new_empty(rows, columns[0])
             kept = x.new_empty(rows, depth) if keep else None
@@ -129,7 +129,7 @@ def planned(
     def run_as_planned(
         x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]
     ) -> tuple[Tensor, list[Tensor]]:
-        if has_place_off(x, *weights, *biases) or not plan.is_open:
+        if any_misaligned(x, *weights, *biases) or not plan.is_open:
             return run(x, weights, biases)
         outs = [x.new_empty(rows, n) for n in columns]
         kept = None if depth is None else x.new_empty(rows, depth)
@@ -178,7 +178,7 @@ def _bind_scaled(
         scales: Sequence[Tensor],
     ) -> tuple[Tensor, list[Tensor]]:
         extras = None
-        if plan.is_open and not has_place_off(x, *weights, *biases):
+        if plan.is_open and not any_misaligned(x, *weights, *biases):
             extras = read_with(scale_x, scales)
         if extras is None:
             return run(x, weights, biases, scale_x, scales)
@@ -192,7 +192,7 @@ def _bind_scaled(
     return run_as_planned
 
 
-def has_place_off(*tensors: Tensor) -> bool:
+def any_misaligned(*tensors: Tensor) -> bool:
     """Returns whether the address of a tensor is no multiple of 16 bytes, the unit of TMA."""
     addresses = 0
     for tensor in tensors:
@@ -280,8 +280,8 @@ def all_gather_gemm(
             kept = shard.new_empty(rows, shard.stride(0)) if keep else None
             plan = plan_for(group, x, shard.shape[1], operands, visitors, shards, keep, out_dtype, blocks)
             plan.launch(shard, operands, narrowed, extras, kept)
-    own_widths = [len(weight) // columns_of for weight in weights]
-    results = [first_columns(out, width, group) for out, width in zip(outs, own_widths, strict=True)]
+    local_widths = [len(weight) // columns_of for weight in weights]
+    results = [first_columns(out, width, group) for out, width in zip(outs, local_widths, strict=True)]
     return x if kept is None else first_columns(kept, depth, group), results
 
 

@@ -4,7 +4,7 @@ A shard is sent in one of three ways, chosen when the plan is made:
 
 - Warps of the kernel store it (``push``), if it is smaller than `Machine.copy_bytes` or if configured.
 - Copy engines copy it on a second stream, then its flag, in the order in which peers read shards
-  (`config.orders.OwnShardFirst`). Nothing else runs there: a kernel would find no free SM.
+  (`config.orders.LocalShardFirst`). Nothing else runs there: a kernel would find no free SM.
 - A relay kernel puts it to all peers (`exchange.relay`), if some peer is not P2P-accessible or if configured.
   The shard is first copied to the local gather buffer, since NVSHMEM puts from symmetric memory only.
 
@@ -22,9 +22,9 @@ from torch import Tensor
 from ...config.scale_blocks import Blocks
 from ...config.visitors import Visitor
 from ...exchange.geometry import (
-    COMING_OFFSET,
     CONTROL_BYTES,
     FLAG_BYTES,
+    NEXT_EPOCH_OFFSET,
     SCALE_BYTES,
     shard_puts,
 )
@@ -45,7 +45,7 @@ from ..scales.tma_operands import (
     padded,
 )
 from .compiled import compiled_gate, compiled_gather, compiled_relay
-from .launch_plan import Copies, OwnShard, Plan, Product, RelayKernel, SideStreamWork, Weight
+from .launch_plan import Copies, LocalShard, Plan, Product, RelayKernel, SideStreamWork, Weight
 from .plan_cache import (
     both,
     exchange_arguments,
@@ -124,15 +124,15 @@ def _make_plan(
     row_bytes, after = depth * dtype.itemsize, 0
     if out_dtype is not None:
         row_bytes, after = shard_bytes(chunk, depth, blocks)
-    own_rows = shards.size(group.rank)
-    nbytes, full = own_rows * row_bytes, chunk * row_bytes + after
-    own_shard, scales_sent = OwnShard(nbytes), None
+    local_rows = shards.size(group.rank)
+    nbytes, full = local_rows * row_bytes, chunk * row_bytes + after
+    local_shard, scales_sent = LocalShard(nbytes), None
     if out_dtype is not None:
-        own_bytes = 0
-        if own_rows:
-            own_bytes = num_bytes(blocks, chunk, depth) if blocks else padded(own_rows, 4) * SCALE_BYTES
-        own_shard = OwnShard(nbytes, own_bytes, chunk * row_bytes)
-        scales_sent = ShardScales(0, own_bytes, after)
+        local_bytes = 0
+        if local_rows:
+            local_bytes = num_bytes(blocks, chunk, depth) if blocks else padded(local_rows, 4) * SCALE_BYTES
+        local_shard = LocalShard(nbytes, local_bytes, chunk * row_bytes)
+        scales_sent = ShardScales(0, local_bytes, after)
     workspace, transport = obtain_transport(
         peers, requested_transport(requested), lambda host: host.shards_class(group.size * full)
     )
@@ -186,9 +186,9 @@ def _make_plan(
         put = full if after and nbytes else nbytes
         lists = both(shard_puts(group.rank, group.size, full, put))
         place = memory.local.data_ptr() + size.zeroed + group.rank * full
-        side_work = RelayKernel(relay, ALL_GATHER_GEMM.name, lists, place, own_shard if nbytes else None)
+        side_work = RelayKernel(relay, ALL_GATHER_GEMM.name, lists, place, local_shard if nbytes else None)
     elif nbytes and not push:
-        side_work = copies_of(workspace, full, own_shard)
+        side_work = copies_of(workspace, full, local_shard)
     signature = signature_of(dtype, row_bytes, shards, after, blocks)
     (pattern,) = patterns_of(ALL_GATHER_GEMM.name)
     return Plan(
@@ -250,7 +250,7 @@ def signature_of(
     return call_signature("gather", **facts, dtype=dtype)
 
 
-def copies_of(workspace: Workspace, full: int, shard: OwnShard) -> Copies:
+def copies_of(workspace: Workspace, full: int, shard: LocalShard) -> Copies:
     """Returns the copies of the local shard and its flag to each peer.
 
     The peer that reads this shard first comes first: rank - 1, rank - 2, ... A shard without rows is not
@@ -265,4 +265,4 @@ def copies_of(workspace: Workspace, full: int, shard: OwnShard) -> Copies:
     offset, flag = workspace.size.zeroed + group.rank * full, CONTROL_BYTES + FLAG_BYTES * group.rank
     order = [(group.rank - i) % group.size for i in range(1, group.size)] if shard.row_bytes else []
     places = tuple((bases[peer] + offset, bases[peer] + flag) for peer in order)
-    return Copies(places, workspace.memory.local.data_ptr() + COMING_OFFSET, shard)
+    return Copies(places, workspace.memory.local.data_ptr() + NEXT_EPOCH_OFFSET, shard)

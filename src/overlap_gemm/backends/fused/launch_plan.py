@@ -64,7 +64,7 @@ class SideStreamWork(Protocol):
         """
 
 
-class OwnShard(NamedTuple):
+class LocalShard(NamedTuple):
     """Layout of the local shard of a gathered operand, for copies to a gather buffer.
 
     Attributes:
@@ -101,13 +101,13 @@ class Copies:
 
     Attributes:
         places: Addresses of the shard and its flag at each peer; the peer that reads it first comes first.
-        coming: Local address of the value of the next flag (`geometry.COMING_OFFSET`), which is copied.
+        coming: Local address of the value of the next flag (`geometry.NEXT_EPOCH_OFFSET`), which is copied.
         shard: Layout of the local shard.
     """
 
     places: tuple[tuple[int, int], ...]
     coming: int
-    shard: OwnShard
+    shard: LocalShard
 
     def stage(self, executor: Executor, second: int, addresses: tuple[int, int]) -> None:
         """Does nothing: the copies read x of the caller."""
@@ -136,7 +136,7 @@ class RelayKernel:
     op: str
     puts: tuple[Puts, ...]
     place: int = 0
-    shard: OwnShard | None = None
+    shard: LocalShard | None = None
 
     def stage(self, executor: Executor, second: int, addresses: tuple[int, int]) -> None:
         """Queues the copy of the local shard to `place`, if there is a shard; see `SideStreamWork.stage`."""

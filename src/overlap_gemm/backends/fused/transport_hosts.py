@@ -15,8 +15,8 @@ from torch import Tensor
 from ...config.arch import arch_of
 from ...config.gemm_config import GemmConfig
 from ...exchange.geometry import (
-    COMING_OFFSET,
     MAX_WORLD,
+    NEXT_EPOCH_OFFSET,
     SHARD_PIECES,
     SLOT_BUFFERS,
     STAGING_BUFFERS,
@@ -80,7 +80,7 @@ class TransportHost:
     def shards_class(self, nbytes: int) -> SizeClass:
         """Returns the size class of a call that sends x: one gather buffer of at least `nbytes` bytes."""
         buffer, flags = power_of_two(max(nbytes, SMALLEST_BUFFER)), slots_offset(SHARD_PIECES * MAX_WORLD)
-        return SizeClass(flags, buffer, 1, 0, f"gather {self.kind}".strip(), COMING_OFFSET)
+        return SizeClass(flags, buffer, 1, 0, f"gather {self.kind}".strip(), NEXT_EPOCH_OFFSET)
 
 
 STORES = TransportHost("peer_bulk", staging=STAGING_BUFFERS)

@@ -202,8 +202,8 @@ class Scaled(NamedTuple):
             if self.blocks is None:
                 scale_w = torch.cat([aligned_vector(scale_w, len(weight.values)), scale_w.new_zeros(short)])
         fast = bool(dict(settings().fields).get("fast_accum", False))
-        scales = as_torch_has_them(self.values, values, self.scale, scale_w, self.blocks)
-        return torchs_product(self.values, values, scales, self.out_dtype, fast)
+        scales = torch_layout(self.values, values, self.scale, scale_w, self.blocks)
+        return scaled_mm_by_torch(self.values, values, scales, self.out_dtype, fast)
 
 
 def along_rows(scale: Tensor) -> Tensor:
@@ -216,10 +216,10 @@ def along_rows(scale: Tensor) -> Tensor:
     return (F.pad(by_block, (0, short)) if short else by_block.contiguous()).t()
 
 
-def as_torch_has_them(
+def torch_layout(
     x: Tensor, weight: Tensor, scale_x: Tensor, scale_w: Tensor, blocks: Blocks | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Returns the scales of x `[M, K]` and of a weight `[N, K]` as `torchs_product` takes them.
+    """Returns the scales of x `[M, K]` and of a weight `[N, K]` as `scaled_mm_by_torch` takes them.
 
     - rows: `[M, 1]` and `[1, N]`, or no dimensions if both have one element; inputs are vectors or columns
     - blocks of 128: `[4 * ceil(M / 4), ceil(K / 128)]` and `[4 * ceil(K / 512), ceil(N / 128)]`, both with
@@ -238,7 +238,7 @@ def as_torch_has_them(
     )
 
 
-def torchs_product(
+def scaled_mm_by_torch(
     x: Tensor, weight: Tensor, scales: tuple[Tensor, Tensor], out_dtype: torch.dtype, fast: bool = False
 ) -> Tensor:
     """Returns the product `[M, N]` by `torch._scaled_mm`; for scales of blocks by `F.scaled_mm`.
@@ -248,7 +248,7 @@ def torchs_product(
     Args:
         x: `[M, K]`, contiguous.
         weight: `[N, K]`, contiguous.
-        scales: Scales of x and weight from `as_torch_has_them`.
+        scales: Scales of x and weight from `torch_layout`.
         out_dtype: Dtype of the product.
         fast: torch's `use_fast_accum`.
     """
@@ -320,7 +320,7 @@ def with_scales(
 
 
 def why_no_scaled_mm(problem: Problem) -> str | None:
-    """Returns the reason `torchs_product` does not support a problem with scales; None if it does."""
+    """Returns the reason `scaled_mm_by_torch` does not support a problem with scales; None if it does."""
     assert problem.weight_dtype is not None and problem.out_dtype is not None
     types = problem.dtype, problem.weight_dtype, problem.out_dtype
     return why_no_product(problem.device_type, *types, problem.blocks)
@@ -334,7 +334,7 @@ def why_no_product(
     out_dtype: torch.dtype,
     blocks: Blocks | None = None,
 ) -> str | None:
-    """Returns the reason `torchs_product` does not support these dtypes; None if it does.
+    """Returns the reason `scaled_mm_by_torch` does not support these dtypes; None if it does.
 
     Cached by the arguments, for the process. On CUDA the reason follows from rules for the current device,
     since a trial would disturb a capture. On other devices a small product is tried.
@@ -369,7 +369,7 @@ def why_no_product(
     try:
         a, b = (torch.zeros(DEPTH, depth).to(dtype) for dtype in (x_dtype, weight_dtype))
         scales = unit_scales((DEPTH, depth), (DEPTH, depth), blocks, a.device)
-        torchs_product(a, b, as_torch_has_them(a, b, *scales, blocks), out_dtype)
+        scaled_mm_by_torch(a, b, torch_layout(a, b, *scales, blocks), out_dtype)
     except (RuntimeError, NotImplementedError, ValueError) as error:
         return f"this torch's {name} says on {device}: {str(error).splitlines()[0]}"
     return None

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from ...dispatch.moves import for_each_rank, keep_shard, sum_over_ranks
+from ...dispatch.shard_ops import for_each_rank, keep_shard, sum_over_ranks
 from ..assignment import PAIRED, expert_shapes, features_dim
 from .layouts import as_output
 from .parts import SEQUENCE_DIM, LengthFor, Localized, gather_sequence

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ...dispatch.moves import for_each_rank, sum_over_ranks
+from ...dispatch.shard_ops import for_each_rank, sum_over_ranks
 from ...runtime.group import group_name, group_rank, group_size
 from .kept_linears import KeptLinear
 from .layouts import local

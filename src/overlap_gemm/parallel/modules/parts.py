@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ...api.functional import Length
 from ...dispatch.lowering import total_extent
-from ...dispatch.moves import for_each_rank, join_shards, keep_shard, sum_over_ranks
+from ...dispatch.shard_ops import for_each_rank, join_shards, keep_shard, sum_over_ranks
 from ...runtime.group import group_rank, group_size
 from ...spec.sharding import Shards
 from ..inputs import same_inputs

@@ -35,12 +35,12 @@ DEFAULT_SECONDS = 60.0
 
 
 @dataclass
-class Known:
+class GroupMeasurements:
     """Measurements of a group, the same on all its ranks.
 
     Attributes:
         under: Conditions on which the times depend (GPU, driver, versions), those of rank 0.
-        policy: Policy of the environment or of `asking`; None if there is none.
+        policy: Policy of the environment or of `with_policy`; None if there is none.
         seconds: Limit in seconds for compiling and starting the candidates of a kind; 0: no limit.
         kinds: Measurement by `Problem.kind`. None means that calls of the kind already run by the time
             model's choice, which does not change while the group exists.
@@ -54,7 +54,7 @@ class Known:
     refused: frozenset[tuple[str, str]] = frozenset()
 
     @contextmanager
-    def asking(self, policy: Policy | None) -> Iterator[None]:
+    def with_policy(self, policy: Policy | None) -> Iterator[None]:
         """Sets the policy within the block, on every rank; None changes nothing."""
         before = self.policy
         self.policy = policy or before
@@ -64,7 +64,7 @@ class Known:
             self.policy = before
 
 
-def may_know(requested: str, group: Group) -> bool:
+def uses_measurements(requested: str, group: Group) -> bool:
     """Returns whether measurements may determine the calls of a group.
 
     They may if `requested` leaves a choice of backend or of fused kernel, and the settings (`configured`)
@@ -78,16 +78,16 @@ def may_know(requested: str, group: Group) -> bool:
     return is_open and group.process_group is not None and group.size > 1 and not settings().names_kernels
 
 
-_known: dict[tuple[str, int], tuple[Group, Known]] = {}
+_stored: dict[tuple[str, int], tuple[Group, GroupMeasurements]] = {}
 """Measurements by (group name, rank), because emulated ranks are threads of one process."""
 
 
-def known_groups() -> list[Known]:
+def all_measurements() -> list[GroupMeasurements]:
     """Returns the measurements of each group of this process."""
-    return [known for _, known in _known.values()]
+    return [stored for _, stored in _stored.values()]
 
 
-def known_of(group: Group, device: torch.device) -> Known:
+def measurements_of(group: Group, device: torch.device) -> GroupMeasurements:
     """Returns the measurements of a group; its first call is collective and reads rank 0's file.
 
     Args:
@@ -99,26 +99,26 @@ def known_of(group: Group, device: torch.device) -> Known:
             or rank 0 cannot read its file.
     """
     place = group.name, group.rank
-    known = _known.get(place)
-    if known is None or known[0] is not group:
-        known = _known[place] = (group, _read(group, device))
-    return known[1]
+    stored = _stored.get(place)
+    if stored is None or stored[0] is not group:
+        stored = _stored[place] = (group, _read(group, device))
+    return stored[1]
 
 
-def _read(group: Group, device: torch.device) -> Known:
+def _read(group: Group, device: torch.device) -> GroupMeasurements:
     def read_local() -> tuple[Policy | None, float, Conditions, Entries | None]:
         under = {**conditions(device, group.size), "dsl": dsl_version(), "kernels": source_digest()[:16]}
         entries = read(under) if group.rank == 0 else None
         return _policy(), _seconds(), under, entries
 
-    everyone = gather(group, "reading what was measured", read_local)
+    everyone = gather(group, "reading measurements", read_local)
     for place, variable in ((0, AUTOTUNE_VARIABLE), (1, SECONDS_VARIABLE)):
         if views := differences(group, [theirs[place] for theirs in everyone]):
             raise DisagreementError(f"{variable} must be the same on all ranks, got {views}")
     policy, limit, under, entries = everyone[0]
     assert entries is not None
     kinds: Mapping[str, Measured | None] = entries.measured
-    return Known(under, policy, limit, dict(kinds), entries.refused)
+    return GroupMeasurements(under, policy, limit, dict(kinds), entries.refused)
 
 
 def _policy() -> Policy | None:

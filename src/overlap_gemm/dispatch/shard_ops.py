@@ -31,7 +31,7 @@ from ..spec.sharding import Shards
 from .registered import Registered, Run
 
 
-def own_rows(chunk: int, rows: int, group: str) -> int:
+def local_rows(chunk: int, rows: int, group: str) -> int:
     """Returns the number of this rank's rows, where `rows` are divided into shards of `chunk` rows."""
     return Shards(rows, group_size(group), chunk).size(group_rank(group))
 
@@ -98,7 +98,7 @@ def _bind_reduce_scatter_rows(
 reduce_scatter_rows: Registered = Registered(
     "reduce_scatter_rows(Tensor x, SymInt chunk, str group, str backend, bool? deterministic) -> Tensor",
     bind=_bind_reduce_scatter_rows,
-    fake=lambda x, chunk, group, *_: x.new_empty(own_rows(chunk, x.shape[0], group), x.shape[1]),
+    fake=lambda x, chunk, group, *_: x.new_empty(local_rows(chunk, x.shape[0], group), x.shape[1]),
     backward=lambda ctx, call, needs, grad: (all_gather_rows(grad, ctx.shape[0], call.chunk, call.group),),
 )
 
@@ -119,7 +119,7 @@ def _bind_deal_rows(x: Tensor, columns: int, chunk: int, group: str) -> Run:
     return lambda x: new(x, columns_to_rows(x.contiguous(), columns, shards, ranks))
 
 
-def own_columns(columns: int, group: str) -> int:
+def local_columns(columns: int, group: str) -> int:
     """Returns the number of this rank's columns, as torch.chunk cuts `columns`."""
     return Shards.owned_by(group_size(group), group_rank(group))(columns)
 
@@ -127,14 +127,14 @@ def own_columns(columns: int, group: str) -> int:
 deal_columns: Registered = Registered(
     "deal_columns(Tensor x, SymInt rows, SymInt chunk, str group) -> Tensor",
     bind=_bind_deal_columns,
-    fake=lambda x, rows, chunk, group: x.new_empty(rows, own_columns(x.shape[1], group)),
+    fake=lambda x, rows, chunk, group: x.new_empty(rows, local_columns(x.shape[1], group)),
     backward=lambda ctx, call, needs, grad: (deal_rows(grad, ctx.shape[1], call.chunk, call.group),),
 )
 
 deal_rows: Registered = Registered(
     "deal_rows(Tensor x, SymInt columns, SymInt chunk, str group) -> Tensor",
     bind=_bind_deal_rows,
-    fake=lambda x, columns, chunk, group: x.new_empty(own_rows(chunk, x.shape[0], group), columns),
+    fake=lambda x, columns, chunk, group: x.new_empty(local_rows(chunk, x.shape[0], group), columns),
     backward=lambda ctx, call, needs, grad: (deal_columns(grad, ctx.shape[0], call.chunk, call.group),),
 )
 
