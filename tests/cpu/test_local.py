@@ -79,7 +79,7 @@ def test_layers_in_a_world_of_one():
 )
 @pytest.mark.parametrize("op", [*OPS, "column_parallel_gemm"])
 def test_operands_that_do_not_fit(op, arguments, error, words):
-    if op in OPS and OPS[op].deals_depth and "of x" in words:
+    if op in OPS and OPS[op].reshards_k and "of x" in words:
         words = r"of K=5 of weight \[3, 5\] rank 0 of 1 owns 5 .* but x has 3"
     with pytest.raises(error, match=f"{op}: {words}"):
         if op in OPS:

@@ -19,7 +19,7 @@ ROWS, WIDTH = 12, 6
 
 def call(op, backend, group, factor=1.0, rows=ROWS, dtype=torch.float32):
     x, depth = torch.full((rows, WIDTH), factor, dtype=dtype), WIDTH
-    if OPS[op].deals_depth:  # the weight of every rank has all of K
+    if OPS[op].reshards_k:  # the weight of every rank has all of K
         depth *= dist.get_world_size(group)
     weight = torch.ones(WIDTH, depth, dtype=dtype)
     return getattr(overlap_gemm, op)(x, weight, backend=backend, group=group)

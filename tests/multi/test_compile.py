@@ -173,7 +173,7 @@ def opchecks(rank, size):
         (ops.keep_shard, (x, 1, group)),
         (ops.join_shards, (x, 1, 6 * size, group)),
         (ops.sum_over_ranks, (x, group)),
-        (ops.for_each_rank, (x, group)),
+        (ops.copy_to_ranks, (x, group)),
         (ops.all_gather_rows, (x, rows, 4, group)),
         (ops.reduce_scatter_rows, (x, -(-4 // size), group, "auto", None)),
         (ops.reduce_scatter_rows, (x, -(-4 // size), group, "torch", False)),

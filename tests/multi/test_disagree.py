@@ -30,7 +30,7 @@ def called(rank, size, op, what):
     x, weight, dtype, options = X, WEIGHT, torch.float32, {}
     if rank == 1 and what == "op":
         op = list(EVERY)[(list(EVERY).index(op) + 1) % len(EVERY)]
-    if OPS[op].deals_depth:  # the weight of every rank has all of K
+    if OPS[op].reshards_k:  # the weight of every rank has all of K
         weight = (WEIGHT[0], WEIGHT[1] * size)
     if rank == 1:
         if what == "rows":
@@ -137,7 +137,7 @@ def drawn_settings(rank, size, seed):
             everyone = [None] * size
             dist.all_gather_object(everyone, settings().agreed(OPS[op]))
             try:
-                x, weight = torch.ones(rows, 3), torch.ones(5, 3 * size if OPS[op].deals_depth else 3)
+                x, weight = torch.ones(rows, 3), torch.ones(5, 3 * size if OPS[op].reshards_k else 3)
                 getattr(overlap_gemm, op)(x, weight, backend="sequential")
                 failed = False
             except DisagreementError as error:

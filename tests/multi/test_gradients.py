@@ -199,7 +199,7 @@ def partly_frozen(rank, size, op, needed):
         operands = {"x": torch.randn(2 * size, 3), "weight": torch.randn(4, 3)}
         if OPS[op].weight is None:  # the same on every rank
             torch.manual_seed(15)
-            operands["weight"] = torch.randn(4, 3 * size if OPS[op].deals_depth else 3)
+            operands["weight"] = torch.randn(4, 3 * size if OPS[op].reshards_k else 3)
         torch.manual_seed(20 if OPS[op].weight != "n" else 20 + rank)
         operands["bias"] = torch.randn(4)
         for name in names:

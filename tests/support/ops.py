@@ -12,5 +12,5 @@ SHARDED = {name: op for name, op in EVERY.items() if op.weight is not None}
 FUSED = {name: op for name, op in EVERY.items() if patterns_of(name)}
 """Ops that have a fused kernel."""
 
-SCALED = {name: op for name, op in EVERY.items() if not op.deals_depth}
+SCALED = {name: op for name, op in EVERY.items() if not op.reshards_k}
 """Ops that take operands with scales."""

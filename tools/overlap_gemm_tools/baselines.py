@@ -44,7 +44,7 @@ def baselines(workload: Workload, operands: OpTensors, group: Group) -> dict[str
         group: Ranks of the op.
     """
     multiplied = workload.gathered(operands) if workload.spec.gathers_operand else operands
-    if workload.spec.deals_depth:
+    if workload.spec.reshards_k:
         rows, _, depth = workload.spec.product(workload.m, workload.n, workload.k, group.size)
         multiplied = operands._replace(x=operands.x.new_ones(rows, depth))
     calls: dict[str, Call] = {"product": product(workload, multiplied)}

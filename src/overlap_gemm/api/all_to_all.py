@@ -18,7 +18,7 @@ from .registration import listed, register
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from .keywords import AllToAllOptions, DealOptions
+    from .keywords import AllToAllOptions, GemmAllToAllOptions
 
 __all__ = ["all_to_all_gemm", "gemm_all_to_all"]
 
@@ -39,7 +39,11 @@ _all_to_all_gemm = register(
 
 
 def gemm_all_to_all(
-    x: Tensor, weight: Tensor | Sequence[Tensor], *, heads: Heads = None, **options: "Unpack[DealOptions]"
+    x: Tensor,
+    weight: Tensor | Sequence[Tensor],
+    *,
+    heads: Heads = None,
+    **options: "Unpack[GemmAllToAllOptions]",
 ) -> Any:
     """Multiplies this rank's rows and exchanges them: this rank gets its columns of every rank's rows.
 

@@ -59,7 +59,7 @@ class AllToAllOptions(OpOptions, total=False):
     epilogue: Any
 
 
-class DealOptions(AllToAllOptions, total=False):
+class GemmAllToAllOptions(AllToAllOptions, total=False):
     """Keywords of `gemm_all_to_all`."""
 
     rows: Length

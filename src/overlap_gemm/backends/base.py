@@ -17,7 +17,7 @@ from ..spec import OPS, OpSpec
 from ..spec.promises import Promises
 from ..spec.sharding import Shards
 from ..tuning.measured import Measured
-from .by_collective import multiplied_and_moved
+from .by_collective import run_by_collectives
 from .collectives import all_gather_rows
 from .epilogues import Applying
 from .group_measurements import measurements_of, uses_measurements
@@ -256,9 +256,9 @@ class Problem:
     @property
     def bytes(self) -> int:
         """Returns the bytes of the communicated tensor, of which each rank sends the part (P - 1) / P."""
-        travels = self.dtype if self.out_dtype is None or self.spec.operand_is_sent else self.out_dtype
-        is_dealt = any(move.kind == "all_to_all" for move in self.spec.sent)
-        return self.m * self.width * travels.itemsize // (self.world_size if is_dealt else 1)
+        sent = self.dtype if self.out_dtype is None or self.spec.operand_is_sent else self.out_dtype
+        is_all_to_all = any(move.kind == "all_to_all" for move in self.spec.sent)
+        return self.m * self.width * sent.itemsize // (self.world_size if is_all_to_all else 1)
 
 
 def _number(extent: Any) -> int | None:
@@ -393,8 +393,8 @@ class Portable(ABC):
         group: Group,
         how: Arithmetic,
     ) -> tuple[Any, list[Tensor]]:
-        """Runs an op that has no method in this class; see `by_collective.multiplied_and_moved`."""
-        return multiplied_and_moved(spec, x, weights, biases, shards, group, how)
+        """Runs an op that has no method in this class; see `by_collective.run_by_collectives`."""
+        return run_by_collectives(spec, x, weights, biases, shards, group, how)
 
     def _by_collective(
         self, problem: Problem, shards: Shards, group: Group, how: Arithmetic

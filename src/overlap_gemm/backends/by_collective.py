@@ -15,7 +15,7 @@ from .collectives import all_gather_rows, columns_to_rows, rows_to_columns
 from .portable_arithmetic import Arithmetic
 
 
-def multiplied_and_moved(
+def run_by_collectives(
     spec: OpSpec,
     x: Any,
     weights: Sequence[Any],
@@ -38,7 +38,7 @@ def multiplied_and_moved(
     Returns:
         This rank's rows of x, and the results.
     """
-    rows = _moved_operand(x, spec.operand_move, weights[0].shape[1], shards, group)
+    rows = _redistribute(x, spec.operand_move, weights[0].shape[1], shards, group)
     products = how.products(rows, weights, biases)
     move = spec.result_move
     if move is None:
@@ -48,7 +48,7 @@ def multiplied_and_moved(
     return rows, [all_gather_rows(product, shards, group) for product in products]
 
 
-def _moved_operand(x: Any, move: Move | None, depth: int, shards: Shards, group: Group) -> Any:
+def _redistribute(x: Any, move: Move | None, depth: int, shards: Shards, group: Group) -> Any:
     if move is None:
         return x
     if move.kind == "all_to_all":

@@ -24,7 +24,7 @@ BARRIER_BYTES = 2048
 
 CONTROL_WORDS = 16
 """Most 8-byte words in `BARRIER_BYTES` besides addresses and two barriers for each stage
-(`shared_words.Tally`, turns, TMEM)."""
+(`shared_words.CtaCounters`, turns, TMEM)."""
 
 MAX_WORLD = 112
 """Most ranks of a workspace and of a kernel's table of addresses."""

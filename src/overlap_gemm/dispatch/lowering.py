@@ -214,7 +214,7 @@ def _check(
             ranks = resolve(group)
             depth = weights[0].shape[1]
             local = Shards.even(depth, ranks.size).size(ranks.rank)
-            if spec.deals_depth and x.shape[-1] != local:
+            if spec.reshards_k and x.shape[-1] != local:
                 raise ValueError(
                     f"{op}: of K={depth} of weight {shape_of(weights[0])} rank {ranks.rank} of {ranks.size} "
                     f"owns {local} (as torch.chunk cuts), but x has {x.shape[-1]} columns"

@@ -75,7 +75,7 @@ def check_operands(
         raise TypeError(f"{op}: dtype {those} {known}, got {x.dtype}{hint}")
     if x.ndim < 2:
         raise ValueError(f"{op}: x must be [M, ..., K], got {shape_of(x)}")
-    source, tensor = ("the first", weights[0]) if spec.deals_depth and weights[0].ndim else ("x", x)
+    source, tensor = ("the first", weights[0]) if spec.reshards_k and weights[0].ndim else ("x", x)
     for weight in weights:
         if weight.ndim != 2 or weight.shape[1] != tensor.shape[-1]:
             raise ValueError(

@@ -42,14 +42,14 @@ from .gather_gradients import all_gather_gemm_gradients, joined
 from .registered import Registered, Run
 from .shard_ops import (
     all_gather_rows,
-    deal_columns,
-    deal_rows,
     each,
     keep_shard,
     local_columns,
     local_rows,
     new,
     reduce_scatter_rows,
+    shard_columns,
+    shard_rows,
     sum_over_ranks,
 )
 
@@ -170,7 +170,9 @@ class GemmOp(Registered):
         if not has_biases:
             needs_biases = [False] * len(weights)
         multiplied = (
-            x if call.keep or self.spec.operand_move is None else _moved(x, self.spec, call, weights[0])
+            x
+            if call.keep or self.spec.operand_move is None
+            else _redistribute(x, self.spec, call, weights[0])
         )
         grad_x, grad_weights, grad_biases = None, [], []
         for grad, weight, *needed in zip(of_results, weights, needs_weights, needs_biases, strict=True):
@@ -182,7 +184,7 @@ class GemmOp(Registered):
             ones = x.new_ones(multiplied.shape[0], 1) if needed[1] else None
             grad_biases.append(None if ones is None else self._sum(grad_moved, ones, call)[:, 0])
         if needs_x and grad_kept is not None and call.keep:
-            grad_x = grad_x + _moved_back(grad_kept, self.spec, call)
+            grad_x = grad_x + _redistribute_back(grad_kept, self.spec, call)
         if several:
             return grad_x, grad_weights, grad_biases if has_biases else None
         return grad_x, grad_weights[0], grad_biases[0]
@@ -194,10 +196,10 @@ class GemmOp(Registered):
         dual = dual_of(self.spec)
         how = call.backward(columns=weight.shape[1], k=weight.shape[0], keep=False)
         if not needs_x:
-            return None, _moved(grad, dual.spec, how, weight.t())
+            return None, _redistribute(grad, dual.spec, how, weight.t())
         if not dual.takes_lists:
             grad_x = dual(grad, weight.t(), None, *NO_SCALES, *how)
-            return grad_x, _moved(grad, dual.spec, how, weight.t()) if needs_moved else None
+            return grad_x, _redistribute(grad, dual.spec, how, weight.t()) if needs_moved else None
         how = how._replace(keep=needs_moved and dual.spec.operand_is_sent)
         kept, grad_x = dual(grad, [weight.t()], None, *NO_SCALES, *how)
         return grad_x, kept if how.keep else grad
@@ -241,7 +243,7 @@ def result_extents(spec: OpSpec, call: OpCall, weight: Tensor) -> tuple[Any, Any
     return rows, local_columns(columns, call.group) if spec.out == "n" and spec.weight is None else columns
 
 
-def _moved(x: Tensor, spec: OpSpec, call: OpCall, weight: Tensor) -> Tensor:
+def _redistribute(x: Tensor, spec: OpSpec, call: OpCall, weight: Tensor) -> Tensor:
     """Returns the operand of the product: x communicated by the op's collective, with a gradient."""
     move = spec.operand_move
     if move is None:
@@ -254,13 +256,13 @@ def _moved(x: Tensor, spec: OpSpec, call: OpCall, weight: Tensor) -> Tensor:
             )
         ranks = resolve(call.group)
         return x[slice(*Shards(x.shape[0], ranks.size, call.chunk).range(ranks.rank))]
-    return deal_rows(x, weight.shape[1], call.chunk, call.group)  # type: ignore[no-any-return]
+    return shard_rows(x, weight.shape[1], call.chunk, call.group)  # type: ignore[no-any-return]
 
 
-def _moved_back(grad: Tensor, spec: OpSpec, call: OpCall) -> Tensor:
+def _redistribute_back(grad: Tensor, spec: OpSpec, call: OpCall) -> Tensor:
     """Returns the gradient of x, computed from the gradient of the communicated operand."""
     assert spec.operand_is_sent, spec
-    return deal_columns(grad, call.rows, call.chunk, call.group)  # type: ignore[no-any-return]
+    return shard_columns(grad, call.rows, call.chunk, call.group)  # type: ignore[no-any-return]
 
 
 # --- ordered_gemm: x [M, K], weight [N, K] -> [M, N], local, in an order that K alone determines ---

@@ -3,9 +3,9 @@
 | op              | gradient            | use of the result                                            |
 |-----------------|---------------------|--------------------------------------------------------------|
 | all_gather_rows | reduce_scatter_rows | ranks compute different things from the gathered rows        |
-| deal_columns    | deal_rows           | each element is on one rank before and after                 |
+| shard_columns    | shard_rows           | each element is on one rank before and after                 |
 | join_shards     | keep_shard          | all ranks compute the same from the joined tensor            |
-| sum_over_ranks  | for_each_rank       | all ranks compute the same from the sum of different addends |
+| sum_over_ranks  | copy_to_ranks       | all ranks compute the same from the sum of different addends |
 
 Each op is also the gradient of its gradient. `join_shards` and `sum_over_ranks` return replicated tensors:
 the gradient of such a tensor must be the same on every rank.
@@ -103,18 +103,18 @@ reduce_scatter_rows: Registered = Registered(
 )
 
 
-# --- deal_columns: x [m_r, N] -> [rows, n_r], all-to-all; columns as torch.chunk cuts them ---
-# --- deal_rows: x [rows, n_r] -> [m_r, columns], its inverse ---
+# --- shard_columns: x [m_r, N] -> [rows, n_r], all-to-all; columns as torch.chunk cuts them ---
+# --- shard_rows: x [rows, n_r] -> [m_r, columns], its inverse ---
 
 
-def _bind_deal_columns(x: Tensor, rows: int, chunk: int, group: str) -> Run:
-    ranks = compared("deal_columns", x, group, rows=rows, chunk=chunk, width=x.shape[1])
+def _bind_shard_columns(x: Tensor, rows: int, chunk: int, group: str) -> Run:
+    ranks = compared("shard_columns", x, group, rows=rows, chunk=chunk, width=x.shape[1])
     shards = Shards(rows, ranks.size, chunk)
     return lambda x: new(x, rows_to_columns([x], shards, ranks)[0])
 
 
-def _bind_deal_rows(x: Tensor, columns: int, chunk: int, group: str) -> Run:
-    ranks = compared("deal_rows", x, group, rows=x.shape[0], chunk=chunk, width=columns)
+def _bind_shard_rows(x: Tensor, columns: int, chunk: int, group: str) -> Run:
+    ranks = compared("shard_rows", x, group, rows=x.shape[0], chunk=chunk, width=columns)
     shards = Shards(x.shape[0], ranks.size, chunk)
     return lambda x: new(x, columns_to_rows(x.contiguous(), columns, shards, ranks))
 
@@ -124,18 +124,18 @@ def local_columns(columns: int, group: str) -> int:
     return Shards.owned_by(group_size(group), group_rank(group))(columns)
 
 
-deal_columns: Registered = Registered(
-    "deal_columns(Tensor x, SymInt rows, SymInt chunk, str group) -> Tensor",
-    bind=_bind_deal_columns,
+shard_columns: Registered = Registered(
+    "shard_columns(Tensor x, SymInt rows, SymInt chunk, str group) -> Tensor",
+    bind=_bind_shard_columns,
     fake=lambda x, rows, chunk, group: x.new_empty(rows, local_columns(x.shape[1], group)),
-    backward=lambda ctx, call, needs, grad: (deal_rows(grad, ctx.shape[1], call.chunk, call.group),),
+    backward=lambda ctx, call, needs, grad: (shard_rows(grad, ctx.shape[1], call.chunk, call.group),),
 )
 
-deal_rows: Registered = Registered(
-    "deal_rows(Tensor x, SymInt columns, SymInt chunk, str group) -> Tensor",
-    bind=_bind_deal_rows,
+shard_rows: Registered = Registered(
+    "shard_rows(Tensor x, SymInt columns, SymInt chunk, str group) -> Tensor",
+    bind=_bind_shard_rows,
     fake=lambda x, columns, chunk, group: x.new_empty(local_rows(chunk, x.shape[0], group), columns),
-    backward=lambda ctx, call, needs, grad: (deal_columns(grad, ctx.shape[0], call.chunk, call.group),),
+    backward=lambda ctx, call, needs, grad: (shard_columns(grad, ctx.shape[0], call.chunk, call.group),),
 )
 
 
@@ -208,16 +208,16 @@ sum_over_ranks = Registered(
 )
 
 
-# --- for_each_rank: x, the same on every rank -> x, with which every rank does something of its own ---
+# --- copy_to_ranks: x, the same on every rank -> x, with which every rank does something of its own ---
 
 
 def each(x: Tensor, group: str) -> Tensor:
-    """Returns `for_each_rank(x, group)` if second derivatives are recorded, else x itself."""
-    return for_each_rank(x, group) if torch.is_grad_enabled() else x
+    """Returns `copy_to_ranks(x, group)` if second derivatives are recorded, else x itself."""
+    return copy_to_ranks(x, group) if torch.is_grad_enabled() else x
 
 
-for_each_rank = Registered(
-    "for_each_rank(Tensor x, str group) -> Tensor",
+copy_to_ranks = Registered(
+    "copy_to_ranks(Tensor x, str group) -> Tensor",
     bind=lambda x, group: lambda x: x.clone(memory_format=torch.contiguous_format),
     fake=lambda x, group: x.new_empty(x.shape),
     backward=lambda ctx, call, needs, grad: (sum_over_ranks(grad, *call),),

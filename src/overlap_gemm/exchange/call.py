@@ -262,14 +262,14 @@ def count_grid(call: Call, offset: Int32, warps: cutlass.Constexpr) -> Int32:
 
 
 @cute.jit
-def end_warp(call: Call, tally: Any, warps: cutlass.Constexpr) -> None:
+def end_warp(call: Call, counters: Any, warps: cutlass.Constexpr) -> None:
     """Ends a warp's roles; all lanes of each of the CTA's ``warps`` warps that access the workspace.
 
     The last warp of the CTA calls `finish`. Its counter acquires what the other warps have released, so their
     reads of control words are complete.
     """
     cute.arch.sync_warp()
-    if count(tally.ended, "acq_rel") == warps - 1:
+    if count(counters.ended, "acq_rel") == warps - 1:
         finish(call)
 
 

@@ -33,7 +33,7 @@ from overlap_gemm.config.gemm_config import GemmConfig
 from overlap_gemm.device.memory import DTYPES, LANES, store_run
 from overlap_gemm.device.traced import Address, Extras, Scalar
 from overlap_gemm.exchange.call import Call
-from overlap_gemm.kernel.shared_words import Tally, count
+from overlap_gemm.kernel.shared_words import CtaCounters, count
 from overlap_gemm.kernel.stages import StageChunks, has_empty_subtiles
 from overlap_gemm.kernel.work import CtaTile, Work, cta_number, num_ctas
 
@@ -85,21 +85,23 @@ class Receiver:
     with_epilogue = True
 
     @cute.jit
-    def __call__(self, call: Call, work: Work, tally: Tally, out: cute.Tensor, extras: Extras) -> None:
+    def __call__(
+        self, call: Call, work: Work, counters: CtaCounters, out: cute.Tensor, extras: Extras
+    ) -> None:
         """Runs one warp's loop over the units that it takes."""
         if cutlass.const_expr(len(self.parts) > 1):
             call = Call.begin(call.exchange)  # epilogue warps lack the registers to keep it meanwhile
         context = ReceiveContext(call, work, out, extras)
-        unit, first = count(tally.taken), Int32(0)
+        unit, first = count(counters.taken), Int32(0)
         for part in self.parts:
-            unit, first = self._finish(part, context, tally, unit, first)
+            unit, first = self._finish(part, context, counters, unit, first)
 
     @cute.jit
     def _finish(
         self,
         part: cutlass.Constexpr,
         context: ReceiveContext,
-        tally: Tally,
+        counters: CtaCounters,
         unit: Int32,
         first: Int32,
     ) -> tuple[Int32, Int32]:
@@ -115,7 +117,7 @@ class Receiver:
                 part.await_tile(context, index)
                 arrived = index
             part.finish(context, place)
-            unit = count(tally.taken)
+            unit = count(counters.taken)
         return unit, end
 
 

@@ -78,9 +78,9 @@ class TileExchange(ABC):
         send_role(ring, self.sender(stages, work, call, output), call, self.code)
 
     @final
-    def end(self, call: Call, tally: Any, warps: int) -> None:
+    def end(self, call: Call, counters: Any, warps: int) -> None:
         """Ends a warp's access to the workspace, after its last role."""
-        end_warp(call, tally, warps)
+        end_warp(call, counters, warps)
 
 
 @dataclass(frozen=True)

@@ -187,10 +187,10 @@ class AllGather(OutputOp):
             await_readers(call.call, self.code)
 
     @cute.jit
-    def end(self, call: GatherCall, tally: Any, warps: cutlass.Constexpr) -> None:
+    def end(self, call: GatherCall, counters: Any, warps: cutlass.Constexpr) -> None:
         """Ends a warp's access to the workspace, in the last launch of the call; see `KernelOp.end`."""
         if call.arguments.is_last != 0:
-            end_warp(call.call, tally, warps)
+            end_warp(call.call, counters, warps)
 
 
 @dataclass(frozen=True)

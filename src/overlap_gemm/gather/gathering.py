@@ -200,7 +200,7 @@ class ShardRole:
     with_epilogue = False
 
     @cute.jit
-    def __call__(self, call: GatherCall, work: Work, tally: Any, out: Any, extras: Extras) -> None:
+    def __call__(self, call: GatherCall, work: Work, counters: Any, out: Any, extras: Extras) -> None:
         """Sends and copies this warp's units."""
         warps = self.config.receive_warps
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - self.config.first_receive_warp

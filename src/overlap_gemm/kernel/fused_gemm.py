@@ -23,7 +23,7 @@ from overlap_gemm.kernel.dependent_launch import (
 from overlap_gemm.kernel.operand_views import OperandViews, interleaved
 from overlap_gemm.kernel.protocols import KernelOp, Mainloop
 from overlap_gemm.kernel.roles import epilogue_role, load_role
-from overlap_gemm.kernel.shared_words import Tally, smem_peer_table
+from overlap_gemm.kernel.shared_words import CtaCounters, smem_peer_table
 from overlap_gemm.kernel.split import end_together, sent_of
 from overlap_gemm.kernel.stages import allocate_stages
 from overlap_gemm.kernel.work import plan_work
@@ -105,11 +105,11 @@ class FusedGemm:
         if cutlass.const_expr(not cfg.loads_weights_early):
             wait_for_prerequisite(cfg)
             call = op.begin(exchange, peer_table)
-        res, ring, stages, tally = self._set_up(ops, smem)
+        res, ring, stages, counters = self._set_up(ops, smem)
         receive: Any = op.receive
         if cutlass.const_expr(self._is_counted):  # noqa: SIM102
             if warp == mainloop.comm_warp and cute.arch.lane_idx() == 0:
-                tally.clear()
+                counters.clear()
         # Not relaxed: it also orders every thread's read of the epoch before this CTA's ticket at the end.
         cluster = cute.make_layout((*cfg.cluster, cfg.k_split))
         pipeline_init_arrive(cluster_shape_mn=cluster, is_relaxed=False)
@@ -126,7 +126,7 @@ class FusedGemm:
             if warp == mainloop.load_warp:
                 load_role(mainloop, op, res, ops, more, work, call)
                 if cutlass.const_expr(op.gate is not None):
-                    op.end(call, tally, self._ending_warps)
+                    op.end(call, counters, self._ending_warps)
             for private_warp, role in mainloop.private_roles():
                 if warp == private_warp:
                     role(res, ops, work)
@@ -134,28 +134,28 @@ class FusedGemm:
                 launch_dependents(cfg)
                 op.comm_role(ring, stages, sent, call, output)
                 if cutlass.const_expr(self._is_counted):
-                    op.end(call, tally, self._ending_warps)
+                    op.end(call, counters, self._ending_warps)
             if cutlass.const_expr(receive is not None and not receive.with_epilogue):  # noqa: SIM102
                 if _is_one_of(warp, self._receiving_warps):
-                    receive(call, work, tally, out, extras)
-                    op.end(call, tally, self._ending_warps)
+                    receive(call, work, counters, out, extras)
+                    op.end(call, counters, self._ending_warps)
         else:
             mainloop.adjust_registers(is_epilogue=True)
             group = (warp - mainloop.first_epilogue_warp) * 32 // cfg.epilogue_threads
             epilogue_role(mainloop, op, res, ops, ring, stages, work, extras, group, call)
             if cutlass.const_expr(self._epilogue_ends):
                 cast(Any, op.gate).end(call)
-                op.end(call, tally, self._ending_warps)
+                op.end(call, counters, self._ending_warps)
         # One copy of the code for both kinds of warps, so with the registers of the smaller count: the tool
         # `compile-check` reads the SASS.
         if cutlass.const_expr(receive is not None and receive.with_epilogue):  # noqa: SIM102
             if _is_one_of(warp, self._receiving_warps):
-                receive(call, work, tally, out, extras)
-                op.end(call, tally, self._ending_warps)
+                receive(call, work, counters, out, extras)
+                op.end(call, counters, self._ending_warps)
         end_together(cfg)
 
     def _set_up(self, ops: OperandViews, smem: Any) -> tuple[Any, EpilogueRing, Stages, Any]:
-        """Returns mainloop resources, ring, stages, and the tally of ended warps (None if not counted).
+        """Returns mainloop resources, ring, stages, and the counters of ended warps (None if not counted).
 
         The caller synchronises the cluster afterwards. All shared memory other than stages is in the first
         `BARRIER_BYTES`, because the stages fill the rest.
@@ -174,7 +174,7 @@ class FusedGemm:
             defer_sync=True,
         )
         stages = allocate_stages(cfg, self.op.stage_dtype, smem)
-        return res, ring, stages, Tally.at(barriers + words) if self._is_counted else None
+        return res, ring, stages, CtaCounters.at(barriers + words) if self._is_counted else None
 
     @property
     def _is_counted(self) -> bool:

@@ -34,7 +34,7 @@ class PlainGemm(OutputOp):
     def begin(self, exchange: Any, peer_table: Any) -> None:
         """Returns None: there is no exchange."""
 
-    def end(self, call: Any, tally: Any, warps: int) -> None:
+    def end(self, call: Any, counters: Any, warps: int) -> None:
         """Does nothing: there is no exchange to end."""
 
     @cute.jit

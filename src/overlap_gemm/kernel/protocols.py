@@ -62,7 +62,7 @@ class ReceiveRole(Protocol):
     def with_epilogue(self) -> bool:
         """Returns whether the epilogue warps run the role, too."""
 
-    def __call__(self, call: Any, work: Work, tally: Any, out: Any, extras: Extras) -> None:
+    def __call__(self, call: Any, work: Work, counters: Any, out: Any, extras: Extras) -> None:
         """Runs one warp's loop, until no unit is left for this CTA."""
 
 
@@ -147,7 +147,7 @@ class KernelOp(Protocol):
     def comm_role(self, ring: Any, stages: Stages, work: Work, call: Any, output: Any) -> None:
         """Empties the ring; all lanes of the comm warp."""
 
-    def end(self, call: Any, tally: Any, warps: int) -> None:
+    def end(self, call: Any, counters: Any, warps: int) -> None:
         """Ends a warp's access to the workspace, after its last role.
 
         All lanes of each of a CTA's ``warps`` warps that access the workspace.

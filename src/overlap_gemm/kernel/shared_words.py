@@ -16,7 +16,7 @@ def smem_peer_table(smem: Any) -> cute.Tensor:
     return smem.allocate_tensor(Int64, cute.make_layout(MAX_WORLD + 1), byte_alignment=8)
 
 
-class Tally(NamedTuple):
+class CtaCounters(NamedTuple):
     """Counters of a CTA in shared memory, zeroed before its first barrier.
 
     Attributes:
@@ -28,10 +28,10 @@ class Tally(NamedTuple):
     ended: Any
 
     @staticmethod
-    def at(place: Any) -> Tally:
-        """Returns the tally in a word of 8 bytes at ``place``."""
+    def at(place: Any) -> CtaCounters:
+        """Returns the counters in a word of 8 bytes at ``place``."""
         words = cute.recast_ptr(place, dtype=Int32)
-        return Tally(words, words + 1)
+        return CtaCounters(words, words + 1)
 
     def clear(self) -> None:
         """Zeroes the counters; one thread, before the CTA's barrier."""

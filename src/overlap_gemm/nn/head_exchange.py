@@ -85,7 +85,7 @@ def scatter_heads(
     widths = [one.shape[2] for one in by_rank]
     columns = torch.cat(by_rank, 2).flatten(1)
     chunk = Shards.even(total, group_size(ranks)).chunk
-    received = shard_ops.deal_columns(columns, total, chunk, ranks)
+    received = shard_ops.shard_columns(columns, total, chunk, ranks)
     outs = []
     for of, one, part in zip(shards, parts, received.split(widths, 1), strict=True):
         out = part.unflatten(1, (-1, *one.shape[2:]))[:, : of.shards.size(group_rank(ranks))]
@@ -147,7 +147,7 @@ def gather_heads(
     rest = by_tokens.shape[2:]
     padded = F.pad(by_tokens, (0, 0) * len(rest) + (0, of.shards.chunk - size)).flatten(1)
     chunk = Shards.even(len(padded), world).chunk
-    received = shard_ops.deal_rows(padded, padded.shape[1] * world, chunk, ranks)
+    received = shard_ops.shard_rows(padded, padded.shape[1] * world, chunk, ranks)
     out = received.unflatten(1, (of.shards.chunk * world, *rest))[:, :num_heads]
     out = out.movedim((0, 1), (sequence_dim, heads_dim))
     return out if mesh is None else _placed(out, mesh, sequence_dim, x.shape)

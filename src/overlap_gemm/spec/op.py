@@ -121,7 +121,7 @@ class OpSpec:
         return self.operand_move == Move("all_gather", "m", None)
 
     @property
-    def deals_depth(self) -> bool:
+    def reshards_k(self) -> bool:
         """Returns whether x is sharded along K and the weight is not."""
         return self.x == "k" and self.weight != "k"
 
@@ -136,7 +136,7 @@ class OpSpec:
         return self.weight == "n" and self.out is None
 
     @property
-    def deals_columns(self) -> bool:
+    def has_local_columns(self) -> bool:
         """Returns whether a rank computes or gets columns of a product that is sent."""
         return not self.gathers_operand and "n" in (self.weight, self.out)
 
@@ -156,7 +156,7 @@ class OpSpec:
     @property
     def unknown(self) -> tuple[Axis | None, ...]:
         """Returns the axes whose extents over all ranks do not follow from one rank's x and weight."""
-        return None if self.deals_depth else self.x, self.weight
+        return None if self.reshards_k else self.x, self.weight
 
     def arguments(self, m: int, n: int, k: int, least: bool = False) -> dict[str, int]:
         """Returns extents over all ranks by the argument name with which callers may pass them.

@@ -53,11 +53,11 @@ class RowCopies:
 
     Attributes:
         places: (offset in x, address of the destination, bytes, address of the flag) of each chunk, in order.
-        coming: Local address of the value of the next flag (`geometry.NEXT_EPOCH_OFFSET`), which is copied.
+        next_epoch: Local address of the next flag's value (`geometry.NEXT_EPOCH_OFFSET`), which is copied.
     """
 
     places: tuple[tuple[int, int, int, int], ...]
-    coming: int
+    next_epoch: int
 
     def stage(self, executor: Executor, second: int, local: tuple[int, int]) -> None:
         """Does nothing: the copies read x of the caller."""
@@ -66,7 +66,7 @@ class RowCopies:
         """Queues for each chunk the copy of its rows, then of its flag; see `SideStreamWork.send`."""
         for offset, target, nbytes, flag in self.places:
             executor.copy(second, target, local[0] + offset, nbytes)
-            executor.copy(second, flag, self.coming, FLAG_BYTES)
+            executor.copy(second, flag, self.next_epoch, FLAG_BYTES)
 
 
 def copies_of(workspace: Workspace, shards: Shards, row_bytes: int, chunk: int) -> RowCopies:

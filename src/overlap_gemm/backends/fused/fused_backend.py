@@ -145,7 +145,7 @@ class Fused:
                 return reason
         elif problem.dtype not in DTYPES:
             return f"fused kernels take bfloat16 or float16, not {problem.dtype}"
-        if spec.deals_depth and (reason := self.why_no_exchange(problem)):
+        if spec.reshards_k and (reason := self.why_no_exchange(problem)):
             return reason
         if not spec.gathers_operand and problem.width % ROW_ELEMENTS:
             return f"N={problem.width} must be a multiple of {ROW_ELEMENTS}: TMA rows are whole 16 bytes"
@@ -160,7 +160,7 @@ class Fused:
                     )
         for width in problem.widths or (problem.width,):
             columns = shard_rows(width, problem.world_size)
-            if spec.deals_columns and (columns % ROW_ELEMENTS or width % ROW_ELEMENTS):
+            if spec.has_local_columns and (columns % ROW_ELEMENTS or width % ROW_ELEMENTS):
                 return (
                     f"N={width} in {problem.world_size} parts is {columns} columns a rank, which must "
                     f"be a multiple of {ROW_ELEMENTS}: tiles are stored 16 bytes at a time"

@@ -101,12 +101,12 @@ class Copies:
 
     Attributes:
         places: Addresses of the shard and its flag at each peer; the peer that reads it first comes first.
-        coming: Local address of the value of the next flag (`geometry.NEXT_EPOCH_OFFSET`), which is copied.
+        next_epoch: Local address of the next flag's value (`geometry.NEXT_EPOCH_OFFSET`), which is copied.
         shard: Layout of the local shard.
     """
 
     places: tuple[tuple[int, int], ...]
-    coming: int
+    next_epoch: int
     shard: LocalShard
 
     def stage(self, executor: Executor, second: int, addresses: tuple[int, int]) -> None:
@@ -116,7 +116,7 @@ class Copies:
         """Queues for each peer the copy of the shard, then of the flag; see `SideStreamWork.send`."""
         for target, flag in self.places:
             self.shard.copy(executor, second, target, addresses)
-            executor.copy(second, flag, self.coming, FLAG_BYTES)
+            executor.copy(second, flag, self.next_epoch, FLAG_BYTES)
 
 
 @dataclass(frozen=True)

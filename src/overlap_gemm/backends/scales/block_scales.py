@@ -52,7 +52,7 @@ class ScaleLayout(Protocol):
 
 
 @dataclass(frozen=True)
-class Words:
+class MxAtoms:
     """Layout of e8m0 scales, which the MMA reads (`mainloop.mx`): a line of atoms per 128 rows."""
 
     element = torch.int16
@@ -136,7 +136,7 @@ class PaddedScaleRows:
 
 def layout_of(blocks: Blocks) -> ScaleLayout:
     """Returns the layout of scales of these blocks."""
-    return Words() if blocks == MX else PaddedScaleRows(blocks[2])
+    return MxAtoms() if blocks == MX else PaddedScaleRows(blocks[2])
 
 
 def num_bytes(blocks: Blocks, rows: int, depth: int) -> int:
