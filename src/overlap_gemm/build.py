@@ -114,6 +114,7 @@ def make_gather_kernel(
 
 
 def _mainloop(config: GemmConfig) -> Mainloop:
+    """Returns the mainloop of a configuration's architecture."""
     mainloop: Mainloop = _named(config.on.mainloop)(config)
     return mainloop
 
@@ -254,6 +255,7 @@ class DirectCall:
 
 
 def _converted(value: Any) -> Any:
+    """Returns an argument of a call as the type that a kernel without TVM FFI expects."""
     if value is None or isinstance(value, int):
         return value
     if isinstance(value, Puts):
@@ -276,11 +278,13 @@ def scales_of(kind: Blocks) -> Any:
 
 
 def _fake_exchange() -> Exchange:
+    """Returns placeholders of the exchange arguments, for compilation."""
     peers = make_fake_compact_tensor(cutlass.Int64, (cute.sym_int32(),), assumed_align=8)
     return Exchange(peers, Int32(0), Int32(1), Int32(1), *(Int64(0),) * 5, Int32(1), Int32(0))
 
 
 def _fake_gathering(config: GemmConfig, keep: bool) -> Gathering:
+    """Returns placeholders of the gathering arguments, for compilation."""
     dtype, kept = DTYPES[config.in_dtype], None
     alignment = 128 // dtype.width
     if keep:

@@ -276,6 +276,7 @@ class LayerOp(NamedTuple):
 
 
 def _device(group: Group, requested: torch.device | str | None) -> torch.device:
+    """Returns the device of a group's operands: the requested one, with index, or the default."""
     if requested is None:
         requested = "cuda" if "cuda" in group.device_types and torch.cuda.is_available() else "cpu"
     device = torch.device(requested)

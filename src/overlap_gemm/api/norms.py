@@ -127,6 +127,7 @@ def sum_sequence_parallel_gradients(module: nn.Module, tp_group: GroupLike = Non
 
 
 def _marked(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Yields the parameters of a module that are marked, by the module or on the parameter, each once."""
     seen: set[int] = set()
     for part in module.modules():
         for parameter in part.parameters(recurse=False):

@@ -79,6 +79,7 @@ def options_of(spec: OpSpec) -> tuple[str, ...]:
 
 
 def _function_of(op: GemmOp) -> Function:
+    """Returns the public function of an op, with its keywords as signature."""
     spec, known = op.spec, options_of(op.spec)
 
     def function(

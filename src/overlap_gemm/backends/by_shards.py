@@ -167,6 +167,7 @@ class ByShards:
             yield arrivals
 
     def _arrivals(self, shard: Tensor, exchange: Any, stream: int) -> Iterator[tuple[int, Tensor]]:
+        """Yields (rank, shard): the local shard, then each peer's after its gate on ``stream``."""
         if len(shard):
             yield self.rank, shard
         for i, (source, block) in enumerate(self.blocks):
@@ -231,6 +232,7 @@ def plan_for(group: Group, x: Tensor, shards: Shards) -> ByShards:
 
 
 def _make_plan(peers: Peers, dtype: torch.dtype, depth: int, shards: Shards) -> ByShards:
+    """Returns the plan of a gather by copy engines; collective, since it may allocate."""
     executor, group = peers.executor, peers.group
     row_bytes, rank = depth * dtype.itemsize, group.rank
     full, nbytes = shards.chunk * row_bytes, shards.size(rank) * row_bytes

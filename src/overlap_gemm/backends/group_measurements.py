@@ -106,6 +106,8 @@ def measurements_of(group: Group, device: torch.device) -> GroupMeasurements:
 
 
 def _read(group: Group, device: torch.device) -> GroupMeasurements:
+    """Returns the measurements of rank 0's file, and the common policy; collective."""
+
     def read_local() -> tuple[Policy | None, float, Conditions, Entries | None]:
         under = {**conditions(device, group.size), "dsl": dsl_version(), "kernels": source_digest()[:16]}
         entries = read(under) if group.rank == 0 else None

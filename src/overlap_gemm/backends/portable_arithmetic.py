@@ -193,7 +193,7 @@ def why_no_order(device: torch.device, dtype: torch.dtype, depth: int) -> str | 
                 "invariant= compares torch's products once for each K, which is impossible while a CUDA "
                 "graph is captured: call once before the capture"
             )
-        _compared[key] = _compare_places(device, dtype, depth)
+        _compared[key] = _probe_order(device, dtype, depth)
     return _compared[key]
 
 
@@ -202,7 +202,8 @@ def _of_many_exponents(depth: int, generator: torch.Generator) -> Tensor:
     return torch.randn(1, depth, generator=generator) * 4.0**exponents
 
 
-def _compare_places(device: torch.device, dtype: torch.dtype, depth: int) -> str | None:
+def _probe_order(device: torch.device, dtype: torch.dtype, depth: int) -> str | None:
+    """Returns why equal rows and columns have unequal products in one block, or None."""
     generator = torch.Generator().manual_seed(depth)
     rows, columns = BLOCK[device.type]
     x, weight = (

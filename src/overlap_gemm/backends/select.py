@@ -164,6 +164,7 @@ def log_choice(choice: Choice) -> Choice:
 
 @cache
 def _inform(op: str, bits: int, width: int, types: str, ranks: int, backend: str, requested: str) -> None:
+    """Logs a choice; cached, so once for each class of shapes."""
     logger.info(
         "%s, M <= %d, width %d, %s, P=%d runs as %r (backend=%r)",
         op, 1 << bits, width, types, ranks, backend, requested.removesuffix(FALLBACK),
@@ -172,6 +173,7 @@ def _inform(op: str, bits: int, width: int, types: str, ranks: int, backend: str
 
 @cache
 def _warn(op: str, preferred: str, backend: str, why: str) -> None:
+    """Logs that the preferred backend was not chosen; cached, so once for each reason."""
     logger.warning("%s runs as %r, not as %r: %s", op, backend, preferred, why)
 
 

@@ -189,6 +189,7 @@ def _train(
 
 
 def _check(console: Console, comparisons: list["Comparison"]) -> bool:
+    """Prints errors and their bounds; returns whether all errors are within them."""
     from .llama import ALLOWED_FACTOR
 
     for comparison in comparisons:

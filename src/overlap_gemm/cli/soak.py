@@ -144,6 +144,7 @@ def steps(seed: int, kinds: int, ranks: int, device: torch.device) -> Iterator[S
 
 
 def _workload(draw: random.Random, ranks: int, device_type: str) -> Workload:
+    """Returns a random op, dtype and shape that every rank draws alike."""
     op = draw.choice(sorted(OPS))
     rows, widths = draw.choice(ROWS[device_type]), WIDTHS[device_type]
     kinds: list[tuple[torch.dtype, Any]] = [(torch.bfloat16, None), (torch.float16, None)]

@@ -132,6 +132,7 @@ def changes(base: Machine, measured: Machine) -> Table:
 
 
 def _flat(machine: Machine) -> dict[str, object]:
+    """Returns a machine's constants by name, curves by their last point."""
     flat: dict[str, object] = {}
     for field in fields(machine):
         value = getattr(machine, field.name)

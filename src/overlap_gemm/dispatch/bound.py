@@ -129,6 +129,7 @@ def call_op(
 
 
 def _run(op: GemmOp, ranks: Group, x: Tensor, weight: Any, bias: Any, call: OpCall, scales: Scales) -> Any:
+    """Runs a call by its prepared form, which the group keeps by arguments, layouts and settings."""
     try:
         key = (op.name, layouts(x, weight, bias, *scales), call, state(x))
         prepared = ranks.calls.get(key)
@@ -143,6 +144,7 @@ def _run(op: GemmOp, ranks: Group, x: Tensor, weight: Any, bias: Any, call: OpCa
 
 
 def _refuse_gradient(op: GemmOp, *tensors: Any) -> None:
+    """Raises RuntimeError if a gradient of operands with scales would be needed."""
     if needs_grad(*tensors):
         raise TypeError(f"{op.name}: {NO_GRADIENT}")
 
@@ -157,6 +159,7 @@ def _lower_without_exchange(
 def _prepare(
     op: GemmOp, ranks: Group, x: Tensor, weight: Any, bias: Any, call: OpCall, scales: Scales
 ) -> _Prepared | _Exchanging:
+    """Returns the prepared form of calls like this one; it may exchange lengths."""
     asks = (
         op.spec.unresolved_axis is not None
         and getattr(call, ARGUMENTS[op.spec.unresolved_axis]) == "exchange"

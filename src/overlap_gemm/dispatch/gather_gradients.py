@@ -66,6 +66,7 @@ def _bind_all_gather_gemm_gradients(
 
 
 def _no_second_gradient(*_: Any) -> Any:
+    """Raises: the gradient is bound only if none of its own is recorded."""
     raise RuntimeError(
         "all_gather_gemm_gradients has no gradient, because it runs only where no second derivatives are "
         "recorded; call backward with create_graph=True for them"

@@ -164,6 +164,7 @@ def _facts(
     dim: int,
     call: OpCall,
 ) -> agree.Facts:
+    """Returns (name, value) of all that the ranks' calls must have in common, except lengths."""
     if call.deterministic is None:
         call = call._replace(deterministic=torch.are_deterministic_algorithms_enabled())
     return (

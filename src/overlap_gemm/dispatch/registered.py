@@ -191,6 +191,8 @@ class Bound(NamedTuple):
 
 
 class _Eager(torch.autograd.Function):
+    """Autograd of a bound eager call, without the dispatcher."""
+
     @staticmethod
     def forward(ctx: Any, bound: Bound, *flat: Any) -> Any:
         tensors = bound.grouped(flat)

@@ -364,6 +364,7 @@ def _extent_of_one(rows: Any, others: Sequence[Any]) -> Any:
 def _shapes_of(
     op: GemmOp, group: str, x: Tensor, weight: Any, bias: Any, inputs: Any, call: OpCall
 ) -> _Shapes:
+    """Returns the lowered call and the shapes of its inputs, which are checked."""
     lowered = lower(op.spec, group, x, weight, (bias or []) if op.takes_lists else bias, call)
     assert lowered.call.epilogue is not None
     shapes = _Shapes(lowered, epilogue_of(lowered.call.epilogue), extents(op, lowered.call, weight))

@@ -305,6 +305,7 @@ def _reduced(tensor: Any, kind: OutputKind) -> Any:
 
 
 def _digest(name: str, function: Callable[..., Any], declared: str, gradient: Any) -> str:
+    """Returns the key of an epilogue's source: its declaration, functions and gradient."""
     digest = hashlib.sha256(declared.encode())
     texts = _texts(name, function, set()) + ([] if gradient is None else [_source(name, gradient)])
     for text in texts:
@@ -313,6 +314,7 @@ def _digest(name: str, function: Callable[..., Any], declared: str, gradient: An
 
 
 def _source(name: str, function: Any) -> str:
+    """Returns the source of a function; raises TypeError if it has none or is a lambda."""
     if getattr(function, "__name__", "") == "<lambda>":  # the source of all lambdas of a line is the same
         raise TypeError(
             f"epilogue {name}: define functions with def, not with lambda: kernels are kept by name"

@@ -49,6 +49,7 @@ def add_residual(x: Any, residual: Any) -> Any:
 
 
 def _of_stream(gradients: Any, outputs: Any, inputs: Any) -> Any:
+    """Returns the gradients of sum and residual: d(stream) + 2 stream d(squares)."""
     stream, _ = outputs
     of_stream, of_squares = gradients
     gradient = of_stream + 2.0 * stream * of_squares[:, None]

@@ -93,6 +93,7 @@ class Relay:
 
     @cute.jit
     def _needs_relay(self, call: Call) -> Int32:
+        """Returns 1 if a rank has no P2P access (negative entry of the table), else 0."""
         needs_relay = Int32(0)
         for peer in cutlass.range(call.exchange.world, unroll=1):
             if call.exchange.peers[peer] < 0:
@@ -119,6 +120,7 @@ class Relay:
 
     @cute.jit
     def _put(self, call: Call, op: Int32, puts: Puts, piece: Int32, to: Int32) -> None:
+        """Puts one piece to one rank after the GEMM has staged it; a full warp."""
         exchange = call.exchange
         start = piece * puts.piece
         num_bytes = Int64(cutlass.min(puts.piece, puts.nbytes - start))

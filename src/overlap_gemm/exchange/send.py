@@ -253,6 +253,7 @@ class GatherSender:
 
 @cute.jit
 def _next(rank: Int32, world: Int32) -> Int32:
+    """Returns the rank after ``rank``, cyclically."""
     following = rank + 1
     if following == world:
         following = Int32(0)

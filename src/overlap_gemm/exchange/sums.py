@@ -157,6 +157,7 @@ class Sums:
 
     @cute.jit
     def _sum(self, lane: Lane, extras: Extras) -> None:
+        """Selects the summation by number of ranks, so that loads in flight fit the registers."""
         world = lane.world
         if cutlass.const_expr(self.config.leaves > 0):
             if world <= 2:
@@ -241,6 +242,7 @@ class Sums:
     def _add_other_half(
         self, total: cute.Tensor, lane: Lane, chunk: Int32, first: cutlass.Constexpr, ranks: cutlass.Constexpr
     ) -> None:
+        """Adds the subtree that begins at rank ``first``, if that rank exists."""
         if first < lane.world:
             total.store(total.load() + self._subtree(lane, chunk, first, ranks).load())
 

@@ -287,6 +287,7 @@ def _of_kind(visitor: Visitor, tensors: Any, kind: str) -> list[Any]:
 
 
 def _store_chunk(matrix: Any, row: Scalar, column: Scalar, values: Sequence[Any]) -> None:
+    """Rounds contiguous values to the matrix's type and stores them."""
     rounded = cute.make_rmem_tensor(len(values), matrix.element_type)
     for i, value in enumerate(values):
         rounded[i] = raw(value).to(matrix.element_type)

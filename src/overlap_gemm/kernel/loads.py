@@ -78,6 +78,7 @@ def tiles_at(
 
 
 def _k_tiles(operand: Any, row: Int32, rows: int, tile_k: int) -> Any:
+    """Returns an operand's tiles along K, from ``row`` on; of leaves, in their order."""
     if cute.rank(operand) == 2:
         return cute.local_tile(cute.domain_offset((row, 0), operand), (rows, tile_k), (0, None))
     of_leaves = cute.domain_offset((row, 0, 0), operand)

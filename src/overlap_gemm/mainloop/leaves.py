@@ -93,6 +93,7 @@ def finish(config: cutlass.Constexpr, sums: cute.Tensor, nodes: cute.Tensor) -> 
 
 
 def _add(sums: cute.Tensor, nodes: cute.Tensor, level: Any) -> None:
+    """Adds the node of ``level`` to ``sums``, the node first: the order of the tree."""
     node = nodes[(None, level)]
     for first in range(0, cute.size(sums), RUN):
         total, kept = _run(sums, first), _run(node, first)

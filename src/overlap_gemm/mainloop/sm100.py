@@ -400,6 +400,7 @@ class MainloopSm100(LoadedMainloop):
         return layouts[first], layouts[second]
 
     def _multicast_masks(self, cluster: cute.Layout) -> tuple[Any, Any]:
+        """Returns the CTAs that share this CTA's loads of A and of B; None without a cluster."""
         if self.config.cluster_size == 1:
             return None, None
         coord = cluster.get_flat_coord(cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()))

@@ -142,6 +142,7 @@ class MainloopSm90(LoadedMainloop):
         return blocks.tma_of_a(self.config, scales)
 
     def _tma(self, tensor: cute.Tensor, layout: Any, rows: int, multicast: int) -> tuple[Any, Any]:
+        """Returns the TMA atom and tensor of an operand, whose box a cluster's CTAs may share."""
         op = cpasync.CopyBulkTensorTileG2SMulticastOp if multicast > 1 else cpasync.CopyBulkTensorTileG2SOp
         return cpasync.make_tiled_tma_atom(
             op(),
@@ -372,6 +373,7 @@ class MainloopSm90(LoadedMainloop):
     def _write(
         self, acc: cute.Tensor, writer: SubtileWriter, ring_state: pipeline.PipelineState
     ) -> pipeline.PipelineState:
+        """Visits and writes the accumulator's subtiles in order; returns the ring state after them."""
         cfg = self.config
         values = cfg.epi_tile[0] * cfg.epi_tile[1] // cfg.epilogue_threads
         layout = cute.make_layout(((2, 2, values // 4), 1, 1))

@@ -189,6 +189,7 @@ def finalize() -> None:
 
 
 def _find_placement(env: Mapping[str, str]) -> _Placement:
+    """Returns rank and size by the launcher's variables; raises if they are incomplete."""
     if env.keys() >= set(TORCHRUN):
         rank, size = (_number(env, name) for name in ("RANK", "WORLD_SIZE"))
         if rank >= size:
@@ -232,6 +233,7 @@ def _number(env: Mapping[str, str], name: str, default: int | None = None) -> in
 
 
 def _placement_from_mpi() -> _Placement:
+    """Returns the placement by mpi4py, with a store that rank 0 of the world serves."""
     try:
         from mpi4py import MPI
     except ImportError as error:

@@ -162,6 +162,7 @@ class CompileCache:
             return self._loaded[config, arch]
 
     def _find(self, key: str, name: str, build: Callable[[], Any]) -> tuple[Any, str]:
+        """Returns a function from disk, or builds and stores it; and where it is from."""
         with self._entry(key) as (folder, reason):
             if folder is not None and (function := self._load(folder, key)) is not None:
                 return function, "disk"
@@ -204,6 +205,7 @@ class CompileCache:
                 lock.release()
 
     def _keep_in_memory(self, reason: Exception) -> None:
+        """Warns, once, that the folder is unusable."""
         if not self._warned:
             logger.warning(
                 "compile cache: folder %s cannot be used (%s: %s); compiled kernels stay in this process's "

@@ -140,6 +140,7 @@ class CudaExecutor:
 
     @contextmanager
     def _on_stream(self, used: Sequence[torch.Tensor | None]) -> Iterator[int]:
+        """Yields ``stream`` after torch's current one, and keeps ``used`` alive on it."""
         assert self.stream is not None
         self.stream.wait_stream(torch.cuda.current_stream(self.device))  # the operands are computed on it
         for tensor in used:

@@ -68,6 +68,7 @@ class Ledger:
         self._calls.append((self._number, self._chain, text))
 
     def _watch(self) -> None:
+        """Compares until a difference appears or the group ends; body of the ledger's thread."""
         while self._process_group() is not None and self.difference is None:
             if _ending.wait(PERIOD):
                 return
@@ -77,6 +78,7 @@ class Ledger:
                 return
 
     def _compare(self) -> None:
+        """Publishes this rank's last calls in the store, and compares them with the peers'."""
         calls = list(self._calls)
         if calls and calls[-1][0] != self._written:
             self._store.set(self._key(self._group.rank), json.dumps(calls[-PUBLISHED:]))
@@ -96,6 +98,7 @@ class Ledger:
             print(f"overlap_gemm: rank {rank}: {self.difference}", file=sys.stderr, flush=True)
 
     def _differs(self, local: dict[int, tuple[int, str]], remote: list[Any], peer: int) -> str | None:
+        """Returns a message for the first common call that differs from a peer's, or None."""
         for number, chain, text in remote:
             if number in local and local[number][0] != chain:
                 my_rank, peer_rank = (self._group.global_rank(rank) for rank in (self._group.rank, peer))

@@ -164,6 +164,7 @@ def executor_for(group: Group, device: torch.device) -> Executor:
 
 
 def _agree(group: Group, device: torch.device, constants: Callable[[str], str]) -> Peers:
+    """Returns this rank's state in a group, with what all ranks have in common; collective."""
     if (virtual := virtual_ranks(group)) is not None:
         reserve = reserved_sms()
         everyone = [
@@ -205,6 +206,7 @@ def merge_proposals(group: Group, everyone: Sequence[Agreed]) -> Agreed:
 
 
 def _proposal(group: Group, executor: Executor, reserve: int, constants: Callable[[str], str]) -> Agreed:
+    """Returns the facts of one rank, of which `merge_proposals` makes the common ones."""
     usable = executor.num_sms - reserve
     if usable < 1:
         raise ValueError(

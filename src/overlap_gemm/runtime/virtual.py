@@ -101,6 +101,7 @@ class VirtualWorld(VirtualRanks):
 
 
 def _executors(size: int, emulator: Emulator | None, device: torch.device | None) -> tuple[Executor, ...]:
+    """Returns an executor for each rank: the emulator's, or equal shares of a GPU's SMs."""
     if emulator is not None:
         emulation = executors.emulation
         if emulation is None or emulation.emulator is not emulator:

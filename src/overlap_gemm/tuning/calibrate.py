@@ -234,6 +234,8 @@ def _link(probe: Probe, machine: Machine) -> Machine:
 
 
 def _collectives(probe: Probe, machine: Machine) -> Machine:
+    """Returns the machine with measured times of the collectives for this number of ranks."""
+
     def curve(name: str) -> Curve:
         seconds = [probe.collective(name, size) for size in CURVE_BYTES]
         # If a larger transfer was measured faster (noise, or a change of protocol), use the longer time.

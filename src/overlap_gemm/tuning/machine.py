@@ -215,6 +215,7 @@ class Machine:
 
 
 def _rounded(value: Any) -> Any:
+    """Returns the value with all floats rounded to four digits."""
     if isinstance(value, dict):
         return {name: _rounded(each) for name, each in value.items()}
     if isinstance(value, (list, tuple)):

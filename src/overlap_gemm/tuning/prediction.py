@@ -88,6 +88,7 @@ def predict_on(
 
 @lru_cache(maxsize=4096)
 def _predict(facts: Facts, machine: Machine, arch: str, sms: int, captured: bool, _: Settings) -> Prediction:
+    """Returns the prediction; cached, with the settings as part of the key."""
     product, link = product_seconds(facts, machine, sms), link_seconds(facts, machine)
     torch, ordered = (transfer_seconds(facts, machine, in_rank_order) for in_rank_order in (False, True))
     kernel = lower_small_rs_to_ar(facts, machine, arch, sms)

@@ -242,6 +242,7 @@ def _choose(
     pattern: str,
     fields: tuple[tuple[str, Any], ...],
 ) -> GemmConfig:
+    """Returns the fastest eligible configuration, with the configured fields."""
     best = min(
         _eligible(facts, machine, arch, num_sms, fields),
         key=lambda config: seconds_of(config, facts, machine, num_sms, pattern).total,
@@ -345,7 +346,7 @@ def _fitting(
     for every in (known, every_config(arch, dtype, blocks=blocks)):
         fitting = [c for c in every if all(getattr(c, name) == value for name, value in requested)]
         if fitting:
-            return [c for c in fitting if _goes_with(c, fields)] or fitting
+            return [c for c in fitting if _is_valid_with(c, fields)] or fitting
     return known
 
 
@@ -360,7 +361,8 @@ def _resident(configs: list[GemmConfig], num_sms: int) -> list[GemmConfig]:
     return [config for config in configs if config.cluster_ctas <= room]
 
 
-def _goes_with(config: GemmConfig, fields: tuple[tuple[str, Any], ...]) -> bool:
+def _is_valid_with(config: GemmConfig, fields: tuple[tuple[str, Any], ...]) -> bool:
+    """Returns whether the configuration is valid with the configured fields."""
     try:
         replace(config, **dict(fields))
     except ValueError:

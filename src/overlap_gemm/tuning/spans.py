@@ -90,6 +90,8 @@ def watch(label: str, works: Sequence[Waitable]) -> Sequence[Waitable]:
 
 
 class _Recorder:
+    """Spans of a block: events on CUDA streams, or times of the host."""
+
     def __init__(self, device: torch.device):
         self.on_cuda = device.type == "cuda"
         self.side = torch.cuda.Stream(device) if self.on_cuda else None

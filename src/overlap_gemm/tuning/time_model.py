@@ -288,6 +288,7 @@ class _Tiles(NamedTuple):
 
 
 def _tiles(config: GemmConfig, facts: Facts, pattern: str) -> _Tiles:
+    """Returns the number of clusters a rank computes, and the parts of their tiles that it sends."""
     shape, spec, world = _shape_of(facts, pattern), PATTERNS[pattern], facts.world
     rows, columns = shape.block
     # A rank that owns no tiles sends all of them.

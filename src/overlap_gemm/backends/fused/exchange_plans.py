@@ -149,6 +149,7 @@ def _make_plan(
     keep: bool,
     reserve: int,
 ) -> Plan:
+    """Returns the plan of all_to_all_gemm calls of one kind; collective, since it may allocate."""
     from ...gather.gathering import Gathering
 
     executor, group, arch = peers.executor, peers.group, peers.agreed.arch

@@ -237,6 +237,7 @@ class Fused:
     def _bind(
         self, problem: Problem, x: Tensor, weight: Any, bias: Any, shards: Shards, group: Group
     ) -> Callable[..., Any]:
+        """Binds by the helper for the op: gathered x, exchanged x, several weights, or one weight."""
         if problem.spec.gathers_operand:
             return gather.bind(
                 x, weight, bias, shards, group, problem.keep, problem.out_dtype, problem.blocks,
@@ -279,6 +280,7 @@ class Fused:
     def _bind_one(
         self, problem: Problem, x: Tensor, weight: Any, bias: Any, shards: Shards, group: Group
     ) -> Callable[..., Any]:
+        """Binds an op of one weight; aligned operands skip all checks and use the plan directly."""
         if problem.applying is not None:
             return self._bind_with_epilogue(problem, problem.applying.visitor, x, weight, bias, shards, group)
         op, depth, dtype = problem.spec, problem.k, problem.out_dtype

@@ -117,6 +117,7 @@ def _make_plan(
     out_dtype: torch.dtype | None = None,
     blocks: Blocks | None = None,
 ) -> Plan:
+    """Returns the plan of all_gather_gemm calls of one kind; collective, since it may allocate."""
     from ...gather.gathering import Gathering, ShardScales
 
     executor, group = peers.executor, peers.group

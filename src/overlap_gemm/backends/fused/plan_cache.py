@@ -181,6 +181,7 @@ def keep_plan(peers: Peers, key: Hashable, make: Callable[[], P]) -> P:
 
 
 def _make_plan(peers: Peers, config: GemmConfig, shape: ExchangeShape, reserve: int) -> Plan:
+    """Returns the plan of an op that exchanges tiles; collective, since it may allocate."""
     executor, group = peers.executor, peers.group
     work = shape.num_clusters(config)
     if group.size == 1:

@@ -196,6 +196,7 @@ class Scaled(NamedTuple):
         return result if out is None else out.copy_(result)
 
     def _product(self, weight: Scaled) -> Tensor:
+        """Returns the product with a weight by torch's scaled product, N padded as cuBLAS requires."""
         values, scale_w = weight.values, weight.scale
         if values.is_cuda and (short := -len(values) % DEPTH):  # on GPUs N must be a multiple of 16
             values = _with_rows(values, short)

@@ -84,6 +84,7 @@ class VirtualRanks:
         return view
 
     def _allocate(self, nbytes: int) -> list[VirtualSymmetric]:
+        """Returns a block for each rank, with the table of addresses that the rank reads."""
         size = len(self.ranks)
         if self._emulator is not None:
             blocks = list(self._emulator.symmetric((nbytes,), torch.uint8).tensors)

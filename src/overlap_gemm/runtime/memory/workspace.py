@@ -267,6 +267,7 @@ def workspace_limit() -> int:
 
 
 def _check_limit(nbytes: int) -> None:
+    """Raises ValueError if a further block would exceed the limit of this process."""
     limit = workspace_limit()
     if workspace_bytes() + nbytes > limit:
         raise ValueError(
@@ -352,6 +353,7 @@ def close_workspaces(group: GroupLike = None) -> None:
 
 
 def _close(peers: Peers) -> None:
+    """Frees the group's workspaces, except those captured on any rank; collective."""
     peers.plans.clear()
     everyone = peers.group.all_gather_object([workspace.captured for workspace in _distinct(peers)])
     for workspace, *captured in zip(_distinct(peers), *everyone, strict=True):
