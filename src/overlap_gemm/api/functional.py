@@ -111,12 +111,13 @@ def all_gather_gemm(
     """Gathers the rows of x from all ranks and multiplies them by this rank's weight.
 
     It is the column-parallel half of a tensor-parallel layer with sequence parallelism. The rows are sharded
-    equally, or, with `rows`, as by `torch.chunk`; a shard may then be short or empty.
+    equally, or, with `rows`, as by `torch.chunk`; a shard may then be short or empty. All ranks of the group
+    make the same calls in the same order; on a GPU a call is ordered by the current stream.
 
     Args:
         x_shard: This rank's rows `[M_local, ..., K]`; float32, bfloat16, float16 (or float64).
-        weight: `[N_local, K]` as in `nn.Linear`, or a list of such weights that share one gather (q/k/v,
-            gate/up).
+        weight: `[N_local, K]` of x's dtype, as in `nn.Linear`; or a list of such weights that share one
+            gather (q/k/v, gate/up).
         group: ProcessGroup, 1-D DeviceMesh, or None for the world.
         bias: `[N_local]`, or one per weight if `weight` is a list.
         return_gathered: Return the gathered x as well.
@@ -133,7 +134,7 @@ def all_gather_gemm(
         save_gathered: Save the gathered x for the weight gradient, P times the memory of the shard, instead
             of gathering it again in backward. (If the gradient of x is fused and shards are not small, copy
             engines gather it at the same time.) `return_gathered` implies it.
-        columns: N of all weights over all ranks; "equal": every rank has as many columns as this one; None:
+        columns: N, summed over weights and ranks; "equal": every rank has as many columns as this one; None:
             the choice of `auto` does not depend on N.
         deterministic: Require bitwise repeatable sums of the gradient, as in `gemm_reduce_scatter`.
         reserve_sms: SMs that fused kernels, also the gradient's, leave free on this rank; None: the value of
@@ -147,14 +148,15 @@ def all_gather_gemm(
         epilogue: Epilogue, as in `gemm_reduce_scatter`; of one weight, or of pairs of columns of two weights.
 
     Returns:
-        `[M, ..., N_local]`, or a list with one such tensor per weight. With `return_gathered` a pair of that
-        and the gathered `[M, ..., K]`. With an epilogue that has outputs, a tuple of the product and each
-        output in place of the product.
+        `[M, ..., N_local]` (M in dimension `dim`), or a list with one such tensor per weight. With
+        `return_gathered` a pair of that and the gathered `[M, ..., K]`. With an epilogue that has outputs, a
+        tuple of the product and each output in place of the product.
 
     Raises:
         ValueError, TypeError: Arguments are incompatible; the message contains the values and the rule.
-        RuntimeError: A peer has exited, did not respond within the group's timeout, or
-            (`OVERLAP_GEMM_CHECK=1`) makes a different call.
+        RuntimeError: A peer has exited, did not respond within the group's timeout, or makes a different
+            call. Fused kernels detect it on the GPU: a later call raises (`CommTimeoutError`).
+        CaptureError: A graph is being captured, and the call needs a preparation (see `warmup`).
     """
     several = isinstance(weight, (list, tuple))
     weights = list(weight) if isinstance(weight, (list, tuple)) else [weight]
@@ -231,8 +233,8 @@ def gemm_reduce_scatter(
         out_dtype: Type of result and bias if operands have scales: bfloat16 (the default), float16 or
             float32.
         block: Rows of the weight, and elements of K, that share a scale: 128 or 32. scale_x is then `[M, ...,
-            ceil(K / block)]`, scale_w `[ceil(N / block), ceil(K / block)]`. ``"mx"``: scales of MX types.
-            None: scales per row. The same on every rank. See docs/fp8.md.
+            ceil(K_local / block)]`, scale_w `[ceil(N / block), ceil(K_local / block)]`. ``"mx"``: swizzled
+            scales of MX types. None: per row. The same on every rank. See docs/fp8.md.
         partials: Type in which the ranks' partial sums are sent: "float32", or None: rounded once to the type
             of x (of `out_dtype`).
         invariant: "batch": the bits of a row depend neither on other rows nor on their number. "ranks"
@@ -240,7 +242,7 @@ def gemm_reduce_scatter(
             equal parts, in float32. It includes the gradients. The same on every rank. See
             docs/invariance.md.
         epilogue: `overlap_gemm.epilogue` with its inputs, applied to the complete (or partial) sums before
-            they are rounded and stored. Inputs have the shape of this rank's result. See docs/epilogues.md.
+            they are rounded and stored. Inputs fit the shape of this rank's result. See docs/epilogues.md.
 
     Returns:
         `[M_local, ..., N]`; M_local is this rank's share of M as by `torch.chunk`. With an epilogue that has
