@@ -22,8 +22,8 @@ LIMITS = {
     "copy_bytes": 0,
     "copies_world": 8,
     "few_rows": 0,
-    "whole_rows": 0,
-    "whole_gain": 0.0,
+    "ar_rows": 0,
+    "ar_gain": 0.0,
 }
 """Where a choice changes, and what takes the choice away."""
 

@@ -147,7 +147,7 @@ FIGURES = {
         lambda: f"other {len(slices(False))} shapes {said(slices(False))}",
     ],
     "docs/design/few-rows.md": [
-        lambda: f"expects at most {constants()['whole_gain']} of the time",
+        lambda: f"expects at most {constants()['ar_gain']} of the time",
         lambda: (
             "without a cluster reaches {:.2f} of the best rate on large cubes, and {:.2f} where all".format(
                 *(constants()[of]["pingpong 128x128 1x1"] for of in ("efficiency", "one_wave"))

@@ -259,8 +259,8 @@ def test_the_choice_is_the_candidate_with_the_least_time(arch, rows):
     if found.op == RS:
         assert found.fused.total == min(times) == found.seconds["fused"]
     else:  # an all-reduce, which has a choice of its own
-        assert rows <= machine.whole_rows
-        assert found.seconds["fused"] == found.fused.total <= machine.whole_gain * min(times)
+        assert rows <= machine.ar_rows
+        assert found.seconds["fused"] == found.fused.total <= machine.ar_gain * min(times)
 
 
 def test_a_choice_follows_configured():

@@ -27,7 +27,7 @@ KERNELS = {
 @pytest.fixture(autouse=True)
 def always(monkeypatch):
     """Whatever the model expects of products as small as these."""
-    eager = cache(lambda arch: replace(machine_for(arch), whole_gain=1e9))
+    eager = cache(lambda arch: replace(machine_for(arch), ar_gain=1e9))
     monkeypatch.setattr(space, "constants", eager)
 
 
@@ -104,7 +104,7 @@ def test_ranks_may_name_different_ways_for_the_shards_of_another_op(taken):
 
 
 def test_many_rows_get_the_reduce_scatter(taken):
-    case = Case("gemm_reduce_scatter", machine_for("sm_90a").whole_rows + 1, 64, 128, torch.bfloat16)
+    case = Case("gemm_reduce_scatter", machine_for("sm_90a").ar_rows + 1, 64, 128, torch.bfloat16)
     with Emulator("sm_90a", 2) as emulator, VirtualWorld(2, emulator=emulator) as world:
         for given, outs in run_launches(case, world, 1):
             assert judge(case, given, outs, torch.bfloat16).holds

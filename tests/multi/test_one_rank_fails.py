@@ -48,7 +48,7 @@ def device():
     """A rank's executor."""
     order = SimpleNamespace(word=torch.zeros(1, dtype=torch.int32))
     return SimpleNamespace(
-        arch="sm_90a", num_sms=132, device=CPU, is_open=True, flavour="", is_whole_device=True, order=order,
+        arch="sm_90a", num_sms=132, device=CPU, is_open=True, flavour="", is_full_device=True, order=order,
         max_clusters=lambda size: 132 // size, record=torch.zeros(RECORD_WORDS, dtype=torch.int32),
     )  # fmt: skip
 

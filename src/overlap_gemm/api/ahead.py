@@ -1,6 +1,6 @@
 """Preparation before serving or capturing a CUDA graph: compile, allocate, agree, load.
 
-overlap_gemm.reserve(max_rows=8192, columns=8192)                      # the workspaces of all calls below
+overlap_gemm.reserve(max_rows=8192, columns=8192)  # the workspaces of all calls below
 overlap_gemm.warmup("gemm_reduce_scatter", (8192, 8192, 28672), (1, 8192, 28672))
 """
 
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..backends.autotuning import autotune_policy, share
+from ..backends.autotuning import autotune_policy, copy_measurement
 from ..backends.base import Problem
 from ..backends.fused import reserved
 from ..backends.fused.fused_backend import Fused
@@ -147,7 +147,7 @@ def warmup(
 
         for problem, extents in zip(problems, variants, strict=True):
             if problem is not problems[0]:  # measurements do not depend on the extents that callers pass
-                share(problems[0], problem, backend, ranks, where)
+                copy_measurement(problems[0], problem, backend, ranks, where)
             with autotune_policy(autotune, backend, ranks, where):
                 make(backend, extents)
             eager, captured = (

@@ -159,7 +159,9 @@ def autotune_policy(
         yield
 
 
-def share(problem: Problem, other: Problem, requested: str, group: Group, device: torch.device) -> None:
+def copy_measurement(
+    problem: Problem, other: Problem, requested: str, group: Group, device: torch.device
+) -> None:
     """Copies the measurement of `problem` to `other`, the same call with fewer extents, if it has none.
 
     Args:

@@ -225,14 +225,14 @@ class GpuProbe:
         }
         return self._seconds(calls[name])
 
-    def host(self, way: str) -> float:
+    def host(self, backend: str) -> float:
         """Returns the host time of an eager call."""
         m, n, k = SMALL
         x, weight = self._operands(m, n, k // self.world)
         group = self.group.process_group
-        options: dict[str, Any] = {"group": group, "backend": way}
+        options: dict[str, Any] = {"group": group, "backend": backend}
         call: Call = lambda: overlap_gemm.gemm_reduce_scatter(x, weight, **options)  # noqa: E731
-        if way == "product":
+        if backend == "product":
             call = lambda: torch.mm(x, weight.t())  # noqa: E731
         samples = []
         for _ in range(1 + self.rounds):  # the first one warms up

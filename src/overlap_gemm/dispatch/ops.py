@@ -325,11 +325,11 @@ def _backward_all_gather_gemm(
     if isinstance(needs_biases, (list, tuple)):
         pairs = zip(grad_outs, needs_biases, strict=False)  # no bias, or one for each weight
         grad_biases = [sum_of_rows(grad, call) if needed else None for grad, needed in pairs]
-    keeps_apart = call.promises.has_tree and len(weights) > 1
-    if needs_x and all(needs_weights) and not (kept or keeps_apart or torch.is_grad_enabled()):
+    are_separate = call.promises.has_tree and len(weights) > 1
+    if needs_x and all(needs_weights) and not (kept or are_separate or torch.is_grad_enabled()):
         grad_x, *grads_of_weights = all_gather_gemm_gradients(x, grad_outs, weights, *dual)
         return grad_x, grads_of_weights, grad_biases
-    if needs_x and keeps_apart and grad_gathered is None:  # joined columns would be cut into other leaves
+    if needs_x and are_separate and grad_gathered is None:  # joined columns would be cut into other leaves
         of_each = zip(grad_outs, weights, strict=True)
         grad_x = sum(
             gemm_reduce_scatter(grad, weight.t(), None, *NO_SCALES, *dual._replace(k=None))

@@ -67,7 +67,7 @@ class TileExchange(ABC):
 
     def begin(self, exchange: Any, peer_table: Any) -> Call:
         """Reads the epoch; see `Call.begin`."""
-        return Call.begin(exchange, peer_table=self.transport.looks_up_in(peer_table))
+        return Call.begin(exchange, peer_table=self.transport.select_peer_table(peer_table))
 
     @abstractmethod
     def sender(self, stages: Stages, work: Work, call: Call, output: Any) -> Any:

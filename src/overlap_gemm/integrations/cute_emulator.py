@@ -131,7 +131,7 @@ class EmulatorExecutor:
         return self.emulator.devices[self.rank].num_sms
 
     @property
-    def is_whole_device(self) -> bool:
+    def is_full_device(self) -> bool:
         """Returns True."""
         return True
 

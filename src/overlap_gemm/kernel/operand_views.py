@@ -52,12 +52,12 @@ def interleaved(first: cute.Tensor, second: cute.Tensor) -> tuple[cute.Tensor, I
     base = first.iterator
     if other < begins:
         base = second.iterator
-    bytes_apart = cutlass.max(other, begins) - cutlass.min(other, begins)
+    distance = cutlass.max(other, begins) - cutlass.min(other, begins)
     divby = 128 // first.element_type.width
-    apart = cute.assume(Int64(bytes_apart // (first.element_type.width // 8)), divby=divby)
+    band_stride = cute.assume(Int64(distance // (first.element_type.width // 8)), divby=divby)
     pitch = first.stride[0]
     shape = ((PAIR, 2, cute.size(first, mode=[0]) // PAIR), first.shape[1])
-    layout = cute.make_layout(shape, stride=((pitch, apart, pitch * PAIR), 1))
+    layout = cute.make_layout(shape, stride=((pitch, band_stride, pitch * PAIR), 1))
     return cute.make_tensor(base, layout), is_swapped
 
 

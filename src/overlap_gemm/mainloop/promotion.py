@@ -88,9 +88,9 @@ def accumulate_promoted(
         sums = [cute.make_rmem_tensor(acc.shape, Float32) for _ in range(config.sums)]
         freed, is_full = read.clone(), _is_full(ab, read)
         for _ in cutlass.range(k_tiles // config.sums, unroll=1):
-            for number, under_way in enumerate(sums):
+            for number, in_flight in enumerate(sums):
                 ab.consumer_wait(read, is_full if number == 0 else None)
-                mma = multiply(mma, under_way, operands, range(num_blocks), read)
+                mma = multiply(mma, in_flight, operands, range(num_blocks), read)
                 read.advance()
             is_full = _is_full(ab, read)
             for number, done in enumerate(sums):

@@ -39,9 +39,9 @@ class ColumnParallelLinear(ShardedLinear):
 
     Built from the same seed on every rank it is the shard of the `nn.Linear` built from that seed.
 
-    Input: `[..., input_size]`, replicated; with `sequence_parallel` this rank's rows of it. Output: `[...,
-    output_size of this rank]`; with `gather_output` `[..., output_size]`. With `skip_bias_add` the output is
-    a pair: the product without bias, and the bias.
+    Input: `[..., input_size]`, replicated; with `sequence_parallel` this rank's rows of it. Output: all rows,
+    `[..., output_size of this rank]`; with `gather_output` `[..., output_size]`. With `skip_bias_add` the
+    output is a pair: the product without bias, and the bias. Backward sums the input's gradient over ranks.
 
     Args:
         input_size: K.
@@ -60,7 +60,7 @@ class ColumnParallelLinear(ShardedLinear):
         reserve_sms: SMs that kernels leave free, as in `overlap_gemm.all_gather_gemm`.
         partials: Type of partial sums, as in `overlap_gemm.gemm_reduce_scatter`.
         invariant: Bitwise invariance, as in `overlap_gemm.gemm_reduce_scatter`.
-        float8: 8-bit settings of the products; parameters keep their dtype.
+        float8: `Float8` for products in 8 bits, or None; parameters keep their dtype.
         device: Device of the parameters.
         dtype: dtype of the parameters.
     """
@@ -150,7 +150,7 @@ class RowParallelLinear(ShardedLinear):
         reserve_sms: SMs that kernels leave free, as in `overlap_gemm.all_gather_gemm`.
         partials: Type of partial sums, as in `overlap_gemm.gemm_reduce_scatter`.
         invariant: Bitwise invariance, as in `overlap_gemm.gemm_reduce_scatter`.
-        float8: 8-bit settings of the products; parameters keep their dtype.
+        float8: `Float8` for products in 8 bits, or None; parameters keep their dtype.
         fuse: Apply a residual as an epilogue of the op. None: if the kernel supports epilogues; True: the op
             gets it in every call; False: never. With `float8`, `invariant`, or a residual of another dtype
             than the product (autocast), torch adds it after the op; the dtype of the sum is promoted.
@@ -214,7 +214,7 @@ class RowParallelLinear(ShardedLinear):
 
 
 class ParallelMLP(nn.Module):
-    """A gated MLP: `down(silu(gate(x)) * up(x))`, with a residual added to it.
+    """A gated MLP: `down(activation(gate(x)) * up(x))`, plus an optional residual.
 
     With `sequence_parallel`, gate and up share one gather of x. If one of them has hooks or is wrapped, each
     is called and gathers x itself, and the activation is a torch operation.
@@ -236,7 +236,7 @@ class ParallelMLP(nn.Module):
         reserve_sms: SMs that kernels leave free, as in `overlap_gemm.all_gather_gemm`.
         partials: Type of partial sums, as in `overlap_gemm.gemm_reduce_scatter`.
         invariant: Bitwise invariance, as in `overlap_gemm.gemm_reduce_scatter`.
-        float8: 8-bit settings of the products; parameters keep their dtype.
+        float8: `Float8` for products in 8 bits, or None; parameters keep their dtype.
         activation: "silu" (SwiGLU), "gelu" or "gelu_tanh" (GeGLU).
         fuse: Apply activation and residual as epilogues of the ops, as in `RowParallelLinear`; the activation
             only with `sequence_parallel`.

@@ -1,6 +1,7 @@
 """Startup of a process and its peers: torchrun, mpirun, slurm's srun, or a single process.
 
-import overlap_gemm world = overlap_gemm.init()      # the same script under any launcher ...
+world = overlap_gemm.init()  # the same script under any launcher
+...
 overlap_gemm.finalize()
 """
 

@@ -38,7 +38,7 @@ class Executor(Protocol):
         """Returns the number of SMs for this rank's persistent grids; all their CTAs must be co-resident."""
 
     @property
-    def is_whole_device(self) -> bool:
+    def is_full_device(self) -> bool:
         """Returns whether the rank has a full device, so that cooperative launches can check the grid."""
 
     @property
@@ -124,7 +124,7 @@ class CudaExecutor:
     is_open: bool = True
 
     @property
-    def is_whole_device(self) -> bool:
+    def is_full_device(self) -> bool:
         """Returns True, except for virtual ranks, which share a device."""
         return self.stream is None
 

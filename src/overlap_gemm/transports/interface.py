@@ -90,7 +90,7 @@ class Transport(ABC):
         send()
         store()
 
-    def looks_up_in(self, peer_table: Any) -> Any:
+    def select_peer_table(self, peer_table: Any) -> Any:
         """Returns ``peer_table``, the shared memory for a copy of the ranks' addresses, or None for no copy.
 
         A copy avoids loads from L2: each acquire at system scope invalidates the L1 cache.

@@ -71,7 +71,7 @@ class LL(Transport):
         if cute.arch.lane_idx() == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=False)
 
-    def looks_up_in(self, peer_table: Any) -> None:
+    def select_peer_table(self, peer_table: Any) -> None:
         """Returns None: no thread acquires, so the table of addresses stays in the L1 cache."""
 
     def publish_unit(self, publish: Callable[[], None]) -> None:

@@ -77,7 +77,7 @@ class Probe(Protocol):
     def collective(self, name: str, bytes_out: int) -> float:
         """Returns the time of one of `COLLECTIVES` in which each rank sends about `bytes_out` bytes."""
 
-    def host(self, way: str) -> float:
+    def host(self, backend: str) -> float:
         """Returns the host time of an eager call of one of `HOSTS`."""
 
 
@@ -117,7 +117,9 @@ def _steps(probe: Probe, arch: str) -> Iterator[tuple[str, Step]]:
     yield "memory", lambda m: _memory(probe, m)
     yield (
         "host",
-        lambda m: replace(m, host={**m.host, **{way: probe.host(way) for way in HOSTS if _has(probe, way)}}),
+        lambda m: replace(
+            m, host={**m.host, **{name: probe.host(name) for name in HOSTS if _has(probe, name)}}
+        ),
     )
     if probe.world == 1:
         return
@@ -141,8 +143,8 @@ def _positive(seconds: float) -> float:
     return seconds
 
 
-def _has(probe: Probe, way: str) -> bool:
-    return probe.world > 1 or way == "product"
+def _has(probe: Probe, backend: str) -> bool:
+    return probe.world > 1 or backend == "product"
 
 
 def _kernels(probe: Probe, machine: Machine, arch: str) -> Machine:

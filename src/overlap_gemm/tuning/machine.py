@@ -98,8 +98,8 @@ class Machine:
             with more ranks it is not used.
         few_rows: Maximum number of rows for which ops that exchange tiles get a ``"swap_ab"`` kernel by
             default.
-        whole_rows: Maximum number of rows of a reduce-scatter that may run as an all-reduce.
-        whole_gain: Maximum ratio of the all-reduce's to the reduce-scatter's expected time in that case.
+        ar_rows: Maximum number of rows of a reduce-scatter that may run as an all-reduce.
+        ar_gain: Maximum ratio of the all-reduce's to the reduce-scatter's expected time in that case.
         provenance: Field -> source of its value, for fields that `tune` does not measure.
         one_wave: Like `efficiency`, for measured kernels in calls with one wave of tiles. Such tiles share
             their loads in L2 without multicast, and draw less power.
@@ -141,8 +141,8 @@ class Machine:
     copy_bytes: int
     copies_world: int
     few_rows: int
-    whole_rows: int
-    whole_gain: float
+    ar_rows: int
+    ar_gain: float
     bytes_rate: float
     promoted_rate: float
     blocks_rate: float
@@ -312,7 +312,7 @@ def machine_for(arch: str, device: str | None = None) -> Machine | None:
     if driver is None or not driver.memory or not known:
         return next(iter(fitting), None)
     return scaled(
-        min(known, key=lambda machine: _apart(machine.driver["memory"], driver.memory)), device, driver
+        min(known, key=lambda machine: _distance(machine.driver["memory"], driver.memory)), device, driver
     )
 
 
@@ -323,7 +323,7 @@ def facts_of_device(arch: str, device: str) -> DriverFacts | None:
     return driver_facts(torch.cuda.current_device())
 
 
-def _apart(rate: float, other: float) -> float:
+def _distance(rate: float, other: float) -> float:
     return max(rate / other, other / rate)
 
 

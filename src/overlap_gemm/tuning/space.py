@@ -119,7 +119,7 @@ def default_config(
 
     Args:
         arch: Target architecture.
-        dtype: ``"bf16"`` or ``"f16"``.
+        dtype: Type of A and B, as `GemmConfig.in_dtype`.
         shape: Shape of the exchange, the same on all ranks.
         num_sms: Number of SMs that every rank may use.
         depth: K over all ranks, if they have agreed on it.
@@ -143,11 +143,11 @@ def lower_small_rs_to_ar(facts: Facts, machine: Machine, arch: str, num_sms: int
     """
     # "copy_engine" is for all-gather GEMMs only, and may be set on some ranks only.
     named = settings().names_kernels
-    if facts.spec.unsharded is None or facts.world == 1 or facts.m > machine.whole_rows or named:
+    if facts.spec.unsharded is None or facts.world == 1 or facts.m > machine.ar_rows or named:
         return facts
     as_all_reduce = replace(facts, op=facts.spec.unsharded, shard=0)
     by_all, by_owners = (expected(each, machine, arch, num_sms)[1].total for each in (as_all_reduce, facts))
-    return as_all_reduce if by_all <= machine.whole_gain * by_owners else facts
+    return as_all_reduce if by_all <= machine.ar_gain * by_owners else facts
 
 
 def expected(
@@ -185,7 +185,7 @@ def with_pattern(
 
     Args:
         arch: Target architecture.
-        dtype: ``"bf16"`` or ``"f16"``.
+        dtype: Type of A and B, as `GemmConfig.in_dtype`.
         shape: Shape of the exchange.
         num_sms: Number of SMs that every rank may use.
         depth: K over all ranks, if they have agreed on it.

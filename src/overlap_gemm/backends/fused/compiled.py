@@ -73,7 +73,7 @@ def _is_cooperative(executor: Executor, config: GemmConfig, relayed: bool) -> bo
             f"launch={config.launch!r} is for kernels that wait for no other one of their own rank; here "
             f"some peers are reached by a relay's puts: launch='ordered'"
         )
-    return executor.is_whole_device
+    return executor.is_full_device
 
 
 def compiled_gather(

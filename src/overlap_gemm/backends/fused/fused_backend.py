@@ -398,7 +398,7 @@ class Fused:
             if visitor is None or not visitor.writes:
                 return nothing
             return [nothing, *written_without_kernel(visitor, nothing)]
-        given_weight = weight
+        passed_weight = weight
         if weight.shape[0] == 0:  # only peers have columns: any matrix serves as B, unread
             weight, bias, scales = x.view(weight.dtype), None, (*scales[:1], *scales[:1])
             visitor = None
@@ -407,7 +407,7 @@ class Fused:
         arguments = group, x.device, x.dtype, shape
         epilogue = bias_visitor(bias is not None, out_dtype or x.dtype)
         epilogue += (visitor,) if visitor is not None else ()
-        with late_weights(b is not given_weight):
+        with late_weights(b is not passed_weight):
             plan = plan_for(*arguments, *majors, epilogue, depth, out_dtype, blocks, weight.dtype)
         written, result = extents.made_by(plan)
         out = x.new_empty(written, columns, dtype=out_dtype or x.dtype)

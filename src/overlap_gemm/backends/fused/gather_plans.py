@@ -47,12 +47,12 @@ from ..scales.tma_operands import (
 from .compiled import compiled_gate, compiled_gather, compiled_relay
 from .launch_plan import Copies, LocalShard, Plan, Product, RelayKernel, SideStreamWork, Weight
 from .plan_cache import (
-    both,
     exchange_arguments,
     keep_plan,
     kind_of,
     peers_for,
     resident_clusters,
+    two_lists,
 )
 from .transport_hosts import obtain_transport, requested_transport
 
@@ -185,7 +185,7 @@ def _make_plan(
     side_work: SideStreamWork | None = None
     if puts:
         put = full if after and nbytes else nbytes
-        lists = both(shard_puts(group.rank, group.size, full, put))
+        lists = two_lists(shard_puts(group.rank, group.size, full, put))
         place = memory.local.data_ptr() + size.zeroed + group.rank * full
         side_work = RelayKernel(relay, ALL_GATHER_GEMM.name, lists, place, local_shard if nbytes else None)
     elif nbytes and not push:

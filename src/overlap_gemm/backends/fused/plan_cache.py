@@ -207,7 +207,7 @@ def _make_plan(peers: Peers, config: GemmConfig, shape: ExchangeShape, reserve: 
     side_work = None
     if transport.relays:
         puts = tile_puts(config, shape, group.rank, workspace.size.zeroed, workspace.size.buffer)
-        side_work = RelayKernel(relay, shape.spec.op, both(puts))
+        side_work = RelayKernel(relay, shape.spec.op, two_lists(puts))
     return Plan(
         executor,
         shape.pattern,
@@ -228,7 +228,7 @@ def signature_of(config: GemmConfig, shape: ExchangeShape, transport: str) -> in
     return call_signature(shape.spec.op, **tile_layout(config, shape), transport=transport)
 
 
-def both(lists: Sequence[Puts]) -> tuple[Puts, ...]:
+def two_lists(lists: Sequence[Puts]) -> tuple[Puts, ...]:
     """Returns two lists of puts, as the relay kernel takes them; missing lists are empty."""
     return (*lists, Puts())[:2]
 

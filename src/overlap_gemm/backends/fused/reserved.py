@@ -126,7 +126,7 @@ def _shapes(ops: Sequence[str], largest: Facts, agreed: Agreed) -> Iterator[Exch
         *ops,
     }:  # few rows: `tuning.space.lower_small_rs_to_ar`
         assert op is not None
-        yield from _shapes([op], replace(largest, m=min(rows, constants(agreed.arch).whole_rows)), agreed)
+        yield from _shapes([op], replace(largest, m=min(rows, constants(agreed.arch).ar_rows)), agreed)
 
 
 def _uncut_rows(pattern: PatternSpec, largest: Facts, agreed: Agreed) -> int:

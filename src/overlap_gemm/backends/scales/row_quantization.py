@@ -79,13 +79,13 @@ def by_one_kernel(
         shape = ceil_div(width, block), ceil_div(rows, CUBLAS_ROWS) * CUBLAS_ROWS
         scales = torch.empty(shape, dtype=torch.float32, device=x.device)[:, :rows].t()
     x_row, x_column = flat.stride()
-    is_whole = x_column == 1 or width == 1
-    arguments = flat, values, scales, rows, width, x_row, 1 if is_whole else x_column
+    is_contiguous_row = x_column == 1 or width == 1
+    arguments = flat, values, scales, rows, width, x_row, 1 if is_contiguous_row else x_column
     how = 1 / torch.finfo(dtype).max, least, power_of_two
     kernels = _kernels(x.device)
     with torch.cuda.device(x.device):
-        if block is None and (width > HELD or not is_whole):
-            (height, along), warps = LONG if is_whole else STRIDED
+        if block is None and (width > HELD or not is_contiguous_row):
+            (height, along), warps = LONG if is_contiguous_row else STRIDED
             kernels.of_long_rows[(ceil_div(rows, height),)](*arguments, *how, height, along, num_warps=warps)
         else:
             length = block or 1 << (width - 1).bit_length()
