@@ -79,6 +79,9 @@ class OverlapColwiseParallel(_OverlapStyle):
         float8: 8-bit settings, as in `overlap_gemm.nn.ColumnParallelLinear`.
         partials: Type of partial sums, as in `overlap_gemm.gemm_reduce_scatter`.
         invariant: Bitwise invariance, as in `overlap_gemm.gemm_reduce_scatter`.
+
+    Raises:
+        ValueError: The pair of layouts is not in the table.
     """
 
     def __init__(
@@ -127,6 +130,9 @@ class OverlapRowwiseParallel(_OverlapStyle):
         float8: 8-bit settings, as in `overlap_gemm.nn.ColumnParallelLinear`.
         partials: Type of partial sums, as in `overlap_gemm.gemm_reduce_scatter`.
         invariant: Bitwise invariance, as in `overlap_gemm.gemm_reduce_scatter`.
+
+    Raises:
+        ValueError: A layout is not listed above.
     """
 
     def __init__(
@@ -177,6 +183,10 @@ class OverlapSharedGather(_OverlapStyle):
         float8: 8-bit settings, as in `overlap_gemm.nn.ColumnParallelLinear`.
         partials: Type of partial sums, as in `overlap_gemm.gemm_reduce_scatter`.
         invariant: Bitwise invariance, as in `overlap_gemm.gemm_reduce_scatter`.
+
+    Raises:
+        ValueError: `input_layouts` is not `Shard(d)`.
+        TypeError: At a call: a named child is not styled `OverlapColwiseParallel`.
     """
 
     def __init__(
