@@ -16,7 +16,7 @@ class Recorder(SharedRaces):
     """Judges nothing, but keeps what it would have judged."""
 
     def __init__(self):
-        self.judged, self.tell, self.strict = [], None, False
+        self.judged, self.emit, self.strict = [], None, False
 
     def _judge(self, agent, cta, entry, verb, was_write, *_, **__):
         self.judged.append((entry, verb, was_write))

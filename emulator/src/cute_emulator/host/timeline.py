@@ -28,7 +28,7 @@ from types import FrameType
 import numpy as np
 from numpy.typing import NDArray
 
-from cute_emulator.machine.conflicts import FreedTouched, HostWorks, ReusedWorks, StreamWorks, Tell
+from cute_emulator.machine.conflicts import EventSink, FreedTouched, HostWorks, ReusedWorks, StreamWorks
 from cute_emulator.machine.memory import GlobalMemory
 
 Party = Hashable
@@ -180,7 +180,7 @@ class Timeline:
     Args:
         rank: Number of the rank; memory of other ranks is not judged.
         memory: Memory with the names of allocations.
-        tell: Function that passes an event to the rules.
+        emit: Function that passes an event to the rules.
         current: Function that returns the handle of torch's current stream.
     """
 
@@ -188,10 +188,10 @@ class Timeline:
         self,
         rank: int,
         memory: GlobalMemory,
-        tell: Tell,
+        emit: EventSink,
         current: Callable[[], int],
     ) -> None:
-        self._rank, self._memory, self._tell, self._current = rank, memory, tell, current
+        self._rank, self._memory, self._emit, self._current = rank, memory, emit, current
         self._clocks: Counter[Party] = Counter()
         self._known: dict[Party, Vector] = {}
         self._blocking: set[int] = set()
@@ -313,7 +313,7 @@ class Timeline:
             tenant = self._tenants[base] = Tenant(Place(0, None), "")
         mine = Touch(work, write, (spans[0] - base, spans[1] - base), run, tenant)
         if tenant.freed and work.vector.get(HOST, 0) >= tenant.freed:
-            self._tell(FreedTouched(mine))
+            self._emit(FreedTouched(mine))
         kept = []
         for old in tenant.place.touches:
             if self._is_over(old):
@@ -328,7 +328,7 @@ class Timeline:
             if at is not None:
                 reused, by_host = old.tenant is not tenant, HOST in (old.work.party, work.party)
                 kind = ReusedWorks if reused else HostWorks if by_host else StreamWorks
-                self._tell(kind(old, mine, self._memory.spot(base + at)))
+                self._emit(kind(old, mine, self._memory.spot(base + at)))
         tenant.place.touches = [*kept[-KEPT:], mine]
         if work.party == HOST:
             self._by_host.add(tenant.place)

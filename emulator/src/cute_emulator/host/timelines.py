@@ -39,7 +39,7 @@ class Timelines:
     def open(self, rank: int, current: Callable[[], int]) -> Timeline:
         """Starts to record the host of a rank; `current` returns the stream of torch's operations."""
         machine = self._machine
-        self._of[rank] = Timeline(rank, machine.memory, machine.checks.tell, current)
+        self._of[rank] = Timeline(rank, machine.memory, machine.checks.emit, current)
         machine.ended = self._run_over
         return self._of[rank]
 

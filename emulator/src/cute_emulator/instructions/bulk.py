@@ -345,7 +345,7 @@ def _copy_in(
         (addresses, bounds, _), source_cta = _run_of(src, nbytes), None
         if grid.machine.races is not None:
             grid.machine.races.async_read(group.warp.agent, ins.line, lambda: addresses, chunk, bounds)
-            checked = grid.checks.tell, group.warp, None, 1 << lane, addresses >> 4, 16
+            checked = grid.checks.emit, group.warp, None, 1 << lane, addresses >> 4, 16
             check_async(*checked, "the bulk copy", ins.line)
     else:
         source_cta = cluster.owner(src)

@@ -54,7 +54,7 @@ def gathered(group: Group, mask: int, members: int, ins: Instruction | None = No
 
 def _not_named(group: Group, mask: int, members: int, ins: Instruction) -> None:
     event = LanesNotNamed(group, ins.line, mask & ~members, members & FULL, ins.parts[0])
-    group.warp.grid.checks.tell(event)
+    group.warp.grid.checks.emit(event)
 
 
 @instruction("shfl.sync")
@@ -100,7 +100,7 @@ def _without_absent(group: Group, mask: int, want: int, ins: Instruction, values
     readers = [int(lane) for lane in np.flatnonzero(absent) if left >> int(source[lane]) & 1]
     if readers:
         event = ExitedLaneRead(group, ins.line, readers[0], int(source[readers[0]]), want & FULL)
-        group.warp.grid.checks.tell(event)
+        group.warp.grid.checks.emit(event)
     return np.where(absent, POISON, values)
 
 

@@ -196,7 +196,7 @@ def _try_cancel(program: Any, f: Function, ins: Instruction) -> Op:
         if at % 16 or at + 16 > grid.smem_bytes:
             raise fail(group, ins, f"shared offset {at:#x} is not 16 aligned bytes of shared memory")
 
-        grid.checks.tell(CancelRequested(group, ins.line))
+        grid.checks.emit(CancelRequested(group, ins.line))
         targets = cta.cluster.ctas if everywhere else [cta]
         for target in targets:
             chunk = slice(at >> 4, (at >> 4) + 1)
@@ -224,7 +224,7 @@ def _query_cancel(program: Any, f: Function, ins: Instruction) -> Op:
     def run(group: Group, mask: int, handle: Any) -> Any:
         low, high = (one(h, mask) for h in handle)
         canceled = bool(high & _CANCELED)
-        group.warp.grid.checks.tell(CancelRead(group, ins.line, what, canceled))
+        group.warp.grid.checks.emit(CancelRead(group, ins.line, what, canceled))
         if what == "is_canceled":
             return canceled
         ctaid = (low & MASK[32], low >> 32, high & MASK[32] & ~_CANCELED)

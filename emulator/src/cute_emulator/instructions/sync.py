@@ -69,7 +69,7 @@ def _bar(program: Any, f: Function, ins: Instruction) -> Op:
             expected = (count or barrier.everyone()) if reduces else 0
             cta.grid.checks.arrive(group, mask, barrier, ins)
             if aligned and mask != group.warp.live:
-                cta.grid.checks.tell(AlignedBarrierReached(group, ins.line, mask, ins))
+                cta.grid.checks.emit(AlignedBarrierReached(group, ins.line, mask, ins))
             try:
                 generation = barrier.arrive(_threads(group, mask), count, votes, reduces)
             except EmulatorError as why:
@@ -86,7 +86,7 @@ def _bar(program: Any, f: Function, ins: Instruction) -> Op:
         cta.grid.checks.leave(group, mask, barrier, ins)
         cta.grid.checks.passed(group, barrier, ins)
         if aligned and mask != FULL:
-            cta.grid.checks.tell(AlignedBarrierPassed(group, ins.line, mask, ins))
+            cta.grid.checks.emit(AlignedBarrierPassed(group, ins.line, mask, ins))
         if not reduces:
             return None
         votes = barrier.votes[generation & 1]
@@ -159,7 +159,7 @@ def _init(program: Any, f: Function, ins: Instruction) -> Op:
             old = cta.mbarriers.get(offset)
             if old is not None and old.parked:
                 raise fail(group, ins, f"initialises {old} while warps wait on it")
-            cta.grid.checks.tell(MbarrierMade(group, ins.line, old))
+            cta.grid.checks.emit(MbarrierMade(group, ins.line, old))
             cta.mbarriers[offset] = barrier = MBarrier(a & WINDOW, n, cta)
             barrier.clocks = cta.grid.checks.clocks
             cta.grid.checks.mbarrier_init(group, barrier, ins.line)
@@ -173,7 +173,7 @@ def _inval(program: Any, f: Function, ins: Instruction) -> Op:
     def run(group: Group, mask: int, address: Any) -> None:
         cta, offset = group.warp.cta, _shared(address, mask) & OFFSET
         old = cta.mbarriers.pop(offset, None)
-        cta.grid.checks.tell(MbarrierInvalidated(group, ins.line, old, offset))
+        cta.grid.checks.emit(MbarrierInvalidated(group, ins.line, old, offset))
 
     return Op(run, ins.operands[:1])
 

@@ -45,7 +45,7 @@ def grouped(group: Group, ins: Instruction) -> None:
     if grid.pairs is None:
         grid.pairs = pair
     elif grid.pairs is not pair:
-        grid.checks.tell(CtaGroupNamed(group, ins.line, pair))
+        grid.checks.emit(CtaGroupNamed(group, ins.line, pair))
 
 
 def cells_of(first: int, columns: int, halves: tuple[int, ...] = (0, 1), quarter: int | None = None) -> Any:
@@ -124,7 +124,7 @@ def _check_cells(group: Group, ins: Instruction, address: int, columns: int) -> 
     if not (cta.tmem_freed[first : first + columns, 0] > 0).all():
         raise fail(group, ins, f"{what} are not allocated")
     # The contents are unchanged: the run continues, to report further errors.
-    cta.grid.checks.tell(FreedTensorMemoryUsed(group, ins.line, first, columns))
+    cta.grid.checks.emit(FreedTensorMemoryUsed(group, ins.line, first, columns))
 
 
 def _shape(ins: Instruction) -> tuple[str, int, bool]:
@@ -242,7 +242,7 @@ def _note_product(group: Group, lane: int, product: tcgen05.Mma, ctas: list[Cta]
     if not unit.first_time(footprint):
         return
     used = (footprint.d, *footprint.others)
-    group.warp.grid.checks.tell(TensorMemoryUsed(group, line, tuple(ctas), used, "tcgen05.mma"))
+    group.warp.grid.checks.emit(TensorMemoryUsed(group, line, tuple(ctas), used, "tcgen05.mma"))
     for c in ctas:
         for first, end in footprint.atoms:
             if unit.first_time((c.rank_in_cluster, first, end)):
@@ -347,7 +347,7 @@ def _cp(program: Any, f: Function, ins: Instruction) -> Op:
         grouped(group, ins)
         within(group, ins, cta, [span])
         cells = ((at & 0xFFFF, form[1], (0, 1)),)
-        checks.tell(TensorMemoryUsed(group, ins.line, tuple(ctas), cells, "tcgen05.cp"))
+        checks.emit(TensorMemoryUsed(group, ins.line, tuple(ctas), cells, "tcgen05.cp"))
         for c in ctas:
             if "proxy" in checks.enabled and c.written_in([span]):
                 reads = source.chunk_addresses(*form) >> 4
@@ -408,7 +408,7 @@ def _commit(program: Any, f: Function, ins: Instruction) -> Op:
                 if "exit" not in checks.enabled:
                     raise fail(group, ins, f"arrives at {barrier} of {target}, which has exited")
                 if target is not targets[0]:  # that one was reported when the CTA exited
-                    checks.tell(EndedCtaUsed(group, ins.line, target, barrier))
+                    checks.emit(EndedCtaUsed(group, ins.line, target, barrier))
 
         what = f"the tcgen05.commit of line {ins.line}"
         event = Event(arrive, cta.grid, targets[0], what, "tensor", line=ins.line)

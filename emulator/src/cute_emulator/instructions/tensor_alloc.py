@@ -38,7 +38,7 @@ def _alloc(program: Any, f: Function, ins: Instruction) -> Op:
         cta.tmem_alloc_line = ins.line
         grouped(group, ins)
         if "cta_group::2" in ins.parts:
-            cta.grid.checks.tell(TensorMemoryAllocated(group, ins.line))
+            cta.grid.checks.emit(TensorMemoryAllocated(group, ins.line))
         offset = one(address, mask) & OFFSET
         if cta.grid.checks.shared is not None:
             cta.grid.checks.shared.word(group.warp.agent, cta, ins.line, False, offset, 4, True)

@@ -106,7 +106,7 @@ def _load_box(
         warp = group.warp
         if warp.unsynced.stores or warp.agent.doubts:
             reads = plan.inside() // plan.chunk
-            checked = grid.checks.tell, warp, None, 1 << lane
+            checked = grid.checks.emit, warp, None, 1 << lane
             check_async(*checked, reads, plan.chunk, "the TMA load", line)
 
     def land(cta: Cta, signalled: Cta) -> Callable[[], None]:

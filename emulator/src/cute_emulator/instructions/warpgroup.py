@@ -158,7 +158,7 @@ def _hand_over(
     w, flying = warp.index % 4, slots in state.flying
     touched = not flying and not (product.reads_d and all(state.returned.get(s) is R[s] for s in slots))
     if (touched or a is not None) and not state.fenced:
-        warp.grid.checks.tell(WgmmaUnfenced(warp, line))
+        warp.grid.checks.emit(WgmmaUnfenced(warp, line))
     if not flying:
         state.flying[slots] = product.accumulator
         if product.reads_d:
@@ -254,7 +254,7 @@ def _wait(program: Any, f: Function, ins: Instruction) -> Op:
         w = warp.index % 4
         for product in due:
             if any(_changed(group.R[s], value) for s, value in product.a_held[w].items()):
-                warp.grid.checks.tell(WgmmaChanged(warp, product.line, "A"))
+                warp.grid.checks.emit(WgmmaChanged(warp, product.line, "A"))
         busy = {id(p.accumulator) for g in (*state.groups, state.open) for p in g}
         for slots, accumulator in list(state.flying.items()):
             if id(accumulator) in busy:
@@ -263,7 +263,7 @@ def _wait(program: Any, f: Function, ins: Instruction) -> Op:
             if any(_changed(group.R[s], POISON) for s in slots):
                 lines = [p.line for p in due if p.accumulator is accumulator]
                 line = lines[-1] if lines else ins.line
-                warp.grid.checks.tell(WgmmaChanged(warp, line, "D"))
+                warp.grid.checks.emit(WgmmaChanged(warp, line, "D"))
             part = accumulator.matrix[WARP_ROWS * w : WARP_ROWS * (w + 1)]
             for slot, row in zip(slots, mma.c_registers(part, accumulator.shape.d_type), strict=True):
                 group.R[slot] = state.returned[slot] = row

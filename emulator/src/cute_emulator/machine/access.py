@@ -140,8 +140,8 @@ class Access:
         return self._columns(rows[lanes.rows])
 
     def _lanes_met(self, group: Group, cta: Cta | None, mask: int, offsets: Any, low: int, high: int) -> None:
-        tell = group.warp.grid.checks.tell
-        check_load(tell, group.warp, cta, mask, offsets, low, high + self.size, self.size, self.line)
+        emit = group.warp.grid.checks.emit
+        check_load(emit, group.warp, cta, mask, offsets, low, high + self.size, self.size, self.line)
 
     def _plan(self, addresses: np.ndarray, base: int) -> LanePlan:
         return lane_plan(addresses.astype(np.uint32, copy=False).tobytes(), base, self.row_shift)
@@ -186,7 +186,7 @@ class Access:
             )  # fmt: skip
         if cta is not group.warp.cta:
             if not cta.live_warps:
-                cta.grid.checks.tell(EndedCtaUsed(group, self.line, cta, None))
+                cta.grid.checks.emit(EndedCtaUsed(group, self.line, cta, None))
             cta.grid.checks.peer_used(group, cta, self.line)
             agent = group.warp.agent
             agent.touched = True

@@ -64,13 +64,13 @@ class Checks:
         self.held: HeldStores | None = None
         self.clocks: Clocks | None = None
         self.agents: dict[int, Agent] = {}
-        self.races = RaceDetector(self.tell, memory, self.agents) if "race" in enabled else None
-        self.shared = SharedRaces(self.tell, "tmem-fence" in enabled) if "shared" in enabled else None
+        self.races = RaceDetector(self.emit, memory, self.agents) if "race" in enabled else None
+        self.shared = SharedRaces(self.emit, "tmem-fence" in enabled) if "shared" in enabled else None
         self._histories: dict[tuple[int, int], History] = {}
         self.listeners: Mapping[type, Sequence[Callable[[Checks, Any], None]]] = {}
         self._notes: WeakKeyDictionary[object, dict[str, Any]] = WeakKeyDictionary()
 
-    def tell(self, event: object) -> None:
+    def emit(self, event: object) -> None:
         """Passes an event to the rules of its class (`machine.events`)."""
         for look in self.listeners.get(event.__class__, ()):
             look(self, event)
@@ -158,7 +158,7 @@ class Checks:
         request.
         """
         if self.shared is not None:
-            check_async(self.tell, group.warp, cta, mask, granules, 16, what, line)
+            check_async(self.emit, group.warp, cta, mask, granules, 16, what, line)
         if "proxy" in self.enabled:
             self._fenced(group, cta, granules, what, True, line)
 
@@ -185,7 +185,7 @@ class Checks:
                 number = int(np.flatnonzero(epochs == epoch)[0])
                 at = 16 * int(np.arange(len(cta.dirty))[granules][number])
                 is_copy = epoch >> 32 & COPY == COPY
-                self.tell(SharedUnfenced(group.warp, line, what, is_read, cta, at, owner.warp, is_copy))
+                self.emit(SharedUnfenced(group.warp, line, what, is_read, cta, at, owner.warp, is_copy))
                 return
 
     def smem_written(self, cta: Cta, granules: slice | NDArray[np.int64]) -> None:
@@ -214,7 +214,7 @@ class Checks:
     def mbarrier_use(self, barrier: MBarrier, what: str, line: int) -> None:
         """Checks an operation of another CTA or of the async proxy on a barrier."""
         if not barrier.fenced:
-            self.tell(MbarrierUnfenced(barrier, what, line))
+            self.emit(MbarrierUnfenced(barrier, what, line))
 
     def mbarrier_known(self, group: Group, barrier: MBarrier, line: int) -> None:
         """Checks an operation of a warp on a barrier: the initialisation must be ordered before it."""
@@ -224,7 +224,7 @@ class Checks:
         barrier.users.add(agent.id)
         owner, clock, initialised = barrier.initialised
         if agent.vector.get(owner.id, 0) < clock and agent.nearby.get(owner.party, 0) < clock:
-            self.tell(MbarrierUnordered(group, line, barrier, owner, initialised))
+            self.emit(MbarrierUnordered(group, line, barrier, owner, initialised))
 
     # -- tensor memory ---------------------------------------------------------------------------
 
@@ -241,7 +241,7 @@ class Checks:
         """Checks a product or a dealloc of cells: no warp may have an access of `kinds` to them in flight."""
         conflict = cta.tmem_order.conflict(kinds, first, columns, halves) if "tmem" in self.enabled else None
         if conflict is not None:
-            self.tell(TensorUnwaited(cta, line, what, (first, first + columns - 1), *conflict))
+            self.emit(TensorUnwaited(cta, line, what, (first, first + columns - 1), *conflict))
 
     # -- synchronisation -------------------------------------------------------------------
 
@@ -297,7 +297,7 @@ class Checks:
     def passed(self, group: Group, barrier: CountBarrier, ins: Instruction) -> None:
         """Checks a warp that leaves a barrier of a CTA without a count: all warps must have arrived."""
         if not barrier.count and barrier.present < 32 * len(group.warp.cta.warps):
-            self.tell(BarrierIncomplete(group, ins.line, barrier))
+            self.emit(BarrierIncomplete(group, ins.line, barrier))
 
     def completed(self, group: Group, barrier: MBarrier) -> None:
         """Records a successful wait for a phase of an mbarrier.
@@ -372,10 +372,10 @@ class Checks:
     def peer_used(self, group: Group, cta: Cta, line: int) -> None:
         """Checks an access to another CTA's shared memory: that CTA must have begun."""
         if cta is not group.warp.cta and not group.warp.cta.knows_cluster:
-            self.tell(PeerUsed(group, line, cta))
+            self.emit(PeerUsed(group, line, cta))
 
     # -- exit ------------------------------------------------------------------------------------
 
     def cta_exit(self, cta: Cta) -> None:
         """Checks a CTA that ends: no operation in flight may read or write its memory."""
-        self.tell(CtaEnded(cta))
+        self.emit(CtaEnded(cta))

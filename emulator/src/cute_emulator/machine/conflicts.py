@@ -1,4 +1,4 @@
-"""Pairs of accesses without the required order, as the machine detects them: passed to `Checks.tell`.
+"""Pairs of accesses without the required order, as the machine detects them: passed to `Checks.emit`.
 
 The machine records the order of accesses and compares it (`races`, `shared_races`, `lane_order`,
 `tensor_fences`); a rule (`rules`) states what is missing, in a separate file.
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from cute_emulator.machine.shared_races import Party
     from cute_emulator.machine.warp import Cta, Group, Warp
 
-Tell = Callable[[object], None]
+EventSink = Callable[[object], None]
 """Function that passes an event to the rules of its class."""
 
 

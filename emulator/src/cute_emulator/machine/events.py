@@ -1,6 +1,6 @@
 """Events of kernels that rules handle, in addition to accesses and their order.
 
-They are passed to `Checks.tell`.
+They are passed to `Checks.emit`.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from cute_emulator.machine.conflicts import LanesUnordered
 from cute_emulator.numbers.lanes import lane_list
 
 if TYPE_CHECKING:
-    from cute_emulator.machine.conflicts import Tell
+    from cute_emulator.machine.conflicts import EventSink
     from cute_emulator.machine.order import Agent, Snapshot
     from cute_emulator.machine.warp import Cta, Warp
 
@@ -175,13 +175,13 @@ def joint_unreleased(parts: list[Snapshot]) -> dict[LaneStore, int]:
 
 
 def check_load(
-    tell: Tell, warp: Warp, cta: Cta | None, mask: int, offsets: Any, low: int, end: int, size: int,
+    emit: EventSink, warp: Warp, cta: Cta | None, mask: int, offsets: Any, low: int, end: int, size: int,
     line: int,
 ) -> None:  # fmt: skip
     """Reports a load of what another lane of its warp stored, or what lanes of another warp did not release.
 
     Args:
-        tell: Receiver of the findings.
+        emit: Receiver of the findings.
         warp: Warp that loads.
         cta: CTA that owns the shared memory, None for global memory.
         mask: Lanes that load.
@@ -207,24 +207,24 @@ def check_load(
                 continue
             for other, to in store.places():
                 if other != lane and to < at + size and at < to + store.size:
-                    tell(LanesUnordered(warp, f"lane {lane}", line, store, other, to))
+                    emit(LanesUnordered(warp, f"lane {lane}", line, store, other, to))
                     return
     for store in doubted:
         left = warp.agent.doubts[store]
         for lane, at in wanted.items():
             for other, to in store.places():
                 if left >> other & 1 and to < at + size and at < to + store.size:
-                    tell(LanesUnordered(warp, f"lane {lane}", line, store, other, to))
+                    emit(LanesUnordered(warp, f"lane {lane}", line, store, other, to))
                     return
 
 
 def check_async(
-    tell: Tell, warp: Warp, cta: Cta | None, mask: int, chunks: Any, chunk: int, what: str, line: int
+    emit: EventSink, warp: Warp, cta: Cta | None, mask: int, chunks: Any, chunk: int, what: str, line: int
 ) -> None:
     """Reports an asynchronous read of what other lanes stored without order before its issuer.
 
     Args:
-        tell: Receiver of the findings.
+        emit: Receiver of the findings.
         warp: Warp that issues the operation.
         cta: CTA that owns the shared memory, None for global memory.
         mask: Lanes that issue it.
@@ -255,5 +255,5 @@ def check_async(
             else:
                 hit = bool(((chunks >= first) & (chunks <= last)).any())
             if hit:
-                tell(LanesUnordered(warp, what, line, store, other, to))
+                emit(LanesUnordered(warp, what, line, store, other, to))
                 return

@@ -30,7 +30,7 @@ from cute_emulator.machine.order import BULK, OWN, SCOPES, STRONG, Agent, includ
 from cute_emulator.machine.shadow import WEAK, Footprint, History, Shadow, footprints
 
 if TYPE_CHECKING:
-    from cute_emulator.machine.conflicts import Tell
+    from cute_emulator.machine.conflicts import EventSink
     from cute_emulator.machine.lane_plan import Places, Spread
     from cute_emulator.machine.memory import Allocation, GlobalMemory
 
@@ -67,8 +67,8 @@ class RaceDetector:
         always_keeps_reads: Whether all reads of every run are recorded.
     """
 
-    def __init__(self, tell: Tell, memory: GlobalMemory, agents: dict[int, Agent]) -> None:
-        self.tell, self.memory, self.agents = tell, memory, agents
+    def __init__(self, emit: EventSink, memory: GlobalMemory, agents: dict[int, Agent]) -> None:
+        self.emit, self.memory, self.agents = emit, memory, agents
         self._shadows: dict[int, Shadow] = {}
         self.keeps_reads = self.always_keeps_reads = False
         self._lanes: tuple[Lanes, int] | None = None  # lanes and lowest address of the access being judged
@@ -321,7 +321,7 @@ class RaceDetector:
                 offset = address - self._lanes[1]
                 lanes = self._lanes[0].at(offset, offset + shadow.granule)
             pair = agent, line, owner, mark >> 4, verb, other_verb, self.memory.spot(address)
-            self.tell(GlobalUnordered(*pair, scopes, bool(epoch >> 32 & BULK), lanes))
+            self.emit(GlobalUnordered(*pair, scopes, bool(epoch >> 32 & BULK), lanes))
         return unknown
 
     def _check_incoherent(
@@ -338,7 +338,7 @@ class RaceDetector:
             if owner is None or owner.warp.grid is not agent.warp.grid:
                 continue
             theirs = int(writes[1][cells][int(np.flatnonzero(epochs == epoch)[0])]) >> 4
-            self.tell(GlobalIncoherent(agent, line, owner, theirs, "read", "written", str(allocation)))
+            self.emit(GlobalIncoherent(agent, line, owner, theirs, "read", "written", str(allocation)))
 
     def _check_alias(
         self,
@@ -368,7 +368,7 @@ class RaceDetector:
                 allocation.base + int(_numbers(cells)[others][first]) * self._shadows[allocation.base].granule
             )
             pair = agent, line, owner, mark >> 4, verb, other_verb, self.memory.spot(at)
-            self.tell(GlobalAliased(*pair, multicast))
+            self.emit(GlobalAliased(*pair, multicast))
 
     def _check_proxy(
         self, agent: Agent, line: int, allocation: Allocation, shadow: Shadow, cells: Places, verb: str
@@ -388,4 +388,4 @@ class RaceDetector:
             mark = int(shadow.writes[1][cells][at])
             where = allocation.base + int(_numbers(cells)[at]) * shadow.granule
             pair = agent, line, owner, mark >> 4, verb, "written", self.memory.spot(where)
-            self.tell(GlobalUnfenced(*pair))
+            self.emit(GlobalUnfenced(*pair))

@@ -50,7 +50,7 @@ from cute_emulator.machine.races import distinct
 from cute_emulator.numbers.lanes import FULL
 
 if TYPE_CHECKING:
-    from cute_emulator.machine.conflicts import Tell
+    from cute_emulator.machine.conflicts import EventSink
     from cute_emulator.machine.lane_plan import LanePlan
     from cute_emulator.machine.order import Agent, Snapshot, Vector
     from cute_emulator.machine.warp import Cta
@@ -111,8 +111,8 @@ class SharedRaces:
         storing: Memory, places in it and data of the store that is recorded next.
     """
 
-    def __init__(self, tell: Tell, strict: bool = False) -> None:
-        self.tell, self.strict = tell, strict
+    def __init__(self, emit: EventSink, strict: bool = False) -> None:
+        self.emit, self.strict = emit, strict
         self._lanes: Lanes | None = None
         self.storing: tuple[np.ndarray, Any, np.ndarray] | None = None
 
@@ -320,7 +320,7 @@ class SharedRaces:
         )
         slots = _entries(all_cells.raw[cells], "write" if store else "read")
         entries = [e for slot in slots for e in slot if e != mine]
-        tensor_fences.check(self.tell, agent, entries, line, self.strict, frees)
+        tensor_fences.check(self.emit, agent, entries, line, self.strict, frees)
         if store and unit is not None:
             all_cells.write_late(cells, mine)
         elif store:
@@ -381,7 +381,7 @@ class SharedRaces:
             return  # warps with the same data may all store it
         lanes = "" if self._lanes is None else self._lanes.at(at, at + 1)
         was, place = "written" if was_write else "read", None if tensor else at
-        self.tell(SharedUnordered(agent, line, party, theirs, verb, was, cta, place, lanes))
+        self.emit(SharedUnordered(agent, line, party, theirs, verb, was, cta, place, lanes))
 
 
 def _entries(cells: np.ndarray, verb: str) -> list[list[int]]:

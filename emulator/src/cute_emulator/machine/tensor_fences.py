@@ -22,7 +22,7 @@ from cute_emulator.machine.order import united
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from cute_emulator.machine.conflicts import Tell
+    from cute_emulator.machine.conflicts import EventSink
     from cute_emulator.machine.order import Agent
 
 
@@ -54,7 +54,9 @@ def after_sync(agent: Agent) -> None:
     agent.tensor_units = dict(agent.nearby)
 
 
-def check(tell: Tell, agent: Agent, entries: Iterable[int], line: int, strict: bool, frees: bool) -> None:
+def check(
+    emit: EventSink, agent: Agent, entries: Iterable[int], line: int, strict: bool, frees: bool
+) -> None:
     """Judges accesses, as entries of tensor memory cells, that happened before another by `agent`."""
     kept = kept_in(agent.warp.grid.program.module.text)
     if not (kept.before or kept.after or strict):
@@ -74,7 +76,7 @@ def check(tell: Tell, agent: Agent, entries: Iterable[int], line: int, strict: b
             judged = strict or kept.after or (passed and not frees) or (frees and not passed)
         if not judged or (passed and (seen or frees)):
             continue
-        tell(TensorUnfenced(agent, line, parties[number], entry >> 1 & LINE_MASK, passed))
+        emit(TensorUnfenced(agent, line, parties[number], entry >> 1 & LINE_MASK, passed))
 
 
 def _units_of(agent: Agent) -> set[int]:

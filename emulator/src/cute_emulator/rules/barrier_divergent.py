@@ -17,7 +17,7 @@ def _reached(checks: Any, event: AlignedBarrierReached) -> None:
     first, lanes, live = notes.get(warp.index, (event.instruction, 0, warp.live))
     if first is not event.instruction:
         del notes[warp.index]
-        _tell(checks, event, lanes, first.line, f"lanes {event.lanes:#010x} to that of line ")
+        _emit(checks, event, lanes, first.line, f"lanes {event.lanes:#010x} to that of line ")
         return
     lanes |= event.lanes
     if lanes & live == live:
@@ -33,10 +33,10 @@ def _passed(checks: Any, event: AlignedBarrierPassed) -> None:
     if note is not None and note[0] is event.instruction:
         del notes[event.group.warp.index]
         first, lanes, _ = note
-        _tell(checks, event, lanes, first.line, "the others to none before line ")
+        _emit(checks, event, lanes, first.line, "the others to none before line ")
 
 
-def _tell(checks: Any, event: Any, lanes: int, line: int, others: str) -> None:
+def _emit(checks: Any, event: Any, lanes: int, line: int, others: str) -> None:
     place = checks.report.place
     checks.report.add(
         KIND,

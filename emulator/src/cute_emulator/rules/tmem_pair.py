@@ -14,17 +14,17 @@ def _allocated(checks: Any, event: TensorMemoryAllocated) -> None:
     cta = event.group.warp.cta
     peer = cta.cluster.ctas[cta.rank_in_cluster ^ 1]
     if not peer.live_warps:
-        _tell(checks, peer, cta, event.line)
+        _emit(checks, peer, cta, event.line)
 
 
 def _ended(checks: Any, event: CtaEnded) -> None:
     cta = event.cta
     if cta.promised:
         peer = cta.cluster.ctas[cta.rank_in_cluster ^ 1]
-        _tell(checks, cta, peer, peer.tmem_alloc_line)
+        _emit(checks, cta, peer, peer.tmem_alloc_line)
 
 
-def _tell(checks: Any, missing: Any, other: Any, line: int) -> None:
+def _emit(checks: Any, missing: Any, other: Any, line: int) -> None:
     checks.report.add(
         KIND,
         f"no tcgen05.alloc.cta_group::2 of {missing}, which exits without it: {other} allocates in line "

@@ -234,9 +234,9 @@ class _WhenImported(importlib.abc.MetaPathFinder):
         if spec is not None and spec.loader is not None:
             run = spec.loader.exec_module
 
-            def run_and_tell(module: ModuleType) -> None:
+            def run_and_notify(module: ModuleType) -> None:
                 run(module)
                 self._actions[name](module)
 
-            spec.loader.exec_module = run_and_tell  # type: ignore[method-assign]
+            spec.loader.exec_module = run_and_notify  # type: ignore[method-assign]
         return spec

@@ -161,7 +161,7 @@ class Seam:
         """Wraps `run`: raises the exception of a callback below it, and then calls `called`."""
 
         @wraps(run)
-        def run_and_tell(*args: Any, **kwargs: Any) -> Any:
+        def run_and_notify(*args: Any, **kwargs: Any) -> Any:
             try:
                 result = run(*args, **kwargs)
             except Exception:
@@ -171,7 +171,7 @@ class Seam:
             called()
             return result
 
-        return run_and_tell
+        return run_and_notify
 
     def _reraise(self) -> None:
         """Raises the exception of a callback; as the DSL's error if CUDA has an error code for it."""
