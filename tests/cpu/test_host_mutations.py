@@ -13,12 +13,11 @@ DATA = Path(__file__).parent / "host_mutants.json"
 ONCE_SURVIVED = [
     ("backends/op_call.py", "{\"backend\": with_fallback(self.backend), ",
      "{\"deterministic\": None, \"backend\": with_fallback(self.backend), ", RULES),
-    ("backends/fused/launch_plan.py", "held.captured = True", "held.captured = False", RULES),
+    ("backends/fused/launch_plan.py", "workspace.captured = True", "workspace.captured = False", RULES),
     ("backends/by_shards.py", "plan.workspace.captured |= plan", "plan.workspace.captured = plan", RULES),
     ("backends/fused/launch_plan.py", "            self.workspace.raise_if_failed()\n", "", RULES),
     ("backends/peer_access.py", "if known is None or known[0] is not group:", "if known is None:", RULES),
-    ("tuning/machine.py", "if named and arch in (machine := load(named)).archs:",
-     "if named and (machine := load(named)):", RULES),
+    ("tuning/machine.py", "if arch in (machine := load(named)).archs:", "if machine := load(named):", RULES),
     ("dispatch/calls.py", "return settings(), torch._C._get_deterministic_algorithms(), where",
      "return settings(), torch._C._get_deterministic_algorithms()", RULES),
     ("config/orders.py", "Place((work.rank + t // tiles) % work.owners",
@@ -43,6 +42,12 @@ ONCE_SURVIVED = [
 def runs():
     with ForkedTests() as runs:
         yield runs
+
+
+@pytest.mark.parametrize(("file", "before", "after", "tests"), ONCE_SURVIVED, ids=lambda value: value[:40])
+def test_what_once_survived_is_an_edit_of_the_source(file, before, after, tests):
+    compile(edited(file, before, after).text, file, "exec")
+    assert (Path(__file__).parents[2] / tests).is_file()
 
 
 @pytest.mark.slow
