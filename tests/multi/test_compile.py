@@ -11,7 +11,14 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import overlap_gemm
 from overlap_gemm.backends.op_call import OpCall
-from overlap_gemm.nn import ColumnParallelLinear, ParallelMLP, RowParallelLinear
+from overlap_gemm.nn import (
+    ColumnParallelLinear,
+    ParallelMLP,
+    RowParallelLinear,
+    UlyssesAttention,
+    gather_heads,
+    scatter_heads,
+)
 from overlap_gemm.parallel import OverlapColwiseParallel, OverlapRowwiseParallel, OverlapSharedGather
 from overlap_gemm.spec.sharding import Shards
 
@@ -51,6 +58,40 @@ def compiled_layers(rank, size, backend):
 @pytest.mark.parametrize("world", [1, 2])
 def test_compiled_layers(ranks, world):
     ranks(world).run(compiled_layers, "auto")
+
+
+class ExchangedHeads(nn.Module):
+    """Attention of projected q, k and v between `scatter_heads` and `gather_heads`."""
+
+    def __init__(self, heads, kv_heads, numbers, rows):
+        super().__init__()
+        self.heads, self.numbers, self.rows = heads, numbers, rows
+        self.q, self.k = (nn.Linear(8, 2 * n, dtype=torch.float64) for n in (heads, kv_heads))
+
+    def forward(self, x):
+        q, k = (one.unflatten(-1, (-1, 2)) for one in (self.q(x), self.k(x)))
+        exchanged = scatter_heads([q, k, torch.sin(k)], heads=self.numbers, rows=self.rows)
+        q, k, v = (one.transpose(1, 2) for one in exchanged)
+        out = nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2)
+        return gather_heads(out, num_heads=self.heads, heads=self.numbers[0])
+
+
+def compiled_attention(rank, size, heads, kv_heads, rows):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    local = Shards.even(rows, size).size(rank)
+    options = {"num_kv_heads": kv_heads, "head_dim": 2, "bias": True, "rows": rows, "dtype": torch.float64}
+    compare_compiled(UlyssesAttention(8, heads, **options), torch.randn(local, 3, 8, dtype=torch.float64))
+    x = torch.randn(3, local, 8, dtype=torch.float64)
+    compare_compiled(UlyssesAttention(8, heads, sequence_dim=1, **options), x)
+    numbers = [heads, kv_heads, kv_heads] if kv_heads < size else [kv_heads] * 3
+    compare_compiled(ExchangedHeads(heads, kv_heads, numbers, rows), x)
+
+
+@pytest.mark.parametrize(("world", "heads", "kv_heads", "rows"), [(2, 4, 2, 8), (4, 8, 2, 11)])
+def test_compiled_attention(ranks, world, heads, kv_heads, rows):
+    """Heads are even, and replicated with uneven rows."""
+    ranks(world).run(compiled_attention, heads, kv_heads, rows)
 
 
 class Mlp(nn.Module):

@@ -109,6 +109,21 @@ def test_llama_with_recomputed_layers_equals_the_unsharded_one(ranks):
     ranks(2).run(recomputed)
 
 
+def compiled(rank, size):
+    torch._dynamo.reset()
+    installed()
+    plain, model = models("llama", "ulysses", num_hidden_layers=1)
+    batch = batch_of(7, "left")
+    check(rank, size, plain, torch.compile(model, backend="aot_eager"), batch)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 2
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="hugging_face_attention: .* fullgraph=False"):
+        torch.compile(model, backend="aot_eager", fullgraph=True)(**ulysses.shard_inputs(batch))
+
+
+def test_compiled_llama_equals_the_unsharded_one_and_one_graph_is_refused(ranks):
+    ranks(2).run(compiled)
+
+
 def averaged(rank, size):
     installed()
     plain, model = models("llama", "ulysses")

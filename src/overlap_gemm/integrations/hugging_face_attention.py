@@ -52,6 +52,11 @@ UNUSED = frozenset(
 
 _installed: set[str] = set()
 
+not_compiled: Any = torch.compiler.disable(
+    reason="hugging_face_attention: its ranks compare their tokens on the host; pass fullgraph=False"
+)
+"""Decorator: calls the function between two graphs of `torch.compile`; with `fullgraph=True` torch raises."""
+
 
 def install(group: GroupLike = None, *, name: str = "ulysses") -> None:
     """Registers an attention for models whose sequence is sharded over the ranks of a group.
@@ -129,7 +134,7 @@ class Ulysses:
         self.group, self.name = group, name
         self._checked: tuple[weakref.ref[Tensor], int, int] | None = None
 
-    @torch.compiler.disable
+    @not_compiled
     def mask(self, **arguments: Any) -> Tensor | None:
         """Returns the mask of all tokens, or None. Called by transformers with the sizes of this rank's."""
         ranks = resolve(self.group)
@@ -154,7 +159,7 @@ class Ulysses:
             **{**arguments, "q_length": total, "kv_length": total, "attention_mask": padding}
         )
 
-    @torch.compiler.disable
+    @not_compiled
     def attend(
         self,
         module: nn.Module,
