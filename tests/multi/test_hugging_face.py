@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from tests.support.models import VOCABULARY, tiny
+from tests.support.models import VOCABULARY, tiny_for_plans
 
 hugging_face = pytest.importorskip("overlap_gemm.integrations.hugging_face", exc_type=ImportError)
 """Of transformers before 5.17 it says what it needs."""
@@ -25,7 +25,7 @@ def loads_with(rank, size, family, folder, plan):
     hugging_face.install(backend="decomposed", names_only=plan != "auto")
     with pytest.raises(RuntimeError, match="installed already"):
         hugging_face.install()
-    plain = tiny(family, 2)
+    plain = tiny_for_plans(family)
     config = DistributedConfig(tp_size=size, tp_plan=plan)
     environment = {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
     with mock.patch.dict(os.environ, environment):
@@ -64,13 +64,13 @@ LINEARS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_plan_auto(ranks, tmp_path, family):
-    tiny(family, 2).save_pretrained(tmp_path)
+    tiny_for_plans(family).save_pretrained(tmp_path)
     for ours in ranks(2).run(loads_with, family, str(tmp_path), "auto"):
         assert ours == LINEARS | {"lm_head"}
 
 
 def test_plan_of_ones_own(ranks, tmp_path):
-    tiny("llama", 2).save_pretrained(tmp_path)
+    tiny_for_plans("llama").save_pretrained(tmp_path)
     plan = {
         "model.layers.*.mlp.up_proj": "overlap_colwise",
         "model.layers.*.mlp.down_proj": "overlap_rowwise",

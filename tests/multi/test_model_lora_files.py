@@ -22,7 +22,7 @@ from tests.support.adapters import (
     same,
     train,
 )
-from tests.support.models import VOCABULARY, tiny
+from tests.support.models import VOCABULARY, tiny, tiny_for_plans
 
 
 def merges(rank, size, family, sequence_parallel):
@@ -173,7 +173,7 @@ def through_transformers(rank, size, folder):
 
     hugging_face.install()
     environment = {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
-    base = tiny("llama", size)
+    base = tiny_for_plans("llama")
     config = DistributedConfig(tp_size=size)
     with mock.patch.dict(os.environ, environment):
         model = type(base).from_pretrained(folder, dtype=torch.float64, distributed_config=config).train()
@@ -198,7 +198,7 @@ def through_transformers(rank, size, folder):
 
 def test_through_transformers(ranks, tmp_path):
     pytest.importorskip("overlap_gemm.integrations.hugging_face", exc_type=ImportError)
-    tiny("llama", 2).save_pretrained(tmp_path)
+    tiny_for_plans("llama").save_pretrained(tmp_path)
     assert min(ranks(2).run(through_transformers, str(tmp_path))) > 0
 
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from packaging.version import Version
 from torch import nn
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3")
@@ -50,6 +51,14 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "attention_bias": True,
     },
 }
+
+
+def tiny_for_plans(family: str) -> nn.Module:
+    """Returns `tiny` with a head that transformers' plans of two ranks shard: before 5.21, of even height."""
+    import transformers
+
+    is_strict = Version(transformers.__version__) < Version("5.21")
+    return tiny(family, 2, vocab_size=VOCABULARY + is_strict)
 
 
 def tiny(family: str, ranks: int, *, dtype: torch.dtype = torch.float64, **options: Any) -> nn.Module:

@@ -20,7 +20,7 @@ from packaging.version import Version
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from transformers import Trainer, __version__
 
-from ..parallel.checkpoints.state import full_state_dict
+from ..parallel.checkpoints.state import full_adapter_state_dict, full_state_dict
 from ..parallel.optimizers import check_class, check_optimizer
 from ..parallel.places import placed
 from ..parallel.stacks import as_unsharded
@@ -60,6 +60,7 @@ class ShardedCheckpoints(_Base):
     get_optimizer_cls_and_kwargs: Any
     lr_scheduler: Any
     args: Any
+    push_to_hub: Any
 
     def __init__(self, model: Any = None, *args: Any, **kwargs: Any) -> None:
         with as_unsharded(model) as is_sharded:
@@ -86,12 +87,16 @@ class ShardedCheckpoints(_Base):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Saves full weights, or the adapter. Collective."""
-        if SAVES_ON_EVERY_RANK or not self.is_distributed_loading_by_transformers:
+        # transformers 5.19 saves adapters on one rank alone; 5.20 saves only those that are trained.
+        has_adapters = hasattr(self.model, "get_base_model")
+        if not self.is_distributed_loading_by_transformers or (SAVES_ON_EVERY_RANK and not has_adapters):
             super().save_model(output_dir, _internal_call)
             return
-        state = full_state_dict(self.model)
+        state = (full_adapter_state_dict if has_adapters else full_state_dict)(self.model)
         if self.args.should_save:
             self._save(output_dir or self.args.output_dir, state_dict=state)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Saves the optimizer's shards, and the scheduler. Called by Trainer on every rank."""

@@ -148,16 +148,25 @@ def save_adapters(holder: Any, *args: Any, **kwargs: Any) -> None:
         *args: Positional arguments of peft's `save_pretrained`.
         **kwargs: Keyword arguments of peft's `save_pretrained`.
     """
-    state = kwargs.pop("state_dict", None)
+    state = full_adapter_state_dict(holder, kwargs.pop("state_dict", None))
+    type(holder).save_pretrained(holder, *args, state_dict=state, **kwargs)
+
+
+def full_adapter_state_dict(holder: Any, state: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Returns the full tensors of a `PeftModel`'s state dict that adapter files may have. Collective.
+
+    Args:
+        holder: peft's model around a parallelized model.
+        state: State dict to take the entries from; None: the model's.
+    """
     state = holder.state_dict() if state is None else state
     places = [(name, place_of(module)) for name, module in holder.named_modules()]
     bases = tuple(f"{name}." for name, place in places if place is not None and place.role in NEVER_SAVED)
-    full_tensors_by_name = {
+    return {
         key: _full(value) if isinstance(value, DTensor) else value
         for key, value in state.items()
         if not key.startswith(bases) or key.endswith("bias")
     }
-    type(holder).save_pretrained(holder, *args, state_dict=full_tensors_by_name, **kwargs)
 
 
 @dataclass(frozen=True)
