@@ -264,15 +264,15 @@ class Machine:
         self.report.output.append(text)
         print(text, end="" if text.endswith("\n") else "\n")
 
-    def _begin(self, launch: Launch, order: int, beside: Grid | None) -> Grid:
+    def _begin(self, launch: Launch, order: int, concurrent: Grid | None) -> Grid:
         self._launched += 1
         grid = self._grid(launch, self._launched, order)
         self.report.ignored_in[grid.program.module.text] = launch.ignore
-        if beside is not None:
-            grid.depend(beside)
+        if concurrent is not None:
+            grid.depend(concurrent)
         grid.finished, grid.triggered = self._finished, self._triggered
         if self.clocks is not None:
-            self.clocks.launched(grid, beside)
+            self.clocks.launched(grid, concurrent)
         if not launch.engine:
             self.report.usage[grid.usage()] += 1
         grid.residency.enter(grid)

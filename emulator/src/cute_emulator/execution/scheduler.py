@@ -127,9 +127,9 @@ class Scheduler:
             self.progress += 1
         if group.clock and not counting:
             # A wait makes no progress if its loop leaves all live registers unchanged.
-            stands = _state_of(group)
-            self._went_on |= group.stood is not None and stands != group.stood
-            group.stood = stands
+            state = _state_of(group)
+            self._went_on |= group.last_poll is not None and state != group.last_poll
+            group.last_poll = state
         group.park(why)
 
     def sleep(self, group: Group, until: int) -> None:

@@ -417,13 +417,13 @@ def _wait(program: Any, f: Function, ins: Instruction) -> Op:
                     clocks.join((store.read if only_reads else store.write).end, "its bulk groups")
             if only_reads and checked:
                 read = [store.clock for stores in due for store in stores]
-                agent.learn_nearby(bulk_reads(warp).number, max(read, default=0))
+                agent.join_nearby(bulk_reads(warp).number, max(read, default=0))
             while len(committed) > allowed and all(store.write.done for store in committed[0]):
                 written = max((store.clock for store in committed.popleft()), default=0)
                 if not only_reads:
                     if checked:
-                        agent.learn_nearby(bulk_reads(warp).number, written)
-                    agent.learn(agent.id + BULK, written)
+                        agent.join_nearby(bulk_reads(warp).number, written)
+                    agent.join(agent.id + BULK, written)
         return None
 
     return Op(run, (ins.operands[0],), (), head=True)

@@ -118,8 +118,8 @@ def _cp_wait(program: Any, f: Function, ins: Instruction) -> Op:
             clocks.join(max((e.end for events, _ in due for e in events), default=0), "its cp.async copies")
         for _, clock in due:
             copies.committed.popleft()
-            warp.agent.learn_nearby(_unit(warp).number, clock)
-            warp.agent.learn(warp.agent.id + COPY, clock)
+            warp.agent.join_nearby(_unit(warp).number, clock)
+            warp.agent.join(warp.agent.id + COPY, clock)
         return None
 
     return Op(run, (Imm(0) if everything else ins.operands[0],), (), head=True)

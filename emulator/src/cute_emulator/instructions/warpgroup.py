@@ -248,7 +248,7 @@ def _wait(program: Any, f: Function, ins: Instruction) -> Op:
         if len(state.groups) > allowed:
             state.fenced = False
         if due and warp.grid.checks.shared is not None:
-            warp.agent.learn_nearby(_unit(warp).number, max(p.number for p in due))
+            warp.agent.join_nearby(_unit(warp).number, max(p.number for p in due))
         while len(state.groups) > allowed:
             state.groups.popleft()
         w = warp.index % 4

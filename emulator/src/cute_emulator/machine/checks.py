@@ -95,7 +95,7 @@ class Checks:
         """Returns the history of a launch that begins in a stream now."""
         return self._histories.get((rank, stream), History())
 
-    def learn(self, rank: int, stream: int, other: History) -> None:
+    def stream_waited(self, rank: int, stream: int, other: History) -> None:
         """Records that a stream has waited for an event: the history of the event is added to its own."""
         mine = self.history(rank, stream)
         vector = {**mine.vector}
@@ -118,7 +118,7 @@ class Checks:
         vector = {**before.vector}
         merge(vector, grid.learnt)
         grid.final = History(grid.known_grids | {grid.number}, vector)
-        self.learn(grid.launch.rank, grid.launch.stream, grid.final)
+        self.stream_waited(grid.launch.rank, grid.launch.stream, grid.final)
 
     def prerequisites_done(self, group: Group) -> None:
         """Executes `griddepcontrol.wait`.
@@ -306,7 +306,7 @@ class Checks:
         """
         agent = group.warp.agent
         for copies, clock in barrier.copied.items():
-            agent.learn(copies, clock)
+            agent.join(copies, clock)
         if self.shared is not None and agent.nearby.get(barrier.party, 0) < barrier.completed:
             agent.acquire_nearby(barrier.passed, {barrier.party: barrier.completed})
 

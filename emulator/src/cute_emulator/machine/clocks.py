@@ -190,10 +190,10 @@ class Clocks:
         """Begins a run: the host has waited for all before it."""
         self.now = self._latest
 
-    def launched(self, grid: Grid, beside: Grid | None) -> None:
+    def launched(self, grid: Grid, concurrent: Grid | None) -> None:
         """Begins a launch: after its stream's work, or when the launch before it triggers it."""
         stream = grid.launch.rank, grid.launch.stream
-        self._starts[grid] = self.now if beside is not None else self._streams.get(stream, 0)
+        self._starts[grid] = self.now if concurrent is not None else self._streams.get(stream, 0)
 
     def ended(self, grid: Grid) -> None:
         """Ends a launch, with its pending operations."""

@@ -303,7 +303,7 @@ class Agent:
         self._latest = None
         self.touched = True
 
-    def learn_nearby(self, party: int, clock: int) -> None:
+    def join_nearby(self, party: int, clock: int) -> None:
         """Orders an asynchronous unit's accesses before this agent."""
         if self.nearby.get(party, 0) < clock:
             self.nearby[party] = clock
@@ -325,7 +325,7 @@ class Agent:
     def observe(self, released: Released) -> None:
         """Merges what a strong store published, and the store itself."""
         self.acquire(released.snapshot)
-        self.learn(released.snapshot.agent.id + STRONG, released.store)
+        self.join(released.snapshot.agent.id + STRONG, released.store)
 
     def fence_proxy(self, in_shared: bool, in_global: bool) -> None:
         """Passes every generic write ordered before, to shared or global memory, to the async proxy.
@@ -352,7 +352,7 @@ class Agent:
         self._latest = None
         self.touched = True
 
-    def learn(self, agent: int, clock: int) -> None:
+    def join(self, agent: int, clock: int) -> None:
         """Orders another agent's accesses before this agent."""
         if self.vector.get(agent, 0) < clock:
             self.vector[agent] = clock

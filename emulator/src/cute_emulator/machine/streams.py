@@ -139,11 +139,11 @@ class Streams:
                     return
                 queue.popleft()
                 self._last[stream] = None
-                self._checks.learn(*stream, item.event.history)
+                self._checks.stream_waited(*stream, item.event.history)
                 if self._checks.clocks is not None:
                     self._checks.clocks.passed(stream, item.event.time)
             else:
                 queue.popleft()
-                beside = last if item.programmatic and last is not None and last.triggers else None
-                grid = self._last[stream] = self._begin(item, number, beside)
+                concurrent = last if item.programmatic and last is not None and last.triggers else None
+                grid = self._last[stream] = self._begin(item, number, concurrent)
                 running.append(grid)

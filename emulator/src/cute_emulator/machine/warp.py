@@ -47,7 +47,7 @@ class Group:
         polls: Polling loads since the last change, by line.
         effects: Count of the group's effects that others can observe.
         clock: Whether it has read a clock.
-        stood: Position and registers at its last poll after reading a clock.
+        last_poll: Position and registers at its last poll after reading a clock.
     """
 
     __slots__ = (
@@ -59,7 +59,7 @@ class Group:
         "pc",
         "polls",
         "stack",
-        "stood",
+        "last_poll",
         "token",
         "warp",
         "why",
@@ -72,7 +72,7 @@ class Group:
         self.polls: dict[int, Any] = {}
         self.effects = 0
         self.clock = False
-        self.stood: Any = None
+        self.last_poll: Any = None
 
     def park(self, why: str) -> None:
         """Stops the group until `wake`."""

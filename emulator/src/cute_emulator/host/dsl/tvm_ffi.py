@@ -77,11 +77,11 @@ def changes(
     yield replaced(_Tensor, "__tvm_ffi_object__", packed_object)
     find = ExternalBinaryModule.__getattr__
 
-    def find_and_stand(module: Any, name: str) -> Any:
+    def find_and_wrap(module: Any, name: str) -> Any:
         function = find(module, name)
         return LoadedFunction(function) if module.enable_tvm_ffi else function
 
-    yield replaced(ExternalBinaryModule, "__getattr__", find_and_stand)
+    yield replaced(ExternalBinaryModule, "__getattr__", find_and_wrap)
     kinds = provider.TVMFFIJitCompiledFunction, provider.TVMFFIJitCompiledFunctionWithKwargs
     for kind in (*kinds, LoadedFunction):
         call = called(kind.__call__)

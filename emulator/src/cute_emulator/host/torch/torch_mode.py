@@ -181,9 +181,9 @@ class CudaOnCpu(TorchFunctionMode):
         capture = self._emulator.captures.get(self._rank)
         if capture is not None and on_device and getattr(func, "__name__", "") not in _METADATA:
             return self._captured(capture, func, args, kwargs, inputs)
-        return self._carry_out(func, args, kwargs, inputs, on_device)
+        return self._execute(func, args, kwargs, inputs, on_device)
 
-    def _carry_out(
+    def _execute(
         self, func: Callable[..., Any], args: Any, kwargs: Any, inputs: list[torch.Tensor], on_device: bool
     ) -> Any:
         owned = {_storage(t)._cdata for t in inputs}
@@ -292,7 +292,7 @@ class CudaOnCpu(TorchFunctionMode):
         """
         storages = {_storage(t)._cdata: _storage(t) for t in inputs if is_marked(t)}
         before = [(storage, storage.clone()) for storage in storages.values()]
-        result = self._carry_out(func, args, kwargs, inputs, on_device=True)
+        result = self._execute(func, args, kwargs, inputs, on_device=True)
         for storage, contents in before:
             storage.copy_(contents)
         outputs = [t if _storage(t)._cdata not in storages else None for t in _tensors(result)]
