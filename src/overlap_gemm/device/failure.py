@@ -58,12 +58,15 @@ class Failure(NamedTuple):
         rank: Rank that waited.
         op: `OpSpec.code` of the op, or the number of a user's kernel; 0 if it has none.
         role: :class:`Role` that waited, or the number of a user's kernel.
-        tile: Number of the tile in the waiting rank's shard.
+        tile: Number of the tile in the waiting rank's shard. `Role.LOAD_GATE`: of the shard, or the chunk.
+            `Role.RELAY_STAGED`: of the piece. 0 if the wait is for no tile.
         source: Rank that was waited for.
-        flag: Number of the flag in the waiting rank's workspace.
+        flag: Number of the flag among the arrival flags of the waiting rank's workspace. For an entry, a "has
+            read" signal or a gathered shard (any piece of it): the peer's rank.
         expected: Expected epoch. `Role.CALL_ENTERED`: its low 32 bits. `Role.CALL_IDENTITY`: the expected
             entry signal. `Role.IN_CALL`: number of this launch.
-        seen: Last value read, of the same kind as ``expected``, or `NOTHING`.
+        seen: Last value read, of the same kind as ``expected``. `Role.IN_CALL`: number of the launch that was
+            registered before. `NOTHING`: an LL packet has not arrived.
     """
 
     rank: int
@@ -79,8 +82,9 @@ class Failure(NamedTuple):
 def read_record(words: Sequence[int]) -> Failure | None:
     """Returns the failure in a record, or None if no wait has expired.
 
-    An expired wait for an entry signal is `Role.CALL_IDENTITY` if the signal arrived with another signature,
-    else `Role.CALL_ENTERED`.
+    A failed wait for an entry signal has the role `Role.CALL_IDENTITY` if the signal has the expected epoch
+    and another signature. Otherwise it has `Role.CALL_ENTERED`: the limit expired, or a later epoch arrived.
+    A number that is no `Role` stays an ``int``.
 
     Args:
         words: `RECORD_WORDS` words, read as ``uint32`` or as ``int32``.

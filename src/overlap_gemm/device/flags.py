@@ -1,10 +1,14 @@
 """Flags between ranks: a release by the writer, a bounded wait that acquires.
 
 A flag is a 64-bit word, as NVSHMEM's signals are. All accesses have 64 bits: the memory model guarantees
-nothing for races of two widths ("mixed-size data races"). The low `EPOCH_BITS` bits are an epoch that only
-increases and is never reset; the writer may use the others. A flag is raised if its epoch is 0 to 2**47 - 1
-ahead of the expected one: 20 years of calls of 5 us. With 32 bits, a flag not raised for 2**31 calls (3
-hours) would count as raised.
+nothing for races of two widths ("mixed-size data races"). The low 48 bits (`EPOCH_BITS`) are an epoch that
+only increases and is never reset; the writer may use the others. A flag is raised if its epoch is 0 to
+2**47 - 1 ahead of the expected one. So a flag must be raised once in 2**47 calls: 20 years of calls of 5 us.
+(An epoch of 32 bits would allow 2**31 calls: 3 hours.)
+
+Each wait is one thread's. Several lanes of a warp may wait for different flags at once. A wait orders only
+the thread that executes it: the warp's other lanes may read the data after a warp barrier, which the caller
+executes.
 """
 
 from __future__ import annotations
@@ -36,7 +40,8 @@ class WaitBound(NamedTuple):
     def times(self, waits: int) -> WaitBound:
         """Returns the bound with ``waits`` times the limit, for a source that itself waits for other ranks.
 
-        So the rank that is missing expires a wait before a rank that waits for it does.
+        So if a rank is missing, the wait for that rank expires first. Waits for the ranks that it delays are
+        longer.
         """
         return self._replace(timeout_ns=self.timeout_ns * waits)
 
@@ -47,15 +52,17 @@ EPOCH_BITS = 48
 EPOCH_MASK = (1 << EPOCH_BITS) - 1
 
 IDENTITY_BITS = 32
-"""Number of low bits of an identity (`wait_identity`) that hold an epoch; it is at most 2**31 - 1 ahead."""
+"""Number of low bits of an identity (`wait_identity`) that hold an epoch.
+
+An epoch 0 to 2**31 - 1 ahead of the expected one counts as arrived or later; any other as not yet arrived."""
 
 
 @cute.jit
 def release_flag(address: Int64, value: Any) -> None:
     """Stores ``value`` at ``address`` by ``st.release.sys``; one thread.
 
-    Who acquires the flag observes everything that this thread has observed. After bulk stores the thread
-    first waits for their completion: a full ``wait_group``, never ``.read``.
+    A thread that acquires the flag observes everything that this thread has observed. After bulk stores the
+    thread first waits for their completion: a full ``wait_group``, never ``.read``.
     """
     cute.arch.store(_pointer(address), Uint64(value), sem="release", scope="sys")
 
@@ -63,8 +70,9 @@ def release_flag(address: Int64, value: Any) -> None:
 def release_fence() -> None:
     """Executes ``fence.acq_rel.sys``: later flags (`raise_flag`) release what this thread has observed.
 
-    It serves flags at several peers. A `release_flag` waits until all stores before it are performed, the
-    preceding flag included, one trip each. After bulk stores the thread first waits as for `release_flag`.
+    One fence serves flags at several peers. Several `release_flag` would take a trip each: every one waits
+    until all stores before it are performed, the preceding flag's included. After bulk stores the thread
+    first waits as for `release_flag`.
     """
     cute.arch.fence_acq_rel_sys()
 
@@ -77,10 +85,10 @@ def raise_flag(address: Int64, value: Any) -> None:
 
 @cute.jit
 def wait_flag(address: Int64, target: Address, bound: WaitBound, site: FailureSite) -> None:
-    """Waits until the epoch at ``address`` is ``target`` or later (modular), then acquires at system scope.
+    """Waits until the epoch at ``address`` is ``target`` or later (modular), then acquires; one thread.
 
-    The loop has relaxed loads, and one acquire follows: on sm_90 and sm_100 each acquire also invalidates the
-    L1 cache. If the limit expires, writes a failure record and traps.
+    The loop has relaxed loads at system scope. One ``ld.acquire.sys`` follows: on sm_90 and sm_100 each
+    acquire also invalidates the L1 cache. If the limit expires, writes a failure record and traps (`fail`).
 
     Args:
         address: ``Int64`` address of the flag in this rank's memory.
@@ -104,8 +112,10 @@ def wait_flag(address: Int64, target: Address, bound: WaitBound, site: FailureSi
 def wait_identity(address: Int64, identity: Uint64, bound: WaitBound, site: FailureSite) -> None:
     """Waits until the word at ``address`` equals ``identity``, then acquires as `wait_flag` does.
 
-    An identity has an epoch in its low `IDENTITY_BITS` bits and a signature above it. If the epoch arrives
-    with another signature, or a later one arrives, the wait fails at once: it writes a record and traps.
+    An identity has an epoch in its low 32 bits (`IDENTITY_BITS`) and a signature above it. If the epoch
+    arrives with another signature, or a later epoch arrives, the wait fails at once, without regard to the
+    limit: it writes a record and traps. ``site.role`` is `Role.CALL_ENTERED`; `read_record` distinguishes the
+    cases.
     """
     flag = _pointer(address)
     seen = _look(flag)
@@ -133,7 +143,9 @@ def _is_before(seen: Any, target: Address, bits: int) -> Any:
 def fail(bound: WaitBound, site: FailureSite, expected: Uint64, seen: Uint64) -> None:
     """Writes the failure record and traps, if this lane is the first to fail; else returns.
 
-    ``bound.claim`` decides which lane is first. Other lanes continue to wait: the trap ends the launch.
+    The lane that sets ``bound.claim`` from 0 to 1 (compare-and-swap, relaxed, device scope) is first. It
+    stores word 0 of the record last (release, system scope). Other lanes continue to wait until the trap ends
+    the launch.
     """
     claim = global_pointer(Uint32, bound.claim, 4)
     if cute.arch.atomic_cas(claim, cmp=Uint32(0), val=Uint32(1), sem="relaxed", scope="gpu") == 0:

@@ -13,11 +13,10 @@ Transactions on Software Engineering, 1977.)
 Memory order: each access is relaxed at system scope. Each 32-bit element of a vector access is indivisible
 (PTX ISA, memory consistency model). A word that is not `EMPTY` is the value stored there. Words need no order
 among each other, since each is awaited. Reuse needs order: the caller ensures that the next store to a word
-comes after the reader's `EMPTY` (:mod:`overlap_gemm.exchange.call`), and that nothing else is stored there. A
-word has no epoch, so it does not age.
+comes after the reader's `EMPTY` (:mod:`overlap_gemm.exchange.call`), and that nothing else is stored there.
 
-`EMPTY` is two 16-bit NaNs of all ones. Arithmetic does not return this NaN, but a copied operand may contain
-it. `store_words` replaces a word of two of them by `OTHER_NANS`.
+`EMPTY` has all 32 bits set: two 16-bit NaNs, or one fp32 NaN. Arithmetic does not return this NaN, but a
+copied operand may contain it. `store_words` stores `OTHER_NANS` in place of such a word: other NaNs.
 """
 
 from __future__ import annotations
@@ -64,10 +63,11 @@ def take_words(
     bound: WaitBound,
     site: FailureSite,
 ) -> None:
-    """Waits until all words of some chunks have arrived, then stores `EMPTY` in their places; one lane.
+    """Waits until all words of some chunks have arrived, then stores `EMPTY` in their places.
 
-    The caller has loaded the chunks once (`load_words`). They are loaded again until no word is `EMPTY`. If
-    the limit expires, writes a failure record that names the first missing chunk's source, and traps.
+    Each lane that calls it takes its chunks, which no other lane takes. The lane has loaded them once
+    (`load_words`). They are loaded again until no word is `EMPTY`. If the limit expires, writes a failure
+    record that names the first missing chunk's source, and traps.
 
     Args:
         addresses: Addresses of the chunks in this rank's memory; an address may be repeated.
@@ -75,7 +75,8 @@ def take_words(
         sources: Source rank of each chunk.
         epoch: Epoch for the failure record.
         bound: Limit and place of the record.
-        site: Site of a wait for rank 0; for source ``s`` its ``index`` is ``s`` larger.
+        site: Place of the wait. Its ``index`` is that of rank 0's flag; the record of a missing chunk has
+            ``index + source``.
     """
     if _missing(words) < len(addresses):
         start = cute.arch.globaltimer()

@@ -46,7 +46,8 @@ def bulk_store(stage: Any, address: Address, num_bytes: Scalar = None) -> None:
     """Starts one bulk copy (``cp.async.bulk``) from shared to global memory; does not commit or wait.
 
     One thread calls it, and the same thread commits and waits: bulk groups belong to a thread (PTX ISA,
-    ``cp.async.bulk.commit_group``). Size and both addresses are multiples of 16 bytes.
+    ``cp.async.bulk.commit_group``). Size and both addresses are multiples of 16 bytes. Each thread that wrote
+    the stage has fenced its writes toward the async proxy before, as `EpilogueRing.commit` does.
 
     Args:
         stage: Contiguous 1-D tensor of static size in shared memory.
@@ -92,7 +93,11 @@ def store_chunk(instruction: str, address: Int64, words: Sequence[Any]) -> None:
 
 
 def order_async_writes() -> None:
-    """Orders the thread's later bulk stores after global accesses that it has observed by ordinary loads."""
+    """Executes ``fence.proxy.async.global``: orders ordinary accesses before later asynchronous ones.
+
+    The thread executes it between an acquire and its bulk stores or TMA loads. It is necessary if these
+    overwrite what ordinary loads have read, or read what ordinary stores have written, on any rank.
+    """
     cute.arch.fence_proxy("async.global")
 
 
@@ -107,7 +112,7 @@ def store_run(address: Address, values: Fragment) -> None:
     """Stores registers at adjacent addresses, in as few stores as alignment allows.
 
     Args:
-        address: ``Int64`` destination, a multiple of the bytes of ``values`` or of `CHUNK_BYTES`, the lesser.
+        address: ``Int64`` destination, aligned to the bytes of ``values``, at most to 16 (`CHUNK_BYTES`).
         values: Contiguous register tensor.
     """
     dtype, number = values.element_type, cute.size(values)

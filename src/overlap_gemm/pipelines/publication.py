@@ -32,7 +32,7 @@ class LaggedPublication:
     inflight: int
 
     def __post_init__(self) -> None:
-        """Raises ValueError for counts out of range."""
+        """Raises ValueError for ``subtiles`` less than 1, or ``inflight`` less than 0."""
         if self.subtiles < 1 or self.inflight < 0:
             raise ValueError(
                 f"subtiles={self.subtiles} must be at least 1 and inflight={self.inflight} at least 0"
@@ -40,10 +40,10 @@ class LaggedPublication:
 
     @property
     def subtile(self) -> int:
-        """Returns the subtile of any tile ``t`` after whose commit tile ``t - lag`` is written."""
+        """Returns the number of a subtile: after its commit in tile ``t``, tile ``t - lag`` is written."""
         return (self.inflight - 1) % self.subtiles
 
     @property
     def lag(self) -> int:
-        """Returns the tiles between the committed and the published one; as many are left for the flush."""
+        """Returns by how many tiles publication is late; the last ``lag`` tiles are published at the end."""
         return -(-self.inflight // self.subtiles)

@@ -1,11 +1,13 @@
 """The ring: epilogue warps -> shared-memory stages -> one lane of the comm warp.
 
-    | epilogue warps (all threads)                | comm lane (one thread)                            |
-    |---------------------------------------------|---------------------------------------------------|
-    | acquire(state)          <- empty[stage] --  | stores of group g - Q are written: release stage  |
-    | write the subtile into the stage            | wait for full[stage]                              |
-    | commit(state)           -- full[stage] ->   | start a bulk store, commit a bulk group           |
-    | state.advance()                             | full wait_group Q                                 |
+    | epilogue warps (all threads), subtile g     | comm lane (one thread), subtile g                    |
+    |---------------------------------------------|------------------------------------------------------|
+    | acquire(state): wait for empty[stage]       | wait for full[stage]                                 |
+    | write the subtile into the stage            | start bulk stores, commit bulk group g               |
+    | commit(state)           -- full[stage] ->   | full wait_group Q: stores of group g - Q are written |
+    | state.advance()         <- empty --         | release the stage of group g - Q                     |
+
+Q is ``inflight``. `drain` frees the last Q stages at its end.
 
 States of a stage (there are ``num_stages``, used in order):
 
@@ -17,8 +19,9 @@ States of a stage (there are ``num_stages``, used in order):
 
 One lane sends because bulk async-groups belong to the thread that commits them: only the thread that started
 a store can wait for it. The wait is full, not ``.read``, because it then also permits the publication of the
-tile (:mod:`overlap_gemm.pipelines.publication`). On sm_90 and sm_100 both forms compile to the same hardware
-wait. The epilogue never waits for global memory and needs no named barrier.
+tile (:mod:`overlap_gemm.pipelines.publication`). The full wait takes no longer: on sm_90 and sm_100 both
+forms compile to the same hardware wait. The epilogue never waits for global memory and needs no named
+barrier.
 """
 
 from __future__ import annotations
@@ -45,8 +48,9 @@ class TileSender(Protocol):
     def locate(self, tile: Scalar) -> Any:
         """Returns the values that the subtiles of ``tile`` share: a run-time value, or a tuple of them.
 
-        It may wait for a peer, but not for its answer to one of the last `LaggedPublication.lag` tiles: they
-        are not published yet. It is called twice for tile 0, as `has` is.
+        It may wait for a peer, but not for a peer's answer to one of the last `LaggedPublication.lag` tiles.
+        These are not published yet, so that wait would not end. `has` and `locate` may be called twice for
+        tile 0; they change nothing.
         """
 
     def send(self, place: Any, subtile: Scalar, stage: Any) -> None:
@@ -64,7 +68,8 @@ class EpilogueRing:
     """A ``PipelineAsync`` whose producers are epilogue warps and whose consumer is one lane of a comm warp.
 
     Attributes:
-        pipe: The mbarriers; full counts one arrival per epilogue warp, empty one arrival of the comm lane.
+        pipe: The mbarriers. Full counts one arrival per epilogue warp (its lane 0), empty one arrival of the
+            comm lane.
         num_stages: Number of stages.
         inflight: Number of bulk groups that the comm lane leaves in flight, ``0 <= inflight < num_stages``.
     """
@@ -123,7 +128,9 @@ class EpilogueRing:
     def commit(self, state: pipeline.PipelineState) -> None:
         """Signals to the comm lane that the stage is written. All epilogue threads call it, then advance.
 
-        Each thread fences its own writes toward the async proxy; the warp's arrival follows all 32 fences.
+        Each thread fences its writes toward the async proxy (``fence.proxy.async.shared::cta``). A warp
+        barrier follows, then lane 0 arrives on full. Without a lane's call, its writes are not fenced, and
+        the bulk store may read what the stage had before.
         """
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
@@ -136,8 +143,8 @@ class EpilogueRing:
     ) -> pipeline.PipelineState:
         """Runs the comm lane's loop over tiles: wait, send, commit, free written stages, publish due tiles.
 
-        On return every store has been written, every tile published, and every stage freed. One thread calls
-        it.
+        One thread calls it. After the last tile it waits for all stores, publishes the last tiles, and frees
+        the last stages. So on return every store has been written, every tile published, every stage freed.
 
         Args:
             state: Consumer state of the first subtile.
@@ -189,9 +196,10 @@ class EpilogueRing:
     ) -> pipeline.PipelineState:
         """Runs the loop of a full comm warp that stores by itself: wait, send, free. Nothing is published.
 
-        A stage is free once all lanes have read it, independent of their stores: so nothing is in flight
-        here. Arguments and result are `drain`'s, but all lanes call the sender's ``send``, and have read the
-        stage when it returns.
+        All lanes call it, and the sender's ``has``, ``locate`` and ``send``. A lane has read its part of the
+        stage when ``send`` returns. After a warp barrier lane 0 frees the stage, although stores to peers may
+        still be in flight. ``publish`` and ``inflight`` are unused: the sender makes its stores visible to
+        peers. Arguments and result are `drain`'s.
         """
         tile = Int32(0)
         while sender.has(tile):
@@ -207,6 +215,6 @@ class EpilogueRing:
         return state
 
     def _release_earlier(self, state: pipeline.PipelineState, ago: int) -> None:
-        """Frees the stage used ``ago`` subtiles before ``state``'s; an arrival needs no phase."""
+        """Frees the stage used ``ago`` subtiles before ``state``'s."""
         stage = (state.index + (self.num_stages - ago)) % self.num_stages
         self.pipe.sync_object_empty.arrive(stage, None)

@@ -25,10 +25,11 @@ State of a stage (``num_stages`` of them, used in order; one TMA store each, how
     | storing | TMA           | a full wait_group of the issuing lane retired the store; the lane arrives    |
     | full    | comm warp     | every consumer thread has arrived on empty                                   |
 
-A stage stands for the memory that the comm warp reads, for example a staging buffer per stage. If the
-epilogue stores to memory that no thread overwrites, the number of stages only limits the stores by which the
-epilogue is ahead. Shared memory needs ``Q + 1`` buffers: after ``producer_commit`` of store ``g`` the buffer
-of store ``g - Q`` is free.
+A stage is the memory that a store writes and the comm warp reads, for example a staging buffer. If that
+memory is never overwritten, ``num_stages`` only limits by how many stores the epilogue is ahead.
+
+Q is ``inflight``. The stores read from ``Q + 1`` other buffers, in shared memory: after ``producer_commit``
+of store ``g`` the buffer of store ``g - Q`` is free.
 """
 
 from __future__ import annotations
@@ -113,6 +114,6 @@ class PipelineTmaStoreAsync(pipeline.PipelineAsync):
                 self._hand_over(state, ago)
 
     def _hand_over(self, state: pipeline.PipelineState, ago: int) -> None:
-        """Signals that the store ``ago`` before ``state``'s is written; an arrival needs no phase."""
+        """Signals that the store ``ago`` before ``state``'s is written."""
         stage = (state.index + (self.num_stages - ago)) % self.num_stages
         self.sync_object_full.arrive(stage, self.producer_mask)
