@@ -6,23 +6,24 @@
   preceding kernel has ended and its writes are visible (``griddepcontrol.wait``).
 - Load warp, ``dependent_weights``: before its wait it loads the first k tiles of B, at most one per stage. It
   loads the k tiles of A into the same stages after the wait.
-- Comm warp: after its wait it permits the launch of the next kernel.
+- Comm warp of each CTA, all lanes: after its wait it permits the launch of the next kernel.
 
 All accesses of a call to a workspace, the epoch first, come after every thread's wait. So the order between
 calls of :mod:`overlap_gemm.exchange.call` is unchanged. The same holds for the caller's kernels: A is read,
 and the output written, after the preceding kernel has ended, whatever that kernel is.
 
 **Early B** is read before the preceding kernel has ended. So neither that kernel nor an earlier one that
-still runs may write B. Kernels of this library permit the next launch after their wait, so before such a
-kernel no earlier one still runs. A foreign kernel may permit it before its wait; then nothing is guaranteed.
-Early loads are for weights that do not change while such calls are queued, as in serving; an optimizer's step
-writes weights. If the call itself copies the weight, the preceding kernel is the copy. Then the host launches
-``dependent`` (`tuning.settings.late_weights`).
+still runs may write B. If the preceding kernel is of this library, no earlier one still runs: it permits the
+launch after its wait. A foreign kernel may permit the launch before its wait. Then an earlier kernel may
+still write B, and nothing is guaranteed. Early loads are for weights that do not change while such calls are
+queued, as in serving; an optimizer's step writes weights. If the call itself copies the weight, the preceding
+kernel is the copy. Then the host launches ``dependent`` (`tuning.settings.late_weights`).
 
-**Progress.** CTAs of a dependent kernel occupy no SM that the preceding kernel needs: all CTAs of that kernel
-are resident when it permits the launch. A relay kernel (:mod:`overlap_gemm.exchange.relay`), for which this
-kernel would wait, might find no free SM. So no dependent kernel has a relay kernel. SMs that are reserved for
-other kernels may hold CTAs that wait for the preceding kernel, and end after it.
+**Progress.** All CTAs of the preceding kernel are resident when it permits the launch. So the dependent
+kernel's CTAs occupy no SM that the preceding kernel needs. A kernel with a relay kernel
+(:mod:`overlap_gemm.exchange.relay`) is never dependent. Otherwise CTAs launched early could occupy the SM
+that the relay kernel needs, while a GEMM waits for the relay kernel. SMs that are reserved for other kernels
+may hold CTAs that wait for the preceding kernel, and end after it.
 """
 
 from __future__ import annotations
@@ -50,12 +51,12 @@ def load_weights_early(mainloop: Mainloop, op: KernelOp, res: Any, ops: Any, wor
 
 
 def wait_for_prerequisite(config: cutlass.Constexpr) -> None:
-    """Waits until the preceding kernel has ended; every thread, before it reads or writes anything."""
+    """Waits until the preceding kernel has ended, if dependent; every thread, before it accesses its data."""
     if config.is_dependent:
         cute.arch.griddepcontrol_wait()
 
 
 def launch_dependents(config: cutlass.Constexpr) -> None:
-    """Permits the launch of the next kernel; a thread of each CTA, after its wait."""
+    """Permits the launch of the next kernel, if dependent; the comm warp of each CTA, after its wait."""
     if config.is_dependent:
         cute.arch.griddepcontrol_launch_dependents()

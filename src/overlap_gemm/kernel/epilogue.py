@@ -22,11 +22,13 @@ from overlap_gemm.epilogues import Sum, maximum
 
 @dataclass(frozen=True)
 class Visits:
-    """Applies visitors to fp32 sums, in chunks or fragments; loads and stores their operands.
+    """Applies visitors to fp32 sums: fragments (before the ring) or chunks of a row (receive role).
+
+    Both load inputs. Outputs (``Visitor.writes``) are stored from chunks only.
 
     Attributes:
         config: The kernel's configuration.
-        of: Kind of the sums: partial, complete, or both at once (no other rank adds to them).
+        of: Kinds of the sums: partial, complete, or both if no other rank adds to them.
     """
 
     config: GemmConfig
@@ -173,15 +175,16 @@ class Visits:
     ) -> None:
         """Visits a thread's values of a subtile, loading once per run of adjacent columns.
 
-        Rows and columns past the end read the last ones: their values are clipped when they are stored.
+        For rows and columns past the end it loads the inputs of the last ones; no access is outside a tensor.
+        Their values are clipped when the subtile is stored. Visitors have no outputs here.
 
         Args:
             fragment: Values, fp32.
             partition: Function that returns this thread's part of a tensor shaped like a subtile.
             row: First row of the subtile, see `visitors.Operand`.
             column: First column of the subtile.
-            extras: Tensors of `GemmConfig.epilogue_operands`, 16-byte aligned; the size of one along
-                columns is a multiple of 8.
+            extras: Tensors of `GemmConfig.epilogue_operands`, 16-byte aligned, rows as well. Sizes along
+                columns are multiples of 8; sizes along rows are any.
         """
         for visitor, tensors in self._visitors(extras):
             if not visitor.epilogue.pairs:
@@ -365,8 +368,8 @@ def _finish_rows(
 ) -> None:
     """Counts a unit of ``unit_rows`` rows; with the last of its ``subtiles`` a lane finishes each row.
 
-    The last warp sees what the other warps stored before they counted. Each warp counts after its barrier, by
-    an operation that releases and acquires. The last one's lanes read after another barrier. The last warp
+    All lanes. Each warp: stores of parts, warp barrier, count by lane 0 (acquire and release, device scope),
+    warp barrier. So the lanes of the last warp read what all warps stored before they counted. The last warp
     resets the count for the next call, which begins after this one.
     """
     is_last = Int32(0)

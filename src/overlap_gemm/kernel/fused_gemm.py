@@ -178,12 +178,16 @@ class FusedGemm:
 
     @property
     def _is_counted(self) -> bool:
-        """Returns whether a CTA's last warp signals the end of the call."""
+        """Returns whether a CTA's warps are counted, so that the last one ends the call.
+
+        It is so for ops with a receive role or a gate. Lane 0 of the comm warp zeroes the counters before the
+        cluster's first barrier.
+        """
         return self.op.receive is not None or self.op.gate is not None
 
     @property
     def _epilogue_ends(self) -> bool:
-        """Returns whether the epilogue reads scales that peers send with rows of A."""
+        """Returns whether epilogue warps end as readers: they read scales that peers send with rows of A."""
         return self.op.gate is not None and self.config.visits_rows
 
     @property
@@ -199,7 +203,10 @@ class FusedGemm:
 
     @property
     def _receiving_warps(self) -> list[int]:
-        """Returns the warps that run the receive role; epilogue warps join after their last tile."""
+        """Returns the warps that run the receive role.
+
+        They include the epilogue warps if these join (`ReceiveRole.with_epilogue`), after their last tile.
+        """
         first, receive = self.config.first_receive_warp, self.op.receive
         if receive is None:
             return []
@@ -208,9 +215,10 @@ class FusedGemm:
 
     @property
     def _ending_warps(self) -> int:
-        """Returns the number of warps of a CTA that access the workspace.
+        """Returns the number of calls of ``op.end`` in a CTA: one per warp and role that uses the workspace.
 
-        These are comm, load with a gate, and the warps of the receive role.
+        These are comm, load with a gate, and the warps of the receive role, joining epilogue warps included.
+        If epilogue warps read gathered scales, each is counted once more.
         """
         warps = 1 + (self.op.gate is not None) + len(self._receiving_warps)
         return warps + self._epilogue_ends * self.mainloop.num_epilogue_warps

@@ -42,10 +42,12 @@ class OperandViews(NamedTuple):
 
 @cute.jit
 def interleaved(first: cute.Tensor, second: cute.Tensor) -> tuple[cute.Tensor, Int32]:
-    """Returns two matrices B as one view (2 N, K) of alternating bands of 32 rows; N is a multiple of 32.
+    """Returns two matrices B (N, K) as one view (2 N, K), and ``is_swapped``.
 
-    The view begins at the matrix with the lower address, since strides of TMA are not negative; the other
-    band's distance is the distance of the matrices. The second value is whether that matrix is ``second``.
+    The view has bands of 32 rows (`PAIR`) of the two matrices in turn, so N is a multiple of 32. Both have
+    the same strides; their distance is a multiple of 16 bytes. The first band is of the matrix with the lower
+    address, since strides of TMA are not negative. ``is_swapped`` (``Int32``) is 1 if this is ``second``.
+    Then `Visits.on_pair` exchanges the two values of each pair.
     """
     begins, other = first.iterator.toint(), second.iterator.toint()
     is_swapped = Int32(other < begins)

@@ -67,7 +67,7 @@ class ReceiveRole(Protocol):
 
 
 class Gate(Protocol):
-    """Wait of the load role before a tile of A that peers send."""
+    """Wait of the load role before a tile of A that peers send: acquire at system scope, proxy fence."""
 
     def load(
         self,
@@ -148,9 +148,11 @@ class KernelOp(Protocol):
         """Empties the ring; all lanes of the comm warp."""
 
     def end(self, call: Any, counters: Any, warps: int) -> None:
-        """Ends a warp's access to the workspace, after its last role.
+        """Ends a warp's access to the workspace; all lanes, after a role that accesses the workspace.
 
-        All lanes of each of a CTA's ``warps`` warps that access the workspace.
+        There are ``warps`` such calls in a CTA (`FusedGemm`). Each adds one to ``counters.ended`` (acquire
+        and release, CTA scope). The warp that gets ``warps - 1`` is the last, and ends the CTA's part of the
+        call.
         """
 
 

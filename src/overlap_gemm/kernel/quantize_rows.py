@@ -2,13 +2,14 @@
 
 - `of_tiles` keeps full rows, or full blocks, in registers between the scale's computation and its use. It
   reads each element once.
-- `of_long_rows` is for rows that are too long for that, or not contiguous. It reads them twice; the second
-  read of contiguous rows hits in L2.
+- `of_long_rows` is for one scale per row, if rows are too long for that or not contiguous. It reads them
+  twice; the second read of contiguous rows hits in L2.
 
-A scale is the largest magnitude times UNIT, at least LEAST, and rounded up to a power of two if POWER. Values
-are multiplied by its reciprocal and rounded to the nearest even. Results equal those of torch's expressions
-in `api.quantization` bit for bit, except for the bits of a NaN: products and reciprocals are rounded as IEEE
-754 defines. Magnitudes are compared as integers; so a NaN is the largest, and its row's scale is a NaN.
+A scale is the largest magnitude times UNIT, at least LEAST; then it is rounded up to a power of two if POWER.
+Values are multiplied by its reciprocal and rounded to the nearest even. Results equal those of torch's
+expressions in `api.quantization` bit for bit, except for the bits of a NaN: products and reciprocals are
+rounded as IEEE 754 defines. Magnitudes are compared as integers, so a NaN is the largest: the scale of its
+row or block is a NaN, and so are all values there.
 
 Torch's builds for CPUs have no Triton, so `backends.scales.row_quantization` imports this module only for a
 launch on a GPU.

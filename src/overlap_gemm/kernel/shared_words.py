@@ -17,11 +17,11 @@ def smem_peer_table(smem: Any) -> cute.Tensor:
 
 
 class CtaCounters(NamedTuple):
-    """Counters of a CTA in shared memory, zeroed before its first barrier.
+    """Counters of a CTA in shared memory, zeroed by one thread before the CTA's first barrier.
 
     Attributes:
         taken: Number of units taken by the CTA's warps.
-        ended: Number of warps whose last role has ended.
+        ended: Number of ended roles that access the workspace (`KernelOp.end`).
     """
 
     taken: Any
@@ -41,7 +41,10 @@ class CtaCounters(NamedTuple):
 
 @cute.jit
 def count(word: Scalar, sem: cutlass.Constexpr = "relaxed") -> Int32:
-    """Adds one to a counter, by the warp's first lane; returns the previous value to all lanes."""
+    """Adds one to a counter, by the warp's first lane; returns the previous value to all lanes.
+
+    ``sem`` is the order of the addition at CTA scope: relaxed to deal units, ``acq_rel`` to count ends.
+    """
     value = Int32(0)
     if cute.arch.lane_idx() == 0:
         value = Int32(cute.arch.atomic_add(word, Int32(1), sem=sem, scope="cta"))

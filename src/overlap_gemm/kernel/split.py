@@ -6,15 +6,22 @@ It is for products with fewer tiles than SMs: more SMs load the weight.
 - CTA 0: waits for full, adds these values to its accumulator in the order of the parts, arrives on empty at
   all other CTAs. Epilogue, ring and comm lane follow, as without a split.
 
-The comm lanes of the other CTAs have nothing to send; their receive roles take units like all others.
+The comm lanes of the other CTAs have no tile to send. Their other duties (launch, end) and receive roles are
+those of all CTAs.
 
-| barrier       | arrivals                                          | waiting threads           |
-|---------------|---------------------------------------------------|---------------------------|
-| full, CTA 0   | each warp of each other part, after its stores    | CTA 0's group             |
-| empty, others | each warp of CTA 0's group, after its loads       | that part's next group    |
+| barrier       | arrivals                                                  | waiting threads             |
+|---------------|-----------------------------------------------------------|-----------------------------|
+| full, CTA 0   | (``k_split`` - 1) W: warps of other parts, after stores   | CTA 0's group, before loads |
+| empty, others | W: warps of CTA 0's group, after loads                    | the CTA's group, before stores |
 
-Ping-pong: group ``g`` has every second tile, so its phases of both barriers always have the same parity. No
-CTA ends before the cluster's last access (`FusedGemm.kernel`), so barriers and buffer remain valid.
+W is the number of warps of an epilogue group. One lane of a warp arrives, after a warp barrier. Arrivals
+release and waits acquire at cluster scope.
+
+Tiles alternate between two groups (sm_90: ping-pong) or two accumulators (sm_100), numbered ``g``. So a wait
+for full is always for parity ``g``, a wait for empty for ``1 - g``. At first the wait for empty of ``g`` = 0
+returns at once. That of ``g`` = 1 ends when CTA 0 has read the first tile.
+
+No CTA ends before the cluster's last access (`end_together`), so barriers and buffer remain valid.
 """
 
 from __future__ import annotations

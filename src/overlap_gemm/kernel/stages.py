@@ -60,9 +60,11 @@ def has_empty_subtiles(config: GemmConfig) -> bool:
 class StageChunks:
     """Wire format of a subtile: the place in the tile of each 16-byte chunk.
 
-    Chunk ``p`` of a block is in row ``p // per_row``. The stage's swizzle permutes the chunks of a row by the
-    row's number. Rows of 128 bytes are permuted by its 3 low bits. Rows of 64 bytes, two of which share 128
-    bytes, are permuted by the 2 bits above the lowest.
+    Chunk ``p`` of a subtile is in the subtile's row ``r = p // per_row``. By the stage's swizzle its column,
+    in chunks, is
+
+    - rows of 128 bytes (``per_row`` = 8): ``(p % 8) ^ (r % 8)``;
+    - rows of 64 bytes (4), two of which share 128 bytes: ``(p % 4) ^ (r // 2 % 4)``.
 
     Attributes:
         config: The kernel's configuration, whose subtile and slot type determine the format.
@@ -90,7 +92,7 @@ class StageChunks:
         return chunk // self.per_subtile % self.config.epi_columns * self.config.epi_tile[1]
 
     def locate(self, chunk: Scalar) -> tuple[Any, Any]:
-        """Returns (row, first column) in the CTA tile of its ``chunk``-th chunk, counted over subtiles."""
+        """Returns (row, first column) in the CTA tile of a chunk, numbered over all subtiles of the tile."""
         epi_m, epi_n = self.config.epi_tile
         subtile, inside = chunk // self.per_subtile, chunk % self.per_subtile
         row, place = inside // self.per_row, inside % self.per_row

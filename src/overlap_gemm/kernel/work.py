@@ -33,8 +33,8 @@ class Share(NamedTuple):
     """A rank's share of the product, and the extents that determine its tiles and slots.
 
     Attributes:
-        rows: Rows of the product.
-        cols: Columns of the product.
+        rows: Rows of the rank's product.
+        cols: Columns of the rank's product.
         rank: Number of this rank among the owners.
         owners: Number of ranks that own a shard.
         shards: Division into shards.
@@ -76,12 +76,13 @@ class Work(NamedTuple):
     Attributes:
         first: First position.
         stride: Number of clusters in the grid.
-        num_tiles: Number of this cluster's tiles.
+        num_tiles: Number of this cluster's tiles; 0 if there are more clusters than tiles and none is left.
         all_tiles: Work list of all clusters.
         shards: Division into shards.
-        slots: Slots of each source in a buffer: CTA tiles of a full share of one shard.
-        rows: Rows of the product.
-        cols: Columns of the product.
+        slots: Slots of each source in a buffer: CTA tiles of a full shard's rows and of ``block_cols``
+            columns.
+        rows: Rows of the rank's product.
+        cols: Columns of the rank's product.
     """
 
     first: Scalar
@@ -179,7 +180,7 @@ class CtaTile(NamedTuple):
 
     @staticmethod
     def numbered(config: GemmConfig, order: Any, work: WorkList, index: Scalar) -> CtaTile:
-        """Returns the CTA tile with this index in this rank's shard, for any computing CTA."""
+        """Returns the CTA tile with this index in this rank's shard, whichever CTA computes it."""
         inside = index % config.cluster_size
         tile = index // config.cluster_size
         m, n = order.tile(tile, work)
