@@ -8,10 +8,11 @@ from typing import Literal, NamedTuple
 Axis = Literal["m", "n", "k"]
 
 Collective = Literal["all_gather", "all_reduce", "all_to_all", "reduce_scatter", "slice"]
-""""slice": every rank has the matrix and keeps its part; no data is sent."""
+""""slice": every rank has the matrix and keeps its part; no data is sent. The others are collectives of
+torch.distributed."""
 
 ARGUMENTS: dict[Axis, str] = {"m": "rows", "n": "columns", "k": "k"}
-"""Name of the argument by which callers pass an axis' extent over all ranks."""
+"""Name of the argument by which callers pass an axis' extent over all ranks: ``rows``, ``columns``, ``k``."""
 
 
 class Move(NamedTuple):
@@ -41,9 +42,8 @@ class Move(NamedTuple):
 class OpSpec:
     """Definition of an op by the sharded axis of each of its tensors.
 
-    A rank's product has the rank's columns (weight sharded along ``"n"``), is a partial sum (``"k"``), or has
-    the rank's rows (weight on every rank). x is redistributed before the product, and the product after it,
-    as the axes require.
+    The weight's axis determines a rank's product: ``"n"``: the rank's columns; ``"k"``: a partial sum; None:
+    the rank's rows. x is redistributed before the product, and the product after it, as the axes require.
 
     Attributes:
         name: Public name, an identifier.
@@ -52,8 +52,9 @@ class OpSpec:
         x: Sharded axis of x, "m" or "k"; None: every rank has all of it.
         weight: Sharded axis of the weight, "n" or "k"; None: every rank has all of it.
         out: Sharded axis of the result, "m" or "n"; None: every rank gets all of it.
-        dual: Name of the op that communicates in the gradient, if it sends as much; else None.
-        unsharded: Name of the op that returns on every rank the full tensor of which this op returns shards.
+        dual: Name of the op of the gradient of x, if it sends as much data as this op; else None. If it is
+            not registered, a backward pass raises RuntimeError.
+        unsharded: Name of the op with the same x and weight whose result every rank gets in full, or None.
     """
 
     name: str
@@ -176,8 +177,14 @@ class OpSpec:
     ) -> tuple[int, int | None, int | None]:
         """Returns (M, N, K); N or K is None if its extent over all ranks is unknown and not needed.
 
-        An extent is unknown if it is sharded and its argument is not in ``provided``. It is needed if it is
-        the `width` of what is sent.
+        An extent is unknown if its axis is sharded (`unknown`) and its argument is not in ``provided``. The
+        extent of `width` is needed, so it is always returned.
+
+        Args:
+            m: Rows over all ranks.
+            n: Columns over all ranks.
+            k: K over all ranks.
+            provided: Names of the arguments (`ARGUMENTS`) that the caller has passed.
         """
 
         def hides(axis: Axis) -> bool:
@@ -217,7 +224,9 @@ class OpSpec:
     def elements_out(self, m: int, n: int, k: int, world: int) -> float:
         """Returns the least number of elements that each rank sends; m, n, k are extents over all ranks.
 
-        If every rank gets all sums, elements are sent twice: partial sums, then sums.
+        It is ``trips * rows * columns * (P - 1) / P`` on P ranks. Columns are N, or K if x is sent. Rows are
+        M, or M / P for an all-to-all. Trips are 2 if every rank gets all sums (partial sums, then sums); else
+        1.
         """
         trips = 2 if self.sums and self.out is None else 1
         rows = m / world if "all_to_all" in self.collectives(in_rank_order=False) else m
@@ -226,7 +235,8 @@ class OpSpec:
     def collectives(self, in_rank_order: bool) -> tuple[str, ...]:
         """Returns the collectives that together send `elements_out`, each the same number.
 
-        If ``in_rank_order``, a reduction is ``"sum"``: an all-to-all and a sum in rank order.
+        A reduction is ``("all_reduce",)`` or ``("reduce_scatter",)``. If ``in_rank_order``, it is ``("sum",
+        "all_gather")`` or ``("sum",)``, where "sum" is an all-to-all and a sum in rank order.
         """
         if not self.sums:
             return tuple(move.kind for move in self.sent)

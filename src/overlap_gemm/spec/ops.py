@@ -24,7 +24,8 @@ ALL_TO_ALL_GEMM = OpSpec(
 """Both all-to-all ops are registered by `api.all_to_all`."""
 
 OPS = {op.name: op for op in (ALL_GATHER_GEMM, GEMM_REDUCE_SCATTER, GEMM_ALL_REDUCE, GEMM_ALL_GATHER)}
-"""Ops by name, in the order of lists and tables; registered ones are last."""
+"""Ops by name, in the order of lists and tables; registered ones are last. The first two are each other's
+dual. In `gemm_all_gather` x is not sharded; it sends columns of the product."""
 
 
 def add_op(spec: OpSpec) -> None:
@@ -32,7 +33,8 @@ def add_op(spec: OpSpec) -> None:
 
     Raises:
         ValueError: The name or code is that of another op, or the code is 0. The weight is sharded. The op
-            does not send exactly one of x and the product. Its dual is registered and has other axes.
+            does not send exactly one of x and the product. Its dual is registered, and has other axes than
+            `OpSpec.dual_axes`. A dual may be registered later.
     """
     if any(spec.name == other.name or spec.code == other.code for other in OPS.values()) or not spec.code:
         known = ", ".join(f"{op.name} ({op.code})" for op in OPS.values())
@@ -56,7 +58,7 @@ def add_op(spec: OpSpec) -> None:
 
 
 def op_coded(code: int) -> str:
-    """Returns the name of the op with this code, or "a kernel": a user's kernel may have any number."""
+    """Returns the name of the op in `OPS` with this code, or "a kernel": users' kernels may have any code."""
     return next((op.name for op in OPS.values() if op.code == code), "a kernel")
 
 

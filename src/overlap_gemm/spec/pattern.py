@@ -1,4 +1,9 @@
-"""`PatternSpec`: a communication pattern, by which a fused kernel implements an op."""
+"""`PatternSpec`: a communication pattern, by which a fused kernel implements an op.
+
+`gemm_all_reduce` has two. ``one_shot``: each rank sends its partial sums to every rank, and sums all tiles.
+``two_shot``: each rank owns columns, gets their partial sums, and sends the sums to every rank. Any other op
+has one or none.
+"""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -14,8 +19,8 @@ class PatternSpec:
     Attributes:
         name: Name of the pattern.
         op: Name of the op that it implements.
-        cut: Dimension of the product that shards of owners divide; None: each rank computes all tiles, and no
-            tile has an owner.
+        cut: Dimension of the product that shards of owners divide, "rows" or "columns"; None: each rank
+            sums all tiles, and no tile has an owner.
         to_all: Whether each tile or shard is sent to every rank; else to its owner.
         returns: Whether owners send sums to every rank.
         kernel: ``module:class`` of the op's part of the kernel (`kernel.protocols.KernelOp`).
@@ -65,7 +70,8 @@ PATTERNS = {
         ),
     )
 }  # fmt: skip
-"""Patterns by name. If the model predicts equal times for two of an op, the first is used."""
+"""Patterns by name. If the model predicts equal times for two of an op, the first is used: ``one_shot``
+before ``two_shot``."""
 
 
 def add_pattern(pattern: PatternSpec) -> None:

@@ -6,11 +6,12 @@ Partials = Literal["float32"]
 """Dtypes that callers may request for the partial sums that ranks exchange."""
 
 Invariant = Literal["batch", "ranks", "ranks:4", "ranks:2"]
-"""Facts on which the bits of a row do not depend. "batch": the number of rows in the batch. "ranks:4": also
-the number of ranks, up to 4; "ranks": up to 8."""
+"""Facts on which the bits of a row do not depend. "batch": the number of rows in the batch. "ranks": also the
+number of ranks, for 1, 2, 4 or 8 ranks. "ranks:4", "ranks:2": the same for at most 4 or 2 ranks."""
 
 LEAVES: dict[str, int] = {"batch": 1, "ranks": 8, "ranks:4": 4, "ranks:2": 2}
-"""Number of parts (leaves) of K over all ranks, whose fp32 sums a binary tree adds; 1: no tree."""
+"""Number of parts (leaves) of K over all ranks, whose fp32 sums a binary tree adds; 1: no tree. The
+number does not depend on the number of ranks, which must divide it."""
 
 
 class InvarianceError(ValueError):
@@ -65,9 +66,12 @@ class Promises(NamedTuple):
     def why_no_cut(self, extent: int, block: int = 1) -> str | None:
         """Returns the reason an extent cannot be cut into equal leaves, as text; None if it can.
 
+        `leaves` times ``block`` must divide ``extent``. The text names a promise with fewer leaves that is
+        possible. Only for promises with `has_tree`: without a guarantee it raises ZeroDivisionError.
+
         Args:
             extent: Extent over all ranks of the axis that is summed.
-            block: Divisor of a leaf's extent in elements.
+            block: Number of elements that stay in one leaf, such as those of a block of scales.
         """
         if extent % (self.leaves * block):
             fewer = [name for name, leaves in LEAVES.items() if leaves > 1 and not extent % (leaves * block)]

@@ -25,7 +25,7 @@ def num_owners(rows: Int, shard: Int) -> Int:
 
     Args:
         rows: Number of rows, at least 1.
-        shard: Rows of a full shard.
+        shard: Rows of a full shard, at least 1.
     """
     return ceil_div(rows, shard)
 
@@ -34,8 +34,8 @@ def num_owners(rows: Int, shard: Int) -> Int:
 class Shards:
     """Division of `total` rows (or columns) over ranks.
 
-    Rank r has the range `[r * chunk, (r + 1) * chunk)`, clipped to `total`. So every shard is full but the
-    last non-empty one, and those after it are empty.
+    Rank r has the range `[r * chunk, (r + 1) * chunk)`, clipped to `total`. The first shards are full, the
+    next one has the rest, and those after it are empty: 9 rows on 4 ranks are 3, 3, 3, 0.
 
     Attributes:
         total: Rows (or columns) over all ranks.
@@ -52,9 +52,9 @@ class Shards:
         """Returns the shards of `total` rows over `parts` ranks.
 
         Args:
-            total: Number of rows, a multiple of `unit`.
+            total: Number of rows, a multiple of `unit`; this is not checked.
             parts: Number of ranks.
-            unit: Divisor of the rows of a full shard.
+            unit: Number of rows that stay together, such as those of a head; 3 units on 2 ranks are 2 and 1.
         """
         return cls(total, parts, ceil_div(total // unit, parts) * unit)
 

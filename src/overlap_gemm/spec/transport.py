@@ -1,4 +1,12 @@
-"""`TransportSpec`: properties of a transport that callers may request."""
+"""`TransportSpec`: properties of a transport that callers may request.
+
+| transport | x by shards | tiles of the product | peers |
+|---|---|---|---|
+| `copy_engine` | yes | no | P2P-accessible |
+| `peer_bulk` | yes | yes | P2P-accessible |
+| `ll` | no | yes, values of 16 bits | P2P-accessible |
+| `nvshmem` | yes, but no all-to-all | yes | all |
+"""
 
 from dataclasses import dataclass
 
@@ -19,7 +27,7 @@ class TransportSpec:
         shards: Whether it sends shards of an operand, before the product.
         tiles: Whether it sends tiles of the product.
         puts: Whether it reaches peers that are not P2P-accessible, by puts.
-        is_flag: Whether data is its own flag; then it sends only values of 16 bits.
+        is_flag: Whether data is its own flag; such a transport sends only values of 16 bits.
         by_host: Whether the host queues copies on a copy engine; else kernels send.
     """
 
@@ -31,7 +39,10 @@ class TransportSpec:
     by_host: bool = False
 
     def carries(self, op: OpSpec) -> bool:
-        """Returns whether the transport can send what the op sends."""
+        """Returns whether the transport can send what the op sends.
+
+        Puts send entire shards of x. An all-to-all of x sends a part of a shard to each rank.
+        """
         if not op.operand_is_sent:
             return self.tiles
         return self.shards and (op.gathers_operand or not self.puts)  # puts are of entire shards

@@ -1,4 +1,9 @@
-"""Device part of the transports, one file each; the roles of a kernel call `interface.Transport`."""
+"""Device part of the transports, one file each; the roles of a kernel call `interface.Transport`.
+
+A new transport has a subclass of `Transport` with `put` and `store` here and in `DEVICE`; properties in
+`spec.transport.TRANSPORTS`; and a host part (`backends.fused.transport_hosts`). If its data is its own flag,
+it also overrides the methods that `LL` overrides.
+"""
 
 from overlap_gemm.transports.interface import Transport
 from overlap_gemm.transports.ll import LL
@@ -13,4 +18,5 @@ DEVICE: dict[str, type[Transport]] = {
     "staged": Staged,
     "nvshmem": Nvshmem,
 }
-"""Device part by name; ``staged`` is the part of ``nvshmem`` in a kernel with a relay kernel."""
+"""Device part by name. Transport ``nvshmem`` has two: ``staged`` in a GEMM kernel with a relay kernel next to
+it, and ``nvshmem`` in a GEMM that puts itself and in the relay kernel."""

@@ -26,9 +26,14 @@ from overlap_gemm.device.traced import Address, Fragment, Predicate, Scalar
 class Transport(ABC):
     """Base of the transports.
 
-    A tile is sent by `put`, bulk commit, full wait, `publish`. Its receiver waits (`await_partials`,
-    `await_result`), then reads by `load` and `take`. Arguments ``call`` are `exchange.call.Call`; offsets are
-    in bytes.
+    A tile is sent by `put`, bulk commit, full wait, `publish`; the ring of `drain` commits and waits. Its
+    receiver waits (`await_partials`, `await_result`), then reads by `load` and `take`. Data is valid after
+    `take`. Every wait has the limit of the call (`device.flags.WaitBound`). If it expires, the kernel writes
+    a failure record and traps, and a later call raises `CommTimeoutError`.
+
+    Arguments ``call`` are `exchange.call.Call`. ``peers`` has a workspace address for each rank, or
+    ``-1 - pe`` for one without P2P access. Offsets are in bytes. A unit is the part of a sum that one warp
+    sums and publishes at once.
     """
 
     # --- one tile, to one rank; each method is called by one thread, unless `drain` differs
@@ -37,11 +42,12 @@ class Transport(ABC):
     def put(self, route: Route, offset: Address, stage: Any, num_bytes: Scalar) -> None:
         """Starts the copy of a stage's first bytes to the tile's slot; the caller commits and waits.
 
-        Called by one thread, or by all lanes if `drain` calls it so.
+        Called by one thread, or by all lanes in a transport whose `drain` does so. On return no data need
+        have arrived.
 
         Args:
             route: Route of the tile to its owner.
-            offset: Byte offset in the tile's slot, a multiple of 16.
+            offset: Byte offset from ``route.slot``, a multiple of 16.
             stage: Contiguous shared-memory tensor.
             num_bytes: Number of the stage's first bytes, a multiple of 16.
         """
@@ -53,7 +59,7 @@ class Transport(ABC):
 
         Args:
             route: Route of the tile.
-            num_bytes: Bytes of the slot to put to an owner without P2P access; none if not positive.
+            num_bytes: Bytes of the slot to put to an owner without P2P access; 0 or less: the flag alone.
             epoch: Epoch of the call.
             fenced: Whether the thread has executed `device.flags.release_fence` after that wait; one fence
                 may serve several flags.
@@ -91,20 +97,24 @@ class Transport(ABC):
         store()
 
     def select_peer_table(self, peer_table: Any) -> Any:
-        """Returns ``peer_table``, the shared memory for a copy of the ranks' addresses, or None for no copy.
+        """Returns where a kernel keeps a copy of the ranks' addresses: ``peer_table``, or None for no copy.
 
-        A copy avoids loads from L2: each acquire at system scope invalidates the L1 cache.
+        ``peer_table`` is shared memory. A copy avoids loads from L2: each acquire at system scope invalidates
+        the L1 cache.
         """
         return peer_table
 
     # --- to every rank
 
     def num_recipients(self, world: Scalar, itself: bool) -> Any:
-        """Returns the number of ranks that get a broadcast tile; if ``itself``, this rank is the last."""
+        """Returns the number of ranks that get a broadcast tile: ``world - 1``, or ``world`` if ``itself``.
+
+        In the latter case this rank is the last.
+        """
         return world - (not itself)
 
     def put_to_each(self, route: Route, offset: Address, stage: Any, num_bytes: Scalar) -> None:
-        """Starts, as `put` does, the copy of a tile for every rank to one of them, ``route.owner``."""
+        """Starts the copy of a broadcast tile to ``route.owner``, one of its ranks; see `put`."""
         self.put(route, offset, stage, num_bytes)
 
     def store_to_all(self, exchange: Any, offset: Address, values: Fragment) -> None:
@@ -118,10 +128,13 @@ class Transport(ABC):
         publish()
 
     def if_absent(self, exists: Predicate, act: Callable[[], None]) -> None:  # noqa: B027
-        """Calls ``act`` for a unit that does not exist, if such units have a flag; here nothing."""
+        """Calls ``act`` if a unit is outside the output and its flag is awaited nevertheless; here never."""
 
     def pad(self, store: Callable[[], None]) -> None:  # noqa: B027
-        """Calls ``store`` for a unit's places outside the output, if these are awaited; here nothing."""
+        """Calls ``store`` for a unit's places outside the output, if receivers await them; here never.
+
+        The sender of the unit calls it.
+        """
 
     # --- receiving
 
@@ -172,7 +185,7 @@ class Transport(ABC):
             wait(0)
 
     def loads_in_flight(self, returns: bool) -> int:
-        """Returns the number of 16-byte loads that a summing lane has in flight; a load takes about 1 us.
+        """Returns the number of 16-byte loads that a summing lane has in flight, 8; a load takes about 1 us.
 
         Args:
             returns: Whether sums are sent on to other ranks.

@@ -35,7 +35,11 @@ class LL(Transport):
     """Transport by LL packets: data is its own flag, so a tile takes one trip.
 
     For few rows, where the trips take most of an exchange's time. All lanes of the comm warp store the
-    packets, which keeps them busy; a bulk store is one instruction. Values have 16 bits.
+    packets, which keeps them busy; a bulk store is one instruction. Values have 16 bits; a packet is as large
+    as its data.
+
+    A 32-bit word has arrived when it is not `EMPTY` (all ones). The reader stores `EMPTY` again. Two NaNs of
+    all ones are replaced by other NaNs. The caller orders the reuse of a slot (`exchange.call`).
     """
 
     @cute.jit
@@ -72,7 +76,7 @@ class LL(Transport):
             cute.arch.cp_async_bulk_wait_group(0, read=False)
 
     def select_peer_table(self, peer_table: Any) -> None:
-        """Returns None: no thread acquires, so the table of addresses stays in the L1 cache."""
+        """Returns None, for no copy: no thread acquires, so the addresses stay in the L1 cache."""
 
     def publish_unit(self, publish: Callable[[], None]) -> None:
         """Does nothing: packets are their own flags."""
@@ -105,6 +109,6 @@ class LL(Transport):
         values: cute.Tensor,
         sources: Sequence[Any],
     ) -> None:
-        """Waits until the chunks that `load` has loaded have arrived, and stores `EMPTY` in their places."""
+        """Waits until the chunks that `load` has loaded have arrived; stores `EMPTY` at ``addresses``."""
         words = cute.recast_tensor(values, Uint32)
         take_words(tuple(addresses()), words, tuple(sources), *arrival)

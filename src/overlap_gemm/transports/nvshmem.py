@@ -4,13 +4,15 @@ Protocol of a tile for a peer without P2P access: the sender stores it in its ow
 completion, then puts data and flag by one ``put_signal``. A tile for one owner is put from the staging
 buffer. A tile for every rank is put from this rank's slot, which has the same offset on every rank.
 
-Reuse of the source needs no quiet: there are two of each place, by parity of the epoch. This rank writes a
-place in call ``e + 2``, after its call ``e + 1``, which has waited for the entry of every peer. Each peer has
-ended call ``e`` before, and so has received all puts of call ``e``. So they have read their source.
+No quiet is needed before the source of a put is overwritten. Calls use two buffers alternately, by parity of
+the epoch, so the source of call ``e`` is overwritten in call ``e + 2``. Before, in call ``e + 1``, this rank
+has waited for the entry of every peer. A peer enters call ``e + 1`` after it has received all data of call
+``e``. So every put of call ``e`` has read its source.
 
-Either the publishing lane puts (`Nvshmem`), or a relay kernel does (`Staged`). In a GEMM, `Nvshmem` is for
-sm_100 only: out-of-line NVSHMEM calls make ptxas drop ``setmaxnreg`` and serialise wgmma in the entire
-kernel. The workspace is NVSHMEM memory. A kernel that puts must be initialised by NVSHMEM's ``library_init``.
+On sm_100 the publishing lane of the GEMM puts (`Nvshmem`). On sm_90 the GEMM stages data (`Staged`) and a
+relay kernel puts it: one CTA of 9 warps on a second stream, for whose SM the GEMM leaves one cluster. An
+out-of-line NVSHMEM call in a GEMM makes ptxas drop ``setmaxnreg`` and serialise wgmma in the entire kernel.
+The workspace is NVSHMEM memory. A kernel that puts must be initialised by NVSHMEM's ``library_init``.
 """
 
 from __future__ import annotations
@@ -29,11 +31,12 @@ from overlap_gemm.device.traced import Address, Fragment, Predicate, Scalar
 from overlap_gemm.transports.interface import Transport, store_in_turn
 
 SIGNAL_SET = 9
-"""``NVSHMEM_SIGNAL_SET``. Additions may leave NVLink even for a P2P-accessible peer (NVSHMEM issue 7)."""
+"""``NVSHMEM_SIGNAL_SET``: stores the signal's value. An addition may leave NVLink even for a P2P-accessible
+peer (NVSHMEM issue 7)."""
 
 
 STAGED_UNIT = 16
-"""Unit in bytes of the size of a staged tile; its local flag has the size above the epoch."""
+"""Unit of the size of a staged tile: 16 bytes. The local flag has the size above the epoch's 48 bits."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,7 @@ class _Puts(Transport):
             store_run(peers[peer] + offset, values)
 
     def num_recipients(self, world: Scalar, itself: bool) -> Any:
-        """Returns ``world``: this rank is included, since tiles are put from its slot to other ranks."""
+        """Returns ``world``: this rank gets each broadcast tile too, because puts read it from its slot."""
         return world
 
     @cute.jit
@@ -79,7 +82,7 @@ class _Puts(Transport):
 
     @cute.jit
     def if_absent(self, exists: Predicate, act: cutlass.Constexpr) -> None:
-        """Calls ``act`` for a unit that does not exist: the relay and the receivers wait for every flag."""
+        """Calls ``act`` for a unit outside the output: the relay and the receivers wait for every flag."""
         if not exists:
             act()
 
@@ -129,10 +132,10 @@ class Staged(_Puts):
 
 @dataclass(frozen=True)
 class Nvshmem(_Puts):
-    """Transport that puts from the publishing lane, and the put of the relay kernel.
+    """Transport of a GEMM whose publishing lane puts (`publish`), and of the relay kernel (`relay`).
 
-    Chosen per peer by ``peers[peer]``: stores to an address; puts to PE ``pe`` if it is ``-1 - pe``. One lane
-    puts in thread scope, since a remote put is one descriptor. The relay puts by a full warp.
+    If ``peers[peer]`` is an address, data is stored there. If it is ``-1 - pe``, data is put to PE ``pe``.
+    One lane puts in thread scope, since a remote put is one descriptor. The relay puts by a full warp.
     """
 
     def __post_init__(self) -> None:

@@ -13,7 +13,10 @@ from overlap_gemm.transports.interface import Transport
 
 @dataclass(frozen=True)
 class PeerBulk(Transport):
-    """Transport that stores at ``peers[owner] + offset``, without a tensor map per peer."""
+    """Transport by stores to peers' addresses, without a tensor map per peer.
+
+    Every rank must be P2P-accessible: entries ``-1 - pe`` of ``peers`` are not checked.
+    """
 
     def put(self, route: Route, offset: Address, stage: Any, num_bytes: Scalar) -> None:
         """Starts one bulk store of a stage's first bytes; the calling thread commits and waits."""
