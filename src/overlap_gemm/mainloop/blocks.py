@@ -1,7 +1,8 @@
 """fp32 block scales of promoted mainloops (`scale_blocks.PROMOTED`): one scale per b elements of K.
 
-A has one scale per row and block of K; B has one per b rows and block of K, with b = 128 or 32. The sum of a
-block of K is multiplied by both scales when it is added to the fp32 accumulator (`promote`).
+A has one scale per row and block of K; B has one per b rows and block of K. ``config.blocks`` is (1, b, b), b
+= 128 or 32. The sum of a block of K is multiplied by both scales when it is added to the fp32 accumulator
+(`promote`).
 
 - Load warp, per k tile: acquires the stage, starts TMA loads of A, B and their scales. The bytes of the
   scales are part of the transaction count of ab.full.
@@ -39,8 +40,8 @@ class BlockScales(NamedTuple):
         a: Coordinate tensor (blocks of K, rows of A, ...) of A's scales.
         tma_b: TMA load atom; box (column blocks of the CTA tile, `TMA_SCALES`).
         b: Coordinate tensor (blocks of B's rows, blocks of K) of B's scales.
-        padding: Number of padding columns of ``a`` before the tile's shard. Each shard's scales begin at a
-            multiple of 16 bytes.
+        padding: Number of columns of ``a`` before the tile's shard that belong to no row. They are there
+            because each shard's scales begin at a multiple of 16 bytes.
     """
 
     tma_a: Any
@@ -93,9 +94,10 @@ class BlockScales(NamedTuple):
 
 
 class SharedBoxes(NamedTuple):
-    """Loads of boxes with the scales of several k tiles.
+    """Loads of boxes of B's scales, each with the scales of several k tiles.
 
-    A box has at least 16 bytes along K. Each k tile loads the entire box into its own stage.
+    A box of TMA has at least 16 bytes along the contiguous dimension, K: four scales. Each k tile loads the
+    box that has its scales, all four, into its stage.
 
     Attributes:
         boxes: Loads of the boxes, numbered along K.

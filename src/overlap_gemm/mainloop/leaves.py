@@ -5,12 +5,12 @@ the same for every tile shape, and for every number of ranks that share the leav
 
 - A thread accumulates one leaf after the other, each from zero.
 - A *node* is the sum of a complete subtree whose sibling is not complete yet. There is at most one per level.
-  After leaf 0: level 0. After leaf 1: level 1. After leaf 2: levels 0 and 1. After leaf 3: level 2.
+  Of 8 leaves: after leaf 0 level 0, after 1 level 1, after 2 levels 0 and 1, after 3 level 2.
 - After leaf ``i``, nodes of as many levels are merged as ``i`` has trailing ones in binary (`park`). After
   the last leaf all remaining levels are added (`finish`).
 
-On the host, `cut` adds the leaf as the third mode of A and B. TMA fills a leaf's last k tile with zeros after
-the leaf's end.
+On the host, `cut` adds the leaf as the third mode of A and B. ``K / leaves`` is an integer, a multiple of 8
+elements (`ALIGNED`). TMA fills a leaf's last k tile with zeros after the leaf's end.
 
 A node is as large as the accumulator. If the nodes do not fit in registers (`GemmConfig.parks_in_memory`),
 they are in the thread's local memory. Shared memory has no space for them next to the stages.

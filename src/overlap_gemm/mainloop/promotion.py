@@ -4,12 +4,15 @@ wgmma keeps 14 bits in the sums of 8-bit products. So each sum covers one k tile
 instructions), and is then added to the fp32 accumulator by ordinary additions. A sum has 64 registers per
 thread, those of one instruction; the accumulator has 64 or 128 (wide tiles).
 
-- Accumulator of 64 without block scales: two sums are in flight. One is promoted while the tensor cores
-  compute the other.
-- Otherwise: one sum is in flight, of all columns or of one half after the other. Tensor cores are busy
-  during a promotion if the kernel is cooperative: then they compute products of the other warp group. A group
-  waits for the next stage only after it has issued the k tile's last products. An earlier wait would delay
-  these products.
+- Accumulator of 64 without block scales: sums of two k tiles are in flight. One is promoted while the tensor
+  cores compute the other. The number of k tiles is even (``config.k_step`` = 2, else 1).
+- Accumulator of 64 with block scales: one sum is in flight, of all columns.
+- Accumulator of 128 (cooperative): one sum is in flight, of one half of the columns after the other. Tensor
+  cores are busy during a promotion: they compute products of the other warp group.
+
+With one sum a group waits for the next stage only after it has issued the k tile's last products. An earlier
+wait would delay these products. A stage is released when its last products are complete, before their sum is
+promoted.
 
 With block scales a sum is multiplied by them when it is added (`mainloop.blocks`). If blocks have 32
 elements of K, the sum of each instruction is promoted separately.
@@ -50,7 +53,7 @@ def accumulate_promoted(
         ab: Pipeline of the stages.
         read: Consumer state of ``ab`` at the tile's first k tile.
         first: Number of the first k tile along K.
-        k_tiles: Number of k tiles, a multiple of ``config.k_step``.
+        k_tiles: Number of k tiles, a multiple of ``config.k_step`` (1 or 2).
         scales: Function of (stage, k tile, part of the k tile) that returns factors (`StageScales.factors`),
             or None.
 

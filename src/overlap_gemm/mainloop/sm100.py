@@ -12,8 +12,9 @@
 There is one accumulator if two leave no columns for scales. Scales that the MMA reads are loaded into the
 stages of A and B (:mod:`overlap_gemm.mainloop.mx`).
 
-2-CTA: the leader CTA's MMA warp issues the MMA of both. Each CTA loads half of A and half of B, and has 128
-rows of the accumulator. ab.full of the leader counts the bytes of both.
+2-CTA: the MMA warp of the leader, the even CTA, issues the MMA of both. Each CTA loads its 128 rows of A,
+half the tile's rows of B, and all scales of B. It has its 128 rows of the accumulator. The leader's ab.full
+counts the bytes of both.
 
 Swapped: 1-CTA, with A and B exchanged in the MMA, for few tokens; see :mod:`overlap_gemm.mainloop.sm90`. The
 accumulator is the transposed tile; the store to the ring transposes it back.
@@ -217,7 +218,8 @@ class MainloopSm100(LoadedMainloop):
 
         Per tile, or leaf of a tile: waits until the epilogue has released an accumulator. Per k tile: waits
         on ab.full, issues the MMAs, commits the release of the stage. The last commit signals acc.full.
-        Tensor memory is allocated first, and freed when the epilogue warps have released every accumulator.
+        First it allocates tensor memory (`_tmem_columns`), for which the epilogue warps wait at named barrier
+        `TMEM_BARRIER`. At the end it frees it, when the epilogue warps have released every accumulator.
         """
         mma = ops.mma
         res.tmem.allocate(self._tmem_columns)
@@ -263,7 +265,7 @@ class MainloopSm100(LoadedMainloop):
     # -- epilogue side
 
     def epilogue_state(self, res: Sm100Resources, ops: OperandViews, group: Int32) -> pipeline.PipelineState:
-        """Returns an epilogue thread's initial state, after the MMA warp has allocated tensor memory."""
+        """Returns an epilogue thread's initial state; first waits for tensor memory at `TMEM_BARRIER`."""
         res.tmem.wait_for_alloc()
         return pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.config.acc_stages)
 
@@ -415,6 +417,7 @@ class MainloopSm100(LoadedMainloop):
 
     @property
     def _tmem_columns(self) -> int:
+        """Returns the columns to allocate: all 512 with scales, else accumulators times the MMA's N."""
         return TMEM_COLUMNS if self.config.blocks == MX else self._accumulator_columns
 
     def _accumulator_layout(self, mma: cute.TiledMma) -> Any:

@@ -1,5 +1,8 @@
 """The Hopper mainloop: wgmma by two consumer warp groups, fp32 accumulators in registers.
 
+Of the 12 warps (384 threads) warp 0 loads, warp 1 is the comm warp, warps 2 and 3 are receive warps. Warps 4
+to 11 are the two consumer warp groups: MMA and epilogue.
+
 Ping-pong: the warp groups compute full tiles in turn, so one group's epilogue overlaps the other's wgmma.
 
     load warp       per k tile:  ab.acquire -> TMA A, B (complete on ab.full)
@@ -11,16 +14,19 @@ Cooperative: both warp groups compute the same tile, 64 rows each, and fill the 
 are no turns.
 
 Swapped: ping-pong with A and B exchanged in the MMA. The MMA's 64 rows are rows of B (output features of the
-weight). Its columns are rows of A (tokens), 16 or more. So few tokens fill a tile, and each 64 features are a
-tile: with N = 8192, 128 SMs load the weight. The accumulator is the transposed tile; the store to the ring
-transposes it back.
+weight). Its columns are rows of A (tokens), 16 or more. So few tokens fill a tile. A tile has 64 features:
+with N = 8192 there are 128 tiles, and as many SMs load the weight. The accumulator is the transposed tile;
+the store to the ring transposes it back.
 
 Sums of 8-bit products have 14 bits in wgmma, so they are promoted by default (`mainloop.promotion`).
 
 | pipeline | producer (arrivals per stage)   | consumer (arrivals per stage)                     | stages    |
 |----------|---------------------------------|---------------------------------------------------|-----------|
-| ab       | load warp: 1 + bytes of A and B | each warp that reads it, in every multicast CTA   | what fits |
-| turn     | 4 warps of the other group      | (waits only)                                      | 2         |
+| ab       | load warp: 1 + bytes of A and B | W warps of each of m + n - 1 CTAs                 | what fits |
+| turn     | 4 warps of the other group      | (waits only)                                      | 2 turns   |
+
+W is the number of warps that read a stage: 4 of one group, or (cooperative) all 8. In a cluster of m x n CTAs
+those of a row or column share a load. In a cluster of (2, 1): 8 arrivals, cooperative 16.
 """
 
 from __future__ import annotations
@@ -193,10 +199,12 @@ class MainloopSm90(LoadedMainloop):
         return Sm90Resources(ab, turn, sA, sB, parts, scales)
 
     def adjust_registers(self, is_epilogue: bool) -> None:
-        """Moves registers (``setmaxnreg``) from the producer warp group to the two that hold accumulators.
+        """Moves registers (``setmaxnreg``) from the producer warp group (warps 0 to 3) to the other two.
 
-        Swapped tiles without promotion keep the registers of the launch. Their accumulators are small, and
-        the receive role needs more registers for LL packets than for loads after flags.
+        Per thread, of 168 at the launch: 104 and 200. If promotion needs more registers
+        (`GemmConfig.receive_role_is_register_limited`): 72 and 216. Other swapped kernels keep 168. Their
+        accumulators are small, and the receive role needs more registers for LL packets than for loads after
+        flags.
         """
         producer, consumer = PRODUCER_REGISTERS, CONSUMER_REGISTERS
         if self.config.receive_role_is_register_limited:
@@ -235,7 +243,11 @@ class MainloopSm90(LoadedMainloop):
     # -- epilogue side
 
     def epilogue_state(self, res: Sm90Resources, ops: OperandViews, group: Int32) -> ConsumerState:
-        """Returns an epilogue thread's initial state. The second ping-pong group skips the first tile."""
+        """Returns an epilogue thread's initial state.
+
+        In ping-pong the state of ``ab`` skips the other group's k tiles: group 1 skips the first tile here,
+        and `accumulate` skips one tile after each.
+        """
         ab = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.config.ab_stages)
         turn = None
         if self.config.epilogue_groups > 1:
@@ -254,8 +266,12 @@ class MainloopSm90(LoadedMainloop):
     ) -> tuple[Any, ConsumerState]:
         """Computes the next tile of the group in registers.
 
-        Ping-pong: waits for the group's MMA turn, and gives it to the other group when all products are
-        issued (with promotion: complete). Then completes the sums, and waits for the group's epilogue turn.
+        1. Ping-pong: waits for the group's MMA turn.
+        2. Per k tile: waits on ab.full, issues the products, releases the preceding stage. (With promotion:
+           waits for the products, and releases their stage.)
+        3. Ping-pong: gives the MMA turn to the other group.
+        4. Waits for the last products and releases their stage. (With promotion: done in 2.)
+        5. Ping-pong: waits for the group's epilogue turn, which `drain` gives away.
 
         Returns:
             The accumulator, and the state after it. All stages of the tile are released.
@@ -322,8 +338,9 @@ class MainloopSm90(LoadedMainloop):
     ) -> tuple[Any, pipeline.PipelineState, pipeline.PipelineState]:
         """Sums ``k_tiles`` k tiles into ``acc``, from zero.
 
-        Waits on ab.full of each stage, and releases a stage when the products of the next one are in flight.
-        On return the last products are in flight, and their stage (``freed``) is not released.
+        Per k tile: waits on ab.full, issues the products, waits until those of the k tile before are complete
+        (``wait_group 1``), releases the stage before. On return the last products are in flight; ``freed`` is
+        their stage, which the caller releases.
         """
         num_blocks = cute.size(operands[0], mode=[2])
         ab.consumer_wait(read)
