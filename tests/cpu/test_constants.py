@@ -6,8 +6,10 @@ from itertools import product
 import pytest
 
 from overlap_gemm.config.scale_blocks import PROMOTED
+from overlap_gemm.epilogues import add_residual_squared, swiglu
 from overlap_gemm.spec import OPS
 from overlap_gemm.spec.promises import Promises
+from overlap_gemm.tuning.epilogue_time import epilogue_time
 from overlap_gemm.tuning.machine import SHIPPED, Machine, load
 from overlap_gemm.tuning.prediction import predict_on
 from overlap_gemm.tuning.time_model import Facts
@@ -49,7 +51,13 @@ def predictions(machine: Machine) -> list[tuple[str, float]]:
     calls = [(call, Promises()) for call in CALLS] + [
         (call, Promises(invariant="ranks")) for call in PROMISED
     ]
-    return [
+    added = [
+        (one.name, epilogue_time(one, [2] * len(one.inputs), call, machine, "sm_90a", machine.sms).kernel)
+        for one in (add_residual_squared, swiglu)
+        for call in CALLS
+        if call.dtype == "bf16"
+    ]
+    return added + [
         way
         for call, promises in calls
         for captured in (False, True)

@@ -7,13 +7,15 @@ import torch
 
 import overlap_gemm
 from cute_emulator import EmulatorError
-from overlap_gemm import epilogues
+from overlap_gemm import epilogue, epilogues
 from overlap_gemm.backends.epilogues import Applying
 from overlap_gemm.backends.fused import compiled
 from overlap_gemm.exchange.tile_exchange import PartialExchange
 from overlap_gemm.kernel import epilogue as device
 from overlap_gemm.kernel.epilogue import Visits
 from overlap_gemm.runtime.compile_cache import CompileCache
+from overlap_gemm.spec.sharding import Shards
+from overlap_gemm.testing.emulated import poisoned_allocations
 from tests.support.emulated.chosen import in_turn
 from tests.support.emulated.epilogue_cases import AR, ARCHITECTURES, RS, STREAM, Called, gated, worst
 from tests.support.emulated.op_runs import lagging, world_of
@@ -98,6 +100,35 @@ def test_what_takes_the_place_of_an_epilogue_is_not_called_where_a_kernel_applie
 
     with world_of("sm_90a", 2) as ranks:
         assert worst(Called(op, 2, gated, otherwise=otherwise), ranks) <= 1
+
+
+@epilogue(inputs={"row": "rows", "shift": "element"}, of="partial")
+def of_partial(x, row, shift):
+    return epilogues.relu(x * row - shift)
+
+
+@pytest.mark.parametrize("op", [RS, AR])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_epilogues_of_partial_sums_read_inputs_of_each_ranks_product(op, world):
+    rows, columns, k = 70, 144, 72
+    each = [
+        [torch.randn(shape).bfloat16() for shape in ((rows, k), (columns, k), (rows,), (rows, columns))]
+        for _ in range(world)
+    ]
+    with world_of("sm_90a", world) as ranks, poisoned_allocations():
+        outs = [
+            getattr(overlap_gemm, op)(
+                x, w, group=name, backend="fused", epilogue=of_partial(row=row, shift=shift)
+            )
+            for (x, w, row, shift), name in zip(each, ranks.names, strict=True)
+        ]
+        ranks.synchronize()
+    wide = [[one.double() for one in tensors] for tensors in each]
+    parts = [torch.relu(x @ w.t() * row[:, None] - shift) for x, w, row, shift in wide]
+    total, bound = sum(parts), 2**-7 * sum(part.abs() for part in parts) + 1e-2
+    for rank, out in enumerate(outs):
+        local = slice(*Shards.even(rows, world).range(rank)) if op == RS else slice(None)
+        assert ((out.double() - total[local]).abs() <= bound[local]).all()
 
 
 @pytest.mark.parametrize("op", SHARDED)

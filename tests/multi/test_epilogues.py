@@ -138,6 +138,47 @@ def test_pairs_and_more_dimensions(ranks, op):
     ranks(2).run(pairs_and_dimensions, op, "auto")
 
 
+@epilogue(inputs={"row": "rows", "column": "columns", "shift": "element"}, of="partial")
+def of_partial(x, row, column, shift):
+    return epilogues.relu(x * row * column - shift)
+
+
+def partial_sums(rank, size, op, backend):
+    """Inputs differ between ranks: an epilogue of the complete sum would differ, too."""
+    generator = torch.Generator().manual_seed(rank)
+    shapes = (2, 4, K), (N, K), (2, 4), (N,), (2, 4, N), (N,)
+    drawn = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    x, weight, row, column, shift, _ = drawn
+    bias = torch.arange(N, dtype=torch.float64)
+    scatters = op == "gemm_reduce_scatter"
+    along = {"dim": 1} if scatters else {}
+    applied = of_partial(row=row, column=column, shift=shift)
+    call = getattr(overlap_gemm, op)
+    result = call(x, weight, bias=bias, backend=backend, epilogue=applied, **along)
+    expected = torch.relu(x @ weight.t() * row[..., None] * column - shift)
+    torch.distributed.all_reduce(expected)
+    expected = (expected.chunk(size, 1)[rank] if scatters else expected) + bias
+    torch.testing.assert_close(result, expected)
+    assert "runs as 'sequential'" in str(
+        overlap_gemm.explain(op, x, weight, backend=backend, epilogue=applied, **along)
+    )
+    with pytest.raises(TypeError, match="epilogue of_partial of partial sums has no gradient"):
+        call(x.requires_grad_(), weight, epilogue=applied, **along)
+    with pytest.raises(ValueError, match="backend='torch' cannot run .* needs the backend 'sequential'"):
+        call(x.detach(), weight, epilogue=applied, backend="torch", **along)
+    if size > 1 and scatters:
+        short = of_partial(row=row[:, :2], column=column, shift=shift)
+        with pytest.raises(ValueError, match=r"of this rank's product and must be \[2, 4\], got \[2, 2\]"):
+            call(x.detach(), weight, epilogue=short, **along)
+
+
+@pytest.mark.parametrize("backend", ["auto", "sequential"])
+@pytest.mark.parametrize("op", ["gemm_reduce_scatter", "gemm_all_reduce"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_epilogues_of_partial_sums_precede_the_sum(ranks, size, op, backend):
+    ranks(size).run(partial_sums, op, backend)
+
+
 def gradient_of_swiglu(gradients, outputs, inputs):
     """Returns the result's gradient for gates and zeros for ups: to see where gradients go."""
     (gradient,) = gradients

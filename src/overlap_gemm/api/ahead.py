@@ -4,7 +4,7 @@ overlap_gemm.reserve(max_rows=8192, columns=8192)  # the workspaces of all calls
 overlap_gemm.warmup("gemm_reduce_scatter", (8192, 8192, 28672), (1, 8192, 28672))
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,16 +14,17 @@ from torch import Tensor
 
 from ..backends.autotuning import autotune_policy, copy_measurement
 from ..backends.base import Problem
+from ..backends.epilogues import with_empty_inputs
 from ..backends.fused import reserved
 from ..backends.fused.fused_backend import Fused
 from ..backends.op_call import OpCall, extents_of
 from ..backends.scales.scaling import FLOAT8, OUT_DTYPES, Block, blocks_named, unit_scales
 from ..backends.select import choose
-from ..epilogues import Applied, Epilogue
+from ..epilogues import Epilogue
 from ..runtime.group import Group, GroupLike, find
 from ..runtime.memory.workspace import SizeClass
 from ..runtime.order import forbid_capture
-from ..spec import OPS, OpSpec, op_named
+from ..spec import OPS, op_named
 from ..spec.promises import Invariant, Partials, Promises, check_promises
 from ..spec.sharding import Shards
 from ..tuning.measured import POLICIES, Policy
@@ -123,7 +124,7 @@ def warmup(
         several = [[weight]]
         applied = None
         if epilogue is not None:
-            applied = _with_inputs(epilogue, spec, x, (m, n), local_shard)
+            applied = with_empty_inputs(epilogue, spec, x, (m, n), local_shard)
             if epilogue.pairs and spec.takes_lists:
                 several.append([x.new_empty(len(weight) // 2, weight.shape[1]) for _ in range(2)])
 
@@ -150,32 +151,16 @@ def warmup(
                 copy_measurement(problems[0], problem, backend, ranks, where)
             with autotune_policy(autotune, backend, ranks, where):
                 make(backend, extents)
-            eager, captured = (
-                choose(replace(problem, captured=c), backend).backend.name for c in (False, True)
-            )
+            full = problem
+            if applied is not None:
+                full = problem.with_epilogue(applied.epilogue, [one.dtype for one in applied.inputs])
+            eager, captured = (choose(replace(full, captured=c), backend).backend.name for c in (False, True))
             if captured != eager:
                 make(captured, extents)
         if least and all(extent % ranks.size == 0 for extent in least.values()):
             make(backend, {})
     if where.type == "cuda":
         torch.cuda.synchronize(where)
-
-
-def _with_inputs(
-    epilogue: Epilogue, spec: OpSpec, x: Tensor, extents: tuple[int, int], local: Callable[[int], int]
-) -> Applied:
-    """Returns the epilogue with uninitialized inputs for a rank's part of a result of `extents`."""
-    rows, columns = spec.result(*extents, local)
-    columns //= 2 if epilogue.pairs else 1
-    shapes = {
-        "element": (rows, columns), "rows": (rows,), "gathered_rows": (len(x),),
-        "columns": (columns,), "scalar": (1,),
-    }  # fmt: skip
-    wide = torch.promote_types(x.dtype, torch.float32)
-    dtypes = {"element": x.dtype, "columns": x.dtype}
-    return epilogue(
-        **{name: x.new_empty(shapes[kind], dtype=dtypes.get(kind, wide)) for name, kind in epilogue.inputs}
-    )
 
 
 def reserve(

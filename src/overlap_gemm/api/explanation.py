@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from inspect import signature
 from typing import Any, overload
 
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 
 from ..backends.base import Problem
 from ..backends.op_call import OpCall
-from ..backends.select import Choice, choose, with_backward
+from ..backends.select import Choice, explained
 from ..dispatch.autocast import autocast
 from ..dispatch.bound import with_scales
 from ..dispatch.lowering import lower
@@ -150,20 +149,12 @@ def explain(
     lowered = lower(spec, name, x, weights if lists else weights[0], [] if lists else None, call, scales)
     ranks = resolve(name)
     problem = Problem.of(spec.name, lowered.call.summed(spec, x.shape[-1], ranks.size), x, ranks, weights)
-    choice = choose(problem, call.backend)
-    if scales:
-        return choice
-    return with_backward(choice if epilogue is None else _with_epilogue(choice, epilogue, weights))
-
-
-def _with_epilogue(choice: Choice, applied: Applied, weights: Sequence[Tensor]) -> Choice:
-    """Adds to the choice how the epilogue is applied."""
-    epilogue, inputs, _ = applied
-    problem = replace(
-        choice.problem,
-        call=choice.problem.call._replace(epilogue=epilogue.key),
-        input_dtypes=tuple([one.dtype if isinstance(one, Tensor) else torch.float32 for one in inputs]),
-    )
-    why = choice.backend.why_after(problem, weights[0])
-    line = "in the kernel" if why is None else f"by torch after the op, {why}"
-    return replace(choice, epilogue=f"{epilogue.name}: {line}")
+    if epilogue is not None:
+        if scales or problem.promises.invariant:
+            raise ValueError(
+                f"explain: {spec.name} supports no epilogue of operands with scales or with invariant="
+            )
+        dtypes = [one.dtype if isinstance(one, Tensor) else torch.float32 for one in epilogue.inputs]
+        problem = problem.with_epilogue(epilogue.epilogue, dtypes)
+    one_pass = epilogue is not None and epilogue.otherwise is not None
+    return explained(problem, call.backend, len(weights[0]), one_pass)

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from ..config.scale_blocks import Blocks, in_words
-from ..epilogues import epilogue_of
+from ..epilogues import Epilogue, epilogue_of
 from ..runtime.group import Group
 from ..runtime.order import is_capturing
 from ..spec import OPS, OpSpec
 from ..spec.promises import Promises
-from ..spec.sharding import Shards
+from ..spec.sharding import Shards, shard_rows
 from ..tuning.measured import Measured
 from .by_collective import run_by_collectives
 from .collectives import all_gather_rows
@@ -137,8 +137,17 @@ class Problem:
             return None
         return Applying(epilogue_of(self.call.epilogue), self.input_dtypes, self.out_dtype or self.dtype)
 
+    @property
+    def has_partial_epilogue(self) -> bool:
+        """Returns whether an epilogue is applied to each rank's partial sum, before sums over ranks."""
+        return self.applying is not None and self.applying.epilogue.of == "partial" and self.spec.sums
+
+    def with_epilogue(self, epilogue: Epilogue, dtypes: Sequence[torch.dtype]) -> "Problem":
+        """Returns the problem of the same call with an epilogue whose inputs have these dtypes."""
+        return replace(self, call=self.call._replace(epilogue=epilogue.key), input_dtypes=tuple(dtypes))
+
     def without_epilogue(self) -> "Problem":
-        """Returns the problem without its epilogue, for which the backend is chosen."""
+        """Returns the problem without its epilogue."""
         if self.call.epilogue is None:
             return self
         return replace(self, call=self.call._replace(epilogue=None), input_dtypes=())
@@ -159,6 +168,12 @@ class Problem:
     def k(self) -> int | None:
         """Returns K over all ranks; None if it is unknown, which is allowed for ops that shard K."""
         return _number(self.call.k)
+
+    @property
+    def local_columns(self) -> int:
+        """Returns the rows of a weight of a rank with a full shard; 0 if N is unknown."""
+        columns = self.n or 0
+        return shard_rows(columns, self.world_size) if self.spec.weight == "n" else columns
 
     @property
     def deterministic(self) -> bool:
@@ -288,8 +303,13 @@ class Backend(Protocol):
     def why_slower(self, problem: Problem) -> str | None:
         """Returns the reason `auto` excludes this backend without comparing times; None to compare them."""
 
-    def why_after(self, problem: Problem, weight: Tensor) -> str | None:
-        """Returns the reason torch applies the epilogue of `problem` after the op; None if the op does it."""
+    def why_after(self, problem: Problem, columns: int) -> str | None:
+        """Returns the reason this backend cannot apply the epilogue of `problem` in the op; None if it can.
+
+        Args:
+            problem: Problem with an epilogue.
+            columns: Rows of this rank's weight.
+        """
 
     def bind(
         self, problem: Problem, x: Tensor, weight: Any, bias: Any, shards: Shards, group: Group
@@ -328,14 +348,16 @@ class Portable(ABC):
     """Form in which products take an operand with scales, see `with_scales`."""
 
     def why_not(self, problem: Problem) -> str | None:
-        """Returns a reason for virtual ranks; None for every other problem."""
+        """Returns a reason for virtual ranks and for epilogues of partial sums; else None."""
+        if problem.has_partial_epilogue:
+            return "an epilogue of partial sums needs the backend 'sequential' or a kernel"
         return VIRTUAL if problem.virtual else None
 
     @abstractmethod
     def why_slower(self, problem: Problem) -> str | None:
         """Returns the reason `auto` excludes this backend; see `Backend.why_slower`."""
 
-    def why_after(self, problem: Problem, weight: Tensor) -> str | None:
+    def why_after(self, problem: Problem, columns: int) -> str | None:
         """Returns a reason for every epilogue, because torch's products can only add a bias."""
         return "torch's products have no epilogue"
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ..config.gemm_config import GemmConfig
 from ..config.visitors import Visitor
-from ..epilogues import PAIR, Epilogue
+from ..epilogues import PAIR, Applied, Epilogue
+from ..spec import OpSpec
 from .scales.tma_operands import ROW_BYTES, ROW_ELEMENTS, aligned_vector
 
 if TYPE_CHECKING:
@@ -59,6 +60,41 @@ class Applying(NamedTuple):
             value.to(self.out_dtype) if kind == "element" else value
             for kind, value in zip(kinds, (result, *others), strict=True)
         ]
+
+
+def usual_dtypes(epilogue: Epilogue, dtype: torch.dtype) -> list[torch.dtype]:
+    """Returns the dtypes of inputs that calls are prepared for: scalars and values of rows are float32.
+
+    Args:
+        epilogue: Epilogue of the call.
+        dtype: Dtype of the operands.
+    """
+    wide = torch.promote_types(dtype, torch.float32)
+    return [dtype if kind in ("element", "columns") else wide for _, kind in epilogue.inputs]
+
+
+def with_empty_inputs(
+    epilogue: Epilogue, spec: OpSpec, x: Tensor, extents: tuple[int, int], local: Callable[[int], int]
+) -> Applied:
+    """Returns the epilogue with uninitialized inputs of the usual dtypes.
+
+    Args:
+        epilogue: Epilogue of the call.
+        spec: Definition of the op.
+        x: Operand of this rank.
+        extents: M and N over all ranks.
+        local: Function from a sharded extent to the rank's part of it.
+    """
+    rows, columns = spec.result(*extents, local)
+    if epilogue.of == "partial" and spec.sums:
+        rows = len(x)
+    columns //= 2 if epilogue.pairs else 1
+    shapes = {
+        "element": (rows, columns), "rows": (rows,), "gathered_rows": (len(x),),
+        "columns": (columns,), "scalar": (1,),
+    }  # fmt: skip
+    inputs = zip(epilogue.inputs, usual_dtypes(epilogue, x.dtype), strict=True)
+    return epilogue(**{name: x.new_empty(shapes[kind], dtype=dtype) for (name, kind), dtype in inputs})
 
 
 def why_after(problem: Problem, columns: int) -> str | None:

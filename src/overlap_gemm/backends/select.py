@@ -6,6 +6,9 @@
 2. Otherwise backends with a reason to be slower (`Backend.why_slower`) are excluded. Of the others, the one
    with the least predicted time (`tuning.prediction`) is selected.
 3. If no time can be predicted, the first of these in the order of `BACKENDS`.
+
+Times of a call with an epilogue include it (`tuning.epilogue_time`): in the kernel, or one pass over memory
+after the op. `why_after` decides between these for the selected backend.
 """
 
 import logging
@@ -15,6 +18,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from ..spec.promises import NO_PROMISES, InvarianceError, Promises
+from ..tuning.epilogue_time import EpilogueTime, epilogue_time
+from ..tuning.machine import machine_for
 from ..tuning.measured import Kernel
 from ..tuning.prediction import Facts, Prediction, predict
 from .base import Backend, Problem
@@ -38,7 +43,7 @@ class Choice:
 
     Attributes:
         backend: Chosen backend.
-        problem: Problem to run.
+        problem: Problem to run, without its epilogue.
         requested: The caller's `backend=`.
         verdicts: (name, reason against it) of each considered backend, in order; None for the chosen one.
         prediction: Predicted times of the backends, if they are known.
@@ -109,13 +114,14 @@ def choose(problem: Problem, requested: str = "auto") -> Choice:
     """
     check_promised(problem)
     check_name(requested)
+    plain = problem.without_epilogue()
     name, prediction = requested.removesuffix(FALLBACK), predicted(problem)
     verdicts: dict[str, str | None] = {}
     if name != "auto":
         backend = next(backend for backend in BACKENDS if backend.name == name)
         verdicts[name] = backend.why_not(problem)
         if verdicts[name] is None:
-            return Choice(backend, problem, requested, tuple(verdicts.items()), prediction)
+            return Choice(backend, plain, requested, tuple(verdicts.items()), prediction)
         if name == requested:
             raise ValueError(f"backend={requested!r} cannot run {problem}: {verdicts[name]}")
     others = [backend for backend in BACKENDS if backend.name != name]
@@ -132,13 +138,17 @@ def choose(problem: Problem, requested: str = "auto") -> Choice:
     if not worth:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in verdicts.items())
         raise ValueError(f"no backend can run {problem}: {reasons}")
+    if times and (with_epilogue := predicted_epilogue(problem)) is not None:
+        columns = problem.local_columns
+        kernels = [backend.name for backend in BACKENDS if backend.why_after(problem, columns) is None]
+        times = with_epilogue.added(times, kernels)
     best = min(
         worth, key=lambda backend: times.get(backend.name, math.inf)
     )  # the first where none has a time
     for backend in worth:
         if backend is not best:
             verdicts[backend.name] = f"{best.name} {'is faster' if times else 'is tried first'}"
-    return Choice(best, problem, requested, tuple(verdicts.items()), prediction)
+    return Choice(best, plain, requested, tuple(verdicts.items()), prediction)
 
 
 reasons: dict[tuple[str, str], dict[str, str]] = {}
@@ -184,13 +194,57 @@ def predicted(problem: Problem, promises: Promises = NO_PROMISES) -> Prediction 
         problem: Problem to predict.
         promises: Promises that the fused kernel keeps.
     """
+    facts, access = _facts(problem), problem.peer_access
+    if facts is None or access is None:
+        return None
+    return predict(facts, access.arch, access.num_sms, problem.captured, promises)
+
+
+def predicted_epilogue(problem: Problem) -> EpilogueTime | None:
+    """Returns the model's times of a problem's epilogue; None without one, or where `predicted` is None."""
+    facts, access, applying = _facts(problem), problem.peer_access, problem.applying
+    if facts is None or access is None or applying is None:
+        return None
+    machine = machine_for(access.arch)
+    if machine is None:
+        return None
+    sizes = [dtype.itemsize for dtype in applying.dtypes]
+    return epilogue_time(applying.epilogue, sizes, facts, machine, access.arch, access.num_sms)
+
+
+def why_after(choice: Choice, problem: Problem, columns: int, one_pass: bool = False) -> str | None:
+    """Returns the reason torch applies the epilogue of a call after the op; None if the backend does.
+
+    Args:
+        choice: Choice of the backend.
+        problem: Problem of the call, with its epilogue.
+        columns: Rows of this rank's weight.
+        one_pass: Whether the operations after the op are one pass over memory, and not one operation for each
+            of the epilogue's function.
+    """
+    reason = choice.backend.why_after(problem, columns)
+    if reason is not None or choice.requested != "auto":
+        return reason
+    times = predicted_epilogue(problem)
+    return None if times is None else times.why_after(one_pass)
+
+
+def _epilogue_line(choice: Choice, problem: Problem, columns: int, one_pass: bool) -> str:
+    assert problem.applying is not None, problem
+    why = why_after(choice, problem, columns, one_pass)
+    place = "in the kernel" if choice.backend.name == "fused" else "before the sum over the ranks"
+    times = predicted_epilogue(problem)
+    line = f"{problem.applying.epilogue.name}: {place if why is None else f'by torch after the op, {why}'}"
+    return line if times is None else f"{line}; {times}"
+
+
+def _facts(problem: Problem) -> Facts | None:
     access = problem.peer_access
     kind = (FLOAT8 if problem.is_scaled else DTYPES).get(problem.dtype)
     if access is None or not access.arch or access.uncalibrated or kind is None:
         return None
     extents = problem.m, problem.n, problem.k
-    facts = Facts(problem.op, *extents, kind, problem.world_size, blocks=problem.blocks)
-    return predict(facts, access.arch, access.num_sms, problem.captured, promises)
+    return Facts(problem.op, *extents, kind, problem.world_size, blocks=problem.blocks)
 
 
 def why_unfit(backend: Backend, problem: Problem) -> str | None:
@@ -198,6 +252,16 @@ def why_unfit(backend: Backend, problem: Problem) -> str | None:
     if problem.deterministic and not backend.deterministic:
         return "deterministic sums are required, and its order and rounding are those of the collective"
     return backend.why_not(problem)
+
+
+def explained(problem: Problem, requested: str, columns: int, one_pass: bool = False) -> Choice:
+    """Returns the choice with all that `explain` prints; the other arguments are those of `why_after`."""
+    choice = choose(problem, requested)
+    if problem.is_scaled:
+        return choice
+    if problem.applying is not None:
+        choice = replace(choice, epilogue=_epilogue_line(choice, problem, columns, one_pass))
+    return with_backward(choice)
 
 
 def with_backward(choice: Choice) -> Choice:

@@ -8,15 +8,26 @@ import typer
 
 import overlap_gemm
 
+from ..backends.epilogues import usual_dtypes, with_empty_inputs
 from ..backends.op_call import BackendName
 from ..backends.peer_access import PeerAccess, this_device
 from ..backends.scales.scaling import FLOAT8, blocks_named, unit_scales
-from ..backends.select import Choice, choose, with_backward
+from ..backends.select import Choice, explained
+from ..epilogues import Epilogue
 from ..runtime.bootstrap import World
 from ..runtime.group import find
 from ..spec import OPS
+from ..spec.sharding import Shards
 from ..testing.workload import Workload
-from .command_options import BlockOption, DeviceOption, DTypeOption, block_of, chosen_ops
+from .command_options import (
+    BlockOption,
+    DeviceOption,
+    DTypeOption,
+    EpilogueOption,
+    block_of,
+    chosen_ops,
+    epilogue_named,
+)
 from .console import rank_zero_console
 
 
@@ -35,6 +46,7 @@ def explain(
     backend: Annotated[BackendName, typer.Option(help="backend= of the call.")] = "auto",
     dtype: DTypeOption = None,
     block: BlockOption = None,
+    epilogue: EpilogueOption = None,
     device: DeviceOption = None,
 ) -> None:
     """Shows which backend would run an op on this machine, and why others would not.
@@ -54,19 +66,23 @@ def explain(
     if operand in FLOAT8:
         scales = unit_scales(*workload.shapes(group), blocks_named(named, operand), world.device)
         how |= {**dict(zip(("scale_x", "scale_w"), scales, strict=True)), "block": named}
+    if (named_epilogue := epilogue_named(epilogue)) is not None:
+        local = Shards.owned_by(group.size, group.rank)
+        how["epilogue"] = with_empty_inputs(named_epilogue, workload.spec, x, (m, n), local)
     choice = overlap_gemm.explain(name, x, weight, group=group.process_group, **how)
     if ranks not in (None, world.size):
-        choice = _as_if(choice, ranks, world)
+        choice = _as_if(choice, ranks, world, named_epilogue)
     overlap_gemm.finalize()
     rank_zero_console(world.rank).print(str(choice), markup=False, highlight=False, soft_wrap=True)
 
 
-def _as_if(choice: Choice, ranks: int, world: World) -> Choice:
+def _as_if(choice: Choice, ranks: int, world: World, epilogue: Epilogue | None) -> Choice:
     """Returns the choice for a number of ranks, each with a device like this one's."""
     access = choice.problem.peer_access
     if world.device.type == "cuda":
         local = this_device(world.device)
         access = PeerAccess(local.arch, local.num_sms, local.why_not, local.uncalibrated)
     problem = replace(choice.problem, world_size=ranks, peer_access=access)
-    result = choose(problem, choice.requested)
-    return result if problem.is_scaled else with_backward(result)
+    if epilogue is not None:
+        problem = problem.with_epilogue(epilogue, usual_dtypes(epilogue, problem.dtype))
+    return explained(problem, choice.requested, problem.local_columns)

@@ -8,16 +8,18 @@ import typer
 from rich.table import Table
 
 from ..backends.base import Problem
+from ..backends.epilogues import usual_dtypes
 from ..backends.fused.fused_backend import Fused, why_no_blocks
 from ..backends.op_call import OpCall
 from ..backends.scales.scaling import FLOAT8, OUT_DTYPES, blocks_named
 from ..config.arch import ARCHS
 from ..spec import OPS
 from ..spec.promises import NO_PROMISES, Invariant, Promises
+from ..tuning.epilogue_time import epilogue_time
 from ..tuning.machine import Machine, load, machine_for
 from ..tuning.prediction import Facts, Prediction, predict_on
 from ..tuning.time_model import FusedTime
-from .command_options import BlockOption, block_of, chosen_ops
+from .command_options import BlockOption, EpilogueOption, block_of, chosen_ops, epilogue_named
 from .console import rank_zero_console
 from .this_machine import this_arch
 
@@ -41,6 +43,7 @@ def plan(
         typer.Option(help="Type of the operands; 8-bit ones have scales, and a bfloat16 result."),
     ] = "bfloat16",
     block: BlockOption = None,
+    epilogue: EpilogueOption = None,
     invariant: Annotated[
         Invariant | None,
         typer.Option(
@@ -74,6 +77,22 @@ def plan(
     problem = Problem(op, call, kind, "cuda", ranks)
     if kind in FLOAT8:
         problem = replace(problem, call=call._replace(out_dtype=OUT_DTYPES[0]), weight_dtype=kind)
+    applied, times, why_after = epilogue_named(epilogue), None, None
+    if applied is not None:
+        if problem.is_scaled or invariant:
+            raise typer.BadParameter(
+                "supports neither operands with scales nor --invariant", param_hint="--epilogue"
+            )
+        dtypes = usual_dtypes(applied, kind)
+        problem = problem.with_epilogue(applied, dtypes)
+        times = epilogue_time(applied, [one.itemsize for one in dtypes], facts, constants, arch, sms)
+        why_after = Fused().why_after(problem, problem.local_columns)
+    if times is not None:
+        kernels = [] if why_after else ["fused"]
+        eager, captured = (
+            replace(one, seconds=times.added(one.seconds, kernels)) for one in (eager, captured)
+        )
+        why_after = why_after or times.why_after(one_pass=False)
     why_not_timed = constants.why_uncalibrated_bytes(blocks) if problem.is_scaled else None
     if problem.is_scaled:  # copy engines do not send scales
         eager, captured = (_without(prediction, "decomposed") for prediction in (eager, captured))
@@ -96,6 +115,10 @@ def plan(
             if why_not_timed:
                 prediction = _without(prediction, "fused")
             console.print(f"choice, {what}: [bold]{prediction.best}[/], {_why(prediction)}")
+    if applied is not None:
+        best = f"by torch after the op, {why_after}" if why_after else "in fused kernels"
+        cost = "not in the model: its sums are partial" if times is None else str(times)
+        console.print(f"epilogue {applied.name}: {best}; {cost}", highlight=False)
     if constants.source != "measured":
         console.print("constants not measured: on such a machine `auto` measures each call signature")
     if why_not_timed:

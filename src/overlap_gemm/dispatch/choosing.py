@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..backends import select
 from ..backends.autotuning import bind_as, measure_if_due
 from ..backends.base import Problem
 from ..backends.epilogues import applied_after
@@ -69,7 +70,9 @@ def chosen(
 def why_after(
     op: OpSpec, call: OpCall, x: Tensor, weight: Any, bias: Any, inputs: Sequence[Tensor]
 ) -> str | None:
-    """Returns the reason torch would apply the epilogue after the op; None if a kernel applies it.
+    """Returns the reason to apply other operations of torch after the op; None if a kernel applies it.
+
+    The operations are assumed to be one pass over memory.
 
     The result is the same on every rank. Collective like `chosen`.
 
@@ -84,7 +87,7 @@ def why_after(
     problem, choice, _ = _agreed_choice(op, call, x, weight, bias, inputs)
     if problem.num_weights > 1 and problem.n is None:
         return "columns= is not passed, so the weights of the other ranks are unknown"
-    return choice.backend.why_after(problem, _first(weight))
+    return select.why_after(choice, problem, len(_first(weight)), one_pass=True)
 
 
 def _agreed_choice(
@@ -93,16 +96,17 @@ def _agreed_choice(
     """Returns a call's problem, the choice of its backend, and the facts that the ranks compared."""
     ranks = resolve(call.group)
     problem = Problem.of(op.name, call, x, ranks, weight, bias, inputs)
-    plain, requested = problem.without_epilogue(), call.backend
+    requested = call.backend
     facts = (*problem.agreed(), *settings().agreed(op))
     try:
-        choice = choose(plain, requested)
+        choice = choose(problem, requested)
     except ValueError as error:  # this rank alone may fail, for example by its device: the peers wait
         agree.same(ranks, x.device, (*facts, agree.failure(error)))
         raise
     agree.same(ranks, x.device, facts)
+    plain = problem.without_epilogue()
     if measure_if_due(plain, requested, x, weight, bias, problem.shards, ranks):
-        choice = choose(plain, requested)
+        choice = choose(problem, requested)
     return problem, choice, facts
 
 
@@ -113,7 +117,7 @@ def _first(weight: Any) -> Tensor:
 
 def _bound(choice: Choice, problem: Problem, x: Tensor, weight: Any, *others: Any) -> Run:
     """Returns the bound function; the backend applies the epilogue if it can, else torch does after it."""
-    if problem.applying is None or choice.backend.why_after(problem, _first(weight)) is None:
+    if problem.applying is None or select.why_after(choice, problem, len(_first(weight))) is None:
         return bind_as(choice.kernel, choice.backend, problem, x, weight, *others)
     plain = bind_as(choice.kernel, choice.backend, problem.without_epilogue(), x, weight, *others)
     return applied_after(plain, problem.applying)

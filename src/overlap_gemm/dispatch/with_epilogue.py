@@ -250,6 +250,8 @@ def call_with_epilogue(
         epilogue = epilogue.with_rows
     after = op, x, weight, bias, group, call, epilogue, inputs, otherwise
     if epilogue.gradient is None and needs_grad(x, weight, bias, inputs):
+        if epilogue.of == "partial" and op.spec.sums:
+            raise TypeError(f"{op.name}: epilogue {epilogue.name} of partial sums has no gradient")
         return _function_after(*after)
     fused = call._replace(epilogue=epilogue.key)
     if is_plain(x, weight, bias, inputs):
@@ -367,10 +369,12 @@ def _shapes_of(
     """Returns the lowered call and the shapes of its inputs, which are checked."""
     lowered = lower(op.spec, group, x, weight, (bias or []) if op.takes_lists else bias, call)
     assert lowered.call.epilogue is not None
-    shapes = _Shapes(lowered, epilogue_of(lowered.call.epilogue), extents(op, lowered.call, weight))
-    rows, columns = shapes.extents
+    epilogue, (rows, columns) = epilogue_of(lowered.call.epilogue), extents(op, lowered.call, weight)
+    if is_partial := epilogue.of == "partial" and op.spec.sums:
+        rows = lowered.call.rows
+    shapes = _Shapes(lowered, epilogue, (rows, columns))
     leading = list(x.shape[:-1])
-    if "m" in (op.spec.x, op.spec.out):
+    if "m" in (op.spec.x, op.spec.out) and not is_partial:
         dim = lowered.call.dim
         leading[dim] = _extent_of_one(rows, leading[:dim] + leading[dim + 1 :])
     _check_shapes(op, shapes.epilogue, inputs, (*leading, columns), len(weight) if op.takes_lists else 1)
@@ -396,7 +400,8 @@ def _checked(
         shapes = [shape_of(one) for one in weight]
         if not (epilogue.pairs and len(weight) == 2 and shapes[0] == shapes[1]):
             raise ValueError(
-                f"{op.name}: epilogue {epilogue.name} needs one weight{_OR_TWO if epilogue.pairs else ''}, "
+                f"{op.name}: epilogue {epilogue.name} needs one weight"
+                f"{', or two of equal shape' * epilogue.pairs}, "
                 f"got {len(weight)}: {', '.join(map(str, shapes))}"
             )
     inputs = []
@@ -414,9 +419,6 @@ def _checked(
     return epilogue, inputs, otherwise
 
 
-_OR_TWO = ", or two of equal shape"
-
-
 def _check_shapes(
     op: GemmOp, epilogue: Epilogue, inputs: Sequence[Tensor], shape: Sequence[Any], weights: int
 ) -> None:
@@ -429,6 +431,7 @@ def _check_shapes(
                 f"{2 * PAIR}; N={columns} of this rank must be a multiple of {2 * PAIR}"
             )
         columns = columns // 2
+    of = "product" if epilogue.of == "partial" and op.spec.sums else "result"
     shapes: dict[str, list[Any]] = {
         "element": [*leading, columns], "rows": leading, "columns": [columns],
     }  # fmt: skip
@@ -436,7 +439,7 @@ def _check_shapes(
         if kind in shapes and list(tensor.shape) != shapes[kind]:
             raise ValueError(
                 f"{op.name}: input {name} of epilogue {epilogue.name} is for each "
-                f"{kind.removesuffix('s')} of this rank's result and must be {shapes[kind]}, "
+                f"{kind.removesuffix('s')} of this rank's {of} and must be {shapes[kind]}, "
                 f"got {shape_of(tensor)}"
             )
         if kind == "scalar" and tensor.numel() != 1:

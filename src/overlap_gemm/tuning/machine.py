@@ -106,7 +106,12 @@ class Machine:
         driver: Fields of `driver.DriverFacts` -> figures that the driver reports of such a device; empty if
             they were not recorded.
         leaf: Seconds per element of a CTA tile in which a leaf's sums are added to a node in memory
-            (`GemmConfig.leaves`). The default was measured on H200 and is expected of others.
+            (`GemmConfig.leaves`). The default, like those below, was measured on H200 and is expected of
+            others.
+        last_inputs: Seconds to read an epilogue's inputs of an SM's last tile, after its sums.
+        row_handover: Seconds in which CTAs combine their parts of an output with a value for each row.
+        row_value: Seconds per element of an SM to reduce a row's values.
+        special: Seconds per element of an SM and instruction of its special function units.
     """
 
     name: str
@@ -150,6 +155,10 @@ class Machine:
     one_wave: Mapping[str, float] = field(default_factory=dict)
     driver: Mapping[str, float] = field(default_factory=dict)
     leaf: float = 2.6e-10
+    last_inputs: float = 3e-6
+    row_handover: float = 1.2e-6
+    row_value: float = 9.8e-11
+    special: float = 4.4e-11
 
     def is_of(self, device: str) -> bool:
         """Returns whether these are measured constants of devices of that name."""

@@ -147,6 +147,8 @@ class Fused:
             return f"fused kernels take bfloat16 or float16, not {problem.dtype}"
         if spec.reshards_k and (reason := self.why_no_exchange(problem)):
             return reason
+        if problem.has_partial_epilogue and (reason := why_after(problem, problem.width)):
+            return reason
         if not spec.gathers_operand and problem.width % ROW_ELEMENTS:
             return f"N={problem.width} must be a multiple of {ROW_ELEMENTS}: TMA rows are whole 16 bytes"
         if spec.weight is None:
@@ -165,11 +167,9 @@ class Fused:
                     f"N={width} in {problem.world_size} parts is {columns} columns a rank, which must "
                     f"be a multiple of {ROW_ELEMENTS}: tiles are stored 16 bytes at a time"
                 )
-        if reason := self.why_no_tree(problem):
-            return reason
         if problem.world_size > MAX_WORLD:
             return f"a workspace has words for {MAX_WORLD} ranks, not {problem.world_size}"
-        return None
+        return self.why_no_tree(problem)
 
     def why_no_exchange(self, problem: Problem) -> str | None:
         """Returns the reason K or the promises allow no all-to-all of x in a kernel; None if they do."""
@@ -223,9 +223,9 @@ class Fused:
         machine = constants(problem.peer_access.arch)
         return machine.why_uncalibrated_bytes(problem.blocks) if problem.is_scaled else None
 
-    def why_after(self, problem: Problem, weight: Tensor) -> str | None:
-        """Returns the reason torch applies the epilogue after the op (`epilogues.why_after`), or None."""
-        return why_after(problem, len(weight))
+    def why_after(self, problem: Problem, columns: int) -> str | None:
+        """Returns the reason no kernel can apply the epilogue (`epilogues.why_after`), or None."""
+        return why_after(problem, columns)
 
     def bind(
         self, problem: Problem, x: Tensor, weight: Any, bias: Any, shards: Shards, group: Group

@@ -1,0 +1,205 @@
+"""Model of an epilogue's time: in the kernel, and by torch's operations after the op.
+
+- **Kernel.** Inputs and outputs with a value for each element are read and written at the memory's rate.
+  Those of an SM's last tile follow its sums, so nothing hides them. Functions of the special function units
+  take time on each SM. Row sums and maxima take a reduction for each element, and a handover between CTAs.
+- **Operations.** torch runs each operation of the function by itself, on float32 tensors: a launch, its
+  operands and its result. Dtypes are converted before and after.
+- **One pass.** The least that any operations after the op take: a launch, and each tensor once.
+
+Values for rows, columns and the full result take no time. Measured on two H200 (`h200x2-epilogues.json`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ..config.gemm_config import DTYPE_BYTES
+from ..epilogues import Epilogue, Value
+from ..spec import PATTERNS
+from ..spec.sharding import ceil_div
+from .machine import Machine
+from .space import lower_small_rs_to_ar, pattern_of
+from .time_model import Facts, collective_seconds
+
+WIDE = 4
+"""Bytes of an element of the tensors on which torch runs the function."""
+
+TILE = 128 * 128
+"""Elements of an SM's last tile."""
+
+SPECIAL = {"exp": 1, "sqrt": 1, "rsqrt": 1, "reciprocal": 1, "sigmoid": 2, "div": 1, "tanh": 1, "erf": 2}
+"""Instructions of the special function units in an operation of `device.values`; `erf` branches between two
+polynomials."""
+
+
+class EpilogueTime(NamedTuple):
+    """Predicted seconds of an epilogue, in addition to the op.
+
+    Attributes:
+        kernel: In the fused kernel.
+        operations: By torch's operations after the op, one after the other.
+        one_pass: By one pass over memory after the op, as a compiler makes it.
+    """
+
+    kernel: float
+    operations: float
+    one_pass: float
+
+    def added(self, seconds: Mapping[str, float], kernels: Sequence[str]) -> dict[str, float]:
+        """Returns the times of backends with the epilogue; those not in `kernels` take one pass more."""
+        least = min(self.kernel, self.one_pass)
+        return {name: time + (least if name in kernels else self.one_pass) for name, time in seconds.items()}
+
+    def why_after(self, one_pass: bool) -> str | None:
+        """Returns the reason torch applies the epilogue after a fused op; None if the kernel is faster.
+
+        Args:
+            one_pass: Whether torch's operations are one pass over memory.
+        """
+        after = self.one_pass if one_pass else self.operations
+        if after >= self.kernel:
+            return None
+        return f"which takes {after * 1e6:.1f} us, and the kernel {self.kernel * 1e6:.1f} us (predicted)"
+
+    def __str__(self) -> str:
+        """Returns the times in microseconds, for `explain` and `plan`."""
+        kernel, operations, one_pass = (f"{seconds * 1e6:.1f}" for seconds in self)
+        return (
+            f"predicted in addition to the op: {kernel} us in the kernel, {operations} us by torch's "
+            f"operations after the op, {one_pass} us by one pass over memory"
+        )
+
+
+def epilogue_time(
+    epilogue: Epilogue, sizes: Sequence[int], facts: Facts, machine: Machine, arch: str, sms: int
+) -> EpilogueTime | None:
+    """Returns the times of an epilogue of complete sums; None for one of partial sums.
+
+    Args:
+        epilogue: Epilogue of the call.
+        sizes: Bytes of an element of each input.
+        facts: Facts of the call, the same on all ranks.
+        machine: Constants.
+        arch: Target architecture.
+        sms: Number of SMs that every rank may use.
+    """
+    if epilogue.of == "partial" and facts.spec.sums:
+        return None
+    m, n, _ = facts.extents
+    rows, columns = facts.spec.result(m, n, lambda extent: ceil_div(extent, facts.world))
+    elements = rows * columns // (2 if epilogue.pairs else 1)
+    size = max(DTYPE_BYTES[facts.dtype], 2)
+    tally = _tally(epilogue, sizes, size)
+    gathered = sum(kind == "gathered_rows" for _, kind in epilogue.inputs)
+    moved = gathered * collective_seconds(
+        "all_gather", WIDE * m * (facts.world - 1) / facts.world, facts.world, machine
+    )
+    one_pass = machine.launch + elements * tally.least / machine.memory_rate
+    operations = tally.launches * machine.launch + elements * tally.bytes / machine.memory_rate
+
+    in_kernel = elements * _share(facts, machine, arch, sms)
+    of_sm = in_kernel / sms
+    last = min(of_sm, TILE) / TILE
+    kernel = in_kernel * tally.extra / machine.memory_rate + of_sm * tally.special * machine.special
+    if tally.extra:
+        kernel += last * machine.last_inputs
+    if reductions := sum(kind != "element" for _, kind in epilogue.outputs):
+        kernel += reductions * (machine.row_handover + of_sm * machine.row_value)
+    return EpilogueTime(moved + kernel, moved + max(operations, one_pass), moved + one_pass)
+
+
+def _share(facts: Facts, machine: Machine, arch: str, sms: int) -> float:
+    """Returns the ratio of the elements that a rank's kernel visits to those of its result."""
+    lowered = lower_small_rs_to_ar(facts, machine, arch, sms)
+    if lowered.op != facts.op:  # each rank sums all rows
+        return facts.world
+    if facts.spec.out is None and facts.world > 1:
+        is_cut = facts.spec.gathers_output or PATTERNS[pattern_of(facts, machine, arch, sms)].returns
+        return 1 / facts.world if is_cut else 1.0
+    return 1.0
+
+
+@dataclass
+class _Tally:
+    """Work of an epilogue on tensors and in a kernel, for each element of the result.
+
+    Attributes:
+        launches: Number of torch's operations.
+        bytes: Bytes that they read and write.
+        special: Instructions of the special function units.
+        least: Bytes of one pass that reads sums and inputs and writes the result and the outputs.
+        extra: Bytes that a kernel reads and writes in addition to the result.
+    """
+
+    launches: int = 0
+    bytes: float = 0.0
+    special: int = 0
+    least: float = 0.0
+    extra: float = 0.0
+
+    def step(self, *sizes: int) -> None:
+        """Adds an operation that reads and writes these bytes for each element."""
+        self.launches += 1
+        self.bytes += sum(sizes)
+
+
+@dataclass(frozen=True)
+class _Counted(Value):
+    """Placeholder value whose operations are added to a tally.
+
+    Attributes:
+        tally: Tally of the epilogue.
+        is_full: Whether there is a value for each element.
+    """
+
+    tally: _Tally
+    is_full: bool
+
+    def unary(self, name: str) -> Value:
+        return self._after(name, self)
+
+    def binary(self, name: str, left: Any, right: Any) -> Value:
+        return self._after(name, *(one for one in (left, right) if isinstance(one, _Counted)))
+
+    def _after(self, name: str, *operands: _Counted) -> Value:
+        full = sum(operand.is_full for operand in operands)
+        self.tally.step(*[WIDE] * (full + 1 if full else 0))
+        self.tally.special += SPECIAL.get(name, 0) if full else 0
+        return _Counted(self.tally, full > 0)
+
+
+def _tally(epilogue: Epilogue, sizes: Sequence[int], size: int) -> _Tally:
+    """Returns the work of an epilogue.
+
+    Args:
+        epilogue: Epilogue of the call.
+        sizes: Bytes of an element of each input.
+        size: Bytes of an element of sums and results.
+    """
+    tally, sums = _Tally(), 2 if epilogue.pairs else 1
+    tally.least = (sums + 1) * size
+    for _ in range(sums):
+        if epilogue.pairs:  # torch copies the columns of a pair
+            tally.step(size, size)
+        if size != WIDE:
+            tally.step(size, WIDE)
+    for (_, kind), nbytes in zip(epilogue.inputs, sizes, strict=True):
+        is_full = kind == "element"
+        if nbytes != WIDE:
+            tally.step(*((nbytes, WIDE) if is_full else ()))
+        tally.least += nbytes * is_full
+        tally.extra += nbytes * is_full
+    inputs = [_Counted(tally, kind == "element") for _, kind in epilogue.inputs]
+    epilogue.apply([_Counted(tally, True)] * sums, inputs)
+    for stored_kind in ("element", *(kind for _, kind in epilogue.outputs)):
+        if stored_kind != "element":
+            tally.step(WIDE)
+        elif size != WIDE:
+            tally.step(WIDE, size)
+    stored = size * sum(kind == "element" for _, kind in epilogue.outputs)
+    tally.least += stored
+    tally.extra += stored
+    return tally

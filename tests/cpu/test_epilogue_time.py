@@ -1,0 +1,195 @@
+"""The model's times of epilogues: next to measured ones, in `auto`, `explain` and `plan`."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from overlap_gemm import epilogue, epilogues
+from overlap_gemm.backends import select
+from overlap_gemm.backends.epilogues import usual_dtypes
+from overlap_gemm.backends.fused.fused_backend import Fused
+from overlap_gemm.backends.peer_access import PeerAccess
+from overlap_gemm.cli import app
+from overlap_gemm.tuning.epilogue_time import EpilogueTime, epilogue_time
+from overlap_gemm.tuning.machine import load
+from overlap_gemm.tuning.time_model import Facts
+from tests.support.problems import problem
+
+H200 = load("h200")
+MEASURED = json.loads((Path(__file__).parents[2] / "benchmarks/results/h200x2-epilogues.json").read_text())[
+    "results"
+]
+
+
+def times(op, one, m, n, k, world=2, machine=H200, dtype=torch.bfloat16):
+    sizes = [one.itemsize for one in usual_dtypes(one, dtype)]
+    return epilogue_time(one, sizes, Facts(op, m, n, k, "bf16", world), machine, "sm_90a", 132)
+
+
+def measured(way, one, case=""):
+    """Yields (microseconds more than the op, their spread, predicted `EpilogueTime`) of a way's cases."""
+    for row in MEASURED:
+        op, extents, *_ = row["case"].replace(":", "").split()
+        if way in row["us"] and case in row["case"]:
+            low, high = row["quartiles"][way]
+            model = times(op, one, *map(int, extents.split(",")))
+            yield row["us"][way] - row["us"]["op"], (high - low) * row["us"]["op"], model
+
+
+@pytest.mark.parametrize(
+    ("way", "one", "case"),
+    [
+        ("residual", epilogues.add_residual, ""),
+        ("epilogue", epilogues.add_residual_squared, "residual"),
+        ("epilogue", epilogues.swiglu, "swiglu"),
+    ],
+)
+def test_times_in_the_kernel_are_those_measured(way, one, case):
+    for more, spread, model in measured(way, one, case):
+        assert abs(model.kernel * 1e6 - more) <= max(6.5, spread), (more, model)
+
+
+def test_the_time_of_one_pass_is_that_measured():
+    for more, spread, model in measured("op, residual", epilogues.add_residual):
+        assert abs(model.one_pass * 1e6 - more) <= max(3.5, spread), (more, model)
+        assert model.kernel <= model.one_pass + 1e-6
+
+
+def test_operations_are_counted_with_conversions_and_one_pass_without():
+    model = times("gemm_reduce_scatter", epilogues.add_residual, 2048, 8192, 8192)
+    elements = 1024 * 8192
+    # Two conversions of 2 to 4 bytes, a sum of two, a conversion back.
+    assert model.operations == pytest.approx(4 * H200.launch + elements * 30 / H200.memory_rate)
+    assert model.one_pass == pytest.approx(H200.launch + elements * 6 / H200.memory_rate)
+
+    @epilogue(inputs={"scale": "rows"}, outputs={"total": "row_sum"})
+    def scaled(x, scale):
+        return x * (scale + 1), x
+
+    model = times("gemm_reduce_scatter", scaled, 2048, 8192, 8192)
+    # A sum of rows' values is an operation without bytes.
+    assert model.operations == pytest.approx(5 * H200.launch + elements * 24 / H200.memory_rate)
+
+
+def test_kernels_of_ops_read_the_inputs_of_what_they_sum():
+    """Checks all-reduces: each rank sums all rows (one-shot), or its part of the columns (two-shot)."""
+    many = 8192, 8192, 8192
+    one = times("gemm_all_reduce", epilogues.add_residual, 64, 8192, 8192, world=2)
+    two = times("gemm_all_reduce", epilogues.add_residual, *many, world=4)
+    scattered = times("gemm_reduce_scatter", epilogues.add_residual, *many, world=4)
+    assert two.kernel == pytest.approx(scattered.kernel)
+    elements = 64 * 8192
+    last = elements / 132 / (128 * 128) * H200.last_inputs
+    assert one.kernel == pytest.approx(elements * 2 / H200.memory_rate + last)
+    gathered = times("gemm_all_gather", epilogues.add_residual, *many, world=4)
+    assert gathered.kernel == pytest.approx(scattered.kernel)
+    assert gathered.one_pass > scattered.one_pass
+
+
+def test_rows_that_are_gathered_first_take_a_collective_each_way():
+    shape = ("all_gather_gemm", epilogues.scale_gathered_rows, 2048, 10240, 8192)
+    gathered = times(*shape)
+    local = times(shape[0], epilogues.scale_rows, *shape[2:])
+    assert min(g - o for g, o in zip(gathered, local, strict=True)) > 5e-6
+
+
+def test_partial_sums_are_not_in_the_model():
+    assert times("gemm_all_reduce", epilogues.scale_rows_and_columns, 64, 8192, 8192) is None
+    assert times("all_gather_gemm", epilogues.scale_rows_and_columns, 64, 8192, 8192) is not None
+
+
+def of(one, m, k=8192, op="gemm_reduce_scatter", n=8192):
+    plain = problem(
+        op, m, n, k, torch.bfloat16, "cuda", 2, peer_access=PeerAccess("sm_90a", 132, None), captured=True
+    )
+    return plain if one is None else plain.with_epilogue(one, usual_dtypes(one, torch.bfloat16))
+
+
+@pytest.fixture
+def on_hopper():
+    with mock.patch.object(Fused, "why_not", Fused.why_no_kernel):
+        yield
+
+
+def test_auto_compares_times_with_the_epilogue(on_hopper):
+    """Checks that torch is faster for some shape without an epilogue, and slower with one in the kernel."""
+    shapes = [(m, k) for m in range(64, 1024, 64) for k in (512, 1024, 2048, 4096, 8192)]
+    changed = [
+        shape
+        for shape in shapes
+        if select.choose(of(None, *shape)).backend.name == "torch"
+        and select.choose(of(epilogues.add_residual, *shape)).backend.name == "fused"
+    ]
+    assert changed
+    choice = select.choose(of(epilogues.add_residual, *changed[0]))
+    assert choice.problem == of(None, *changed[0])
+
+
+def test_an_epilogue_no_kernel_applies_makes_no_difference(on_hopper):
+    def chosen(one, m):
+        return select.choose(of(one, m, 2048)).backend.name
+
+    shapes = range(64, 2048, 64)
+    assert [chosen(epilogues.swiglu, m) for m in shapes] == [chosen(None, m) for m in shapes]
+
+
+def test_one_place_decides_between_the_kernel_and_torch(on_hopper, monkeypatch):
+    with_residual = of(epilogues.add_residual, 8192)
+    choice = select.choose(with_residual)
+    assert choice.backend.name == "fused" and select.why_after(choice, with_residual, 8192) is None
+    monkeypatch.setattr(select, "predicted_epilogue", lambda _: EpilogueTime(2e-5, 3e-5, 1e-5))
+    assert select.why_after(choice, with_residual, 8192) is None
+    assert (
+        select.why_after(choice, with_residual, 8192, one_pass=True)
+        == "which takes 10.0 us, and the kernel 20.0 us (predicted)"
+    )
+    requested = replace(choice, requested="fused")
+    assert select.why_after(requested, with_residual, 8192, one_pass=True) is None, "not second-guessed"
+
+
+def test_explain_states_where_and_what_it_takes(on_hopper):
+    with_residual = of(epilogues.add_residual, 8192)
+    text = str(select.explained(with_residual, "auto", 8192))
+    model = times("gemm_reduce_scatter", epilogues.add_residual, 8192, 8192, 8192)
+    assert f"epilogue add_residual: in the kernel; {model}" in text
+    assert re.search(r"[\d.]+ us in the kernel, [\d.]+ us by torch's operations .* by one pass", text)
+    text = str(select.explained(of(epilogues.add_residual, 8192, n=8190), "auto", 8190))
+    assert "epilogue add_residual: by torch after the op, torch's products have no epilogue" in text
+
+
+def plan(*arguments):
+    result = CliRunner().invoke(app, ["plan", *map(str, arguments)])
+    return result, " ".join(result.output.split())
+
+
+def microseconds(text, backend):
+    return float(re.search(rf" {backend} ([\d.]+) ", text)[1])
+
+
+def test_plan_adds_the_epilogue_to_every_backend():
+    how = ("gemm_reduce_scatter", 8192, 8192, 8192, "--ranks", 2, "--machine", "h200")
+    plain, text = plan(*how)[1], plan(*how, "--epilogue", "add_residual")[1]
+    model = times("gemm_reduce_scatter", epilogues.add_residual, 8192, 8192, 8192)
+    for backend, more in (("fused", model.kernel), ("torch", model.one_pass)):
+        assert microseconds(text, backend) - microseconds(plain, backend) == pytest.approx(
+            more * 1e6, abs=0.2
+        )
+    assert f"epilogue add_residual: in fused kernels; {model}" in text
+
+
+def test_plan_states_why_no_kernel_applies_an_epilogue():
+    how = ("gemm_reduce_scatter", 8192, 8192, 8192, "--ranks", 2, "--machine", "h200", "--epilogue")
+    _, text = plan(*how, "swiglu")
+    assert "by torch after the op, kernels support pairs of columns in all_gather_gemm only" in text
+    _, text = plan(*how, "scale_rows_and_columns")
+    assert "scale_rows_and_columns: in fused kernels; not in the model: its sums are partial" in text
+    result, text = plan(*how, "norm")
+    assert result.exit_code == 2 and "'norm' is not among add_bias, add_residual" in text
+    result, text = plan(*how, "add_residual", "--dtype", "float8_e4m3fn")
+    assert result.exit_code == 2 and "supports neither operands with scales nor --invariant" in text
