@@ -1,4 +1,4 @@
-"""Weakens every flag and wait of the all-gather GEMM's kernels, one at a time."""
+"""Weakens every flag and wait of the kernels of ops whose operand is sent, one at a time."""
 
 import pytest
 
@@ -11,6 +11,20 @@ REASONS = {
     f"cp.async.bulk.wait_group#{which}: full -> .read": "what the comm lane stores is the caller's output, "
     "which nobody reads before the kernel's end; the stage only has to be read"
     for which in (0, 1)
+} | {
+    pattern: reason
+    for reason, patterns in {
+        "a wait for the same rank's data, or for its 'has read', follows each wait for its entry: that flag "
+        "orders what is read, and what is overwritten in the next call": (
+            "ld.acquire.sys.global.b64#[024]: .acquire -> .relaxed",
+            "st.release.sys.global.b64#1: .release -> .relaxed",
+        ),
+        "the load role of the same CTA has observed this entry, before the ring's last stage is full": (
+            "ld.acquire.sys.global.b64#2: .sys -> .gpu",
+            "ld.relaxed.sys.global.b64#[45]: .sys -> .gpu",
+        ),
+    }.items()
+    for pattern in patterns
 }
 TRIED = [
     mutate.Setting("immediate"),
@@ -45,6 +59,35 @@ def test_every_weakened_flag_and_wait_shows(transport, keep, part):
     outcomes = mutate.run(
         checking(transport, keep),
         TRIED,
+        select=FLAGS_AND_WAITS,
+        reasons=REASONS,
+        part=(part, PARTS),
+    )
+    print(*outcomes, sep="\n")
+    assert outcomes
+    assert [str(o) for o in outcomes if o.verdict == "NOT DETECTED"] == []
+
+
+def exchanging(transport):
+    """Returns a check for `mutate.run`: two ranks of Hopper, three calls."""
+
+    def check(options):
+        with World("sm_90a", 2, transport=transport, sms=1, **options) as world:
+            for rows in (256, 66, 256):
+                world.call(rows, 256, 128, "all_to_all_gemm", bias=False)
+            world.run()
+
+    return check
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("transport", ["copy_engine", "peer_bulk"])
+def test_every_weakened_flag_and_wait_of_an_input_exchange_shows(transport, part):
+    outcomes = mutate.run(
+        exchanging(transport),
+        [*TRIED, mutate.Setting("lazy", 1)],
         select=FLAGS_AND_WAITS,
         reasons=REASONS,
         part=(part, PARTS),

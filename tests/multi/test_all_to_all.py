@@ -85,6 +85,19 @@ def test_a_list_of_weights_is_exchanged_at_once(ranks):
     assert ranks(2).run(exchanges) == [[4 * (2 + 4 + 3)]] * 2
 
 
+def weights_in_rank_order(rank, size):
+    torch.manual_seed(0)
+    x, weights = torch.randn(3 * size, 8, **DOUBLE), [torch.randn(n * size, 8, **DOUBLE) for n in (4, 2, 2)]
+    parts = zip(*(one.chunk(size) for one in weights), strict=True)
+    out = gemm_all_to_all(x.chunk(size)[rank], torch.cat([part for of_rank in parts for part in of_rank]))
+    for view, weight in zip(out.split([4, 2, 2], -1), weights, strict=True):
+        torch.testing.assert_close(view, x @ weight.chunk(size)[rank].t())
+
+
+def test_one_weight_in_the_order_of_ranks_has_views_of_each_ranks_columns(ranks):
+    ranks(2).run(weights_in_rank_order)
+
+
 def refused(rank, size):
     x, weight = torch.randn(2, 8), torch.randn(6, 16)
     with pytest.raises(ValueError, match="weight must be .N, K. as in nn.Linear with K=8 of x .2, 8."):
