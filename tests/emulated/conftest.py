@@ -3,6 +3,7 @@
 import pytest
 
 from overlap_gemm.backends.fused import compiled
+from tests.support.emulated.kernel_cases import compiled_kernel
 
 
 @pytest.fixture
@@ -13,6 +14,11 @@ def changed_kernels(monkeypatch):
     far.
     """
     monkeypatch.setenv("OVERLAP_GEMM_CACHE", "0")
-    compiled._cache.cache_clear()
-    yield compiled._cache.cache_clear
-    compiled._cache.cache_clear()
+
+    def forget():
+        compiled._cache.cache_clear()
+        compiled_kernel.cache_clear()
+
+    forget()
+    yield forget
+    forget()

@@ -10,7 +10,6 @@ from cutlass.cute.runtime import from_dlpack
 
 from cute_emulator import Emulator, EmulatorError, FindingsError, Schedule, mutate
 from cute_emulator.execution.grid import Grid
-from overlap_gemm.build import compile_kernel, make_kernel
 from overlap_gemm.config.gemm_config import GemmConfig
 from overlap_gemm.runtime.agree import DisagreementError
 from overlap_gemm.runtime.virtual import VirtualWorld
@@ -18,7 +17,7 @@ from overlap_gemm.testing.cases import Case
 from overlap_gemm.testing.emulated import judge, queue_launch
 from overlap_gemm.tuning.settings import configured
 from tests.support.emulated.chosen import in_turn
-from tests.support.emulated.kernel_cases import KernelCase
+from tests.support.emulated.kernel_cases import KernelCase, compiled_kernel
 
 FEW = {"mma": "swap_ab", "tile": (16, 64)}
 KINDS = {
@@ -144,7 +143,7 @@ def run_after_a_writer(arch, launch, operand):
     target = getattr(case, operand)[0]
     source = target.clone().view(torch.int16).flatten()
     with Emulator(arch, 2, mode="random") as emulator, emulator.rank(0):  # of one rank calls run at once
-        compiled = compile_kernel(make_kernel(config))
+        compiled = compiled_kernel(config)
         views = [from_dlpack(t).mark_layout_dynamic() for t in (source, target.view(torch.int16).flatten())]
         target.zero_()
         write = cute.compile(copy, *views, CUstream(0), options=f"--gpu-arch {arch}")

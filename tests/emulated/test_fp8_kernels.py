@@ -7,7 +7,6 @@ import torch
 from cutlass import cute
 
 from cute_emulator import Emulator, EmulatorError
-from overlap_gemm.build import compile_kernel, make_kernel
 from overlap_gemm.config.arch import ARCHS
 from overlap_gemm.config.gemm_config import GemmConfig
 from overlap_gemm.config.visitors import SCALES, bias_of
@@ -15,7 +14,7 @@ from overlap_gemm.mainloop import blocks
 from overlap_gemm.mainloop.blocks import StageScales, setup
 from overlap_gemm.transports import PeerBulk
 from tests.support.emulated.chosen import in_turn
-from tests.support.emulated.kernel_cases import KernelCase, launched
+from tests.support.emulated.kernel_cases import KernelCase, compiled_kernel, launched
 
 SCALED = (SCALES,)
 CONFIGS = [
@@ -92,6 +91,7 @@ def test_scales_follow_from_tile_to_tile(config):
     launched(config, None, 1, rows=300, cols=280, depth=1232).check()
 
 
+@pytest.mark.usefixtures("changed_kernels")
 def test_scales_without_a_stage_of_their_own_are_noticed(monkeypatch):
     """Copied over those that are still to be read."""
 
@@ -134,7 +134,7 @@ def lost(fast_accum):
     for operands in (case.a, case.b):
         operands[0] = operands[0].float().abs().clamp(0.5, 2).to(torch.float8_e4m3fn)
     with Emulator("sm_90a") as emulator:
-        case.launch(emulator, compile_kernel(make_kernel(case.config)))
+        case.launch(emulator, compiled_kernel(case.config))
     exact = case.a[0].double() @ case.b[0].double().t()
     return float((1 - case.outs[0].double() / exact).max())
 

@@ -7,12 +7,11 @@ import torch
 
 import overlap_gemm
 from cute_emulator import Emulator
-from overlap_gemm.build import compile_kernel, make_kernel
 from overlap_gemm.config.gemm_config import GemmConfig
 from overlap_gemm.runtime.virtual import VirtualWorld
 from tests.support.emulated.chosen import in_turn
 from tests.support.emulated.float32_sums import float32_sums
-from tests.support.emulated.kernel_cases import KernelCase
+from tests.support.emulated.kernel_cases import KernelCase, compiled_kernel
 from tests.support.emulated.op_runs import world_of
 from tests.support.invariance import same_bits
 
@@ -44,7 +43,7 @@ def float32_product(arch, shape, rows, columns, depth, **fields):
     case = KernelCase(config, rows=rows, cols=columns, depth=depth)
     case.a, case.b = [spread(200, depth, 1)[:rows].contiguous()], [spread(columns, depth, 2).abs()]
     with Emulator(arch, sums="bitwise") as emulator:
-        case.launch(emulator, compile_kernel(make_kernel(config, None)))
+        case.launch(emulator, compiled_kernel(config))
     return case.outs[0]
 
 
@@ -79,7 +78,7 @@ def test_another_order_of_k_shows_in_these_operands(arch):
     case = KernelCase(config, rows=200, cols=136, depth=depth)
     case.a, case.b = [turned[0].contiguous()], [turned[1].contiguous()]
     with Emulator(arch, sums="bitwise") as emulator:
-        case.launch(emulator, compile_kernel(make_kernel(config, None)))
+        case.launch(emulator, compiled_kernel(config))
     assert (case.outs[0] != float32_product(arch, shape, 200, 136, depth)).float().mean() > 0.1
 
 

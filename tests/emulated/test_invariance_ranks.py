@@ -6,12 +6,11 @@ import torch
 import overlap_gemm
 from cute_emulator import Emulator
 from overlap_gemm.backends.collectives import sum_in_tree
-from overlap_gemm.build import compile_kernel, make_kernel
 from overlap_gemm.config.gemm_config import GemmConfig
 from overlap_gemm.testing.cases import LAYOUTS, Case
 from overlap_gemm.testing.emulated import joined_results
 from tests.support.emulated.chosen import in_turn
-from tests.support.emulated.kernel_cases import KernelCase
+from tests.support.emulated.kernel_cases import KernelCase, compiled_kernel
 from tests.support.emulated.op_runs import SMALL, world_of
 from tests.support.invariance import adversarial, rows_and_what_is_below, same_bits
 
@@ -44,7 +43,7 @@ def product(config, a, b):
     case = KernelCase(config, rows=len(a), cols=len(b), depth=a.shape[1])
     case.a, case.b = [a.contiguous()], [b.contiguous()]
     with Emulator(config.arch, sums="bitwise") as emulator:
-        case.launch(emulator, compile_kernel(make_kernel(config, None)))
+        case.launch(emulator, compiled_kernel(config))
     return case.outs[0]
 
 

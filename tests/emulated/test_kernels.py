@@ -8,7 +8,7 @@ from cuda.bindings.driver import CUstream
 from cutlass import Int32, Int64
 
 from cute_emulator import Emulator
-from overlap_gemm.build import compile_kernel, compile_relay, make_kernel
+from overlap_gemm.build import compile_relay
 from overlap_gemm.config.arch import ARCHS
 from overlap_gemm.config.gemm_config import GemmConfig
 from overlap_gemm.config.visitors import SCALES, bias_of
@@ -16,7 +16,7 @@ from overlap_gemm.exchange.geometry import Puts, tile_puts
 from overlap_gemm.spec import GEMM_REDUCE_SCATTER
 from overlap_gemm.transports import Nvshmem, PeerBulk, Staged
 from overlap_gemm.tuning.space import every_config
-from tests.support.emulated.kernel_cases import KernelCase, Workspaces
+from tests.support.emulated.kernel_cases import KernelCase, Workspaces, compiled_kernel
 
 RELAY_STREAM = CUstream(1)
 EVERY_SHAPE = [config for arch in ("sm_90a", "sm_100a") for config in every_config(arch)]
@@ -56,11 +56,6 @@ def quick(chosen):
     return [c if c in chosen else pytest.param(c, marks=pytest.mark.slow) for c in every]
 
 
-@functools.cache
-def compiled(config, transport):
-    return compile_kernel(make_kernel(config, transport))
-
-
 @pytest.mark.parametrize("config", quick(SMALLEST + OPERANDS + OTHERS[::3]), ids=lambda c: c.name)
 def test_plain_gemm(config):
     """By default not all that run in the next test."""
@@ -68,7 +63,7 @@ def test_plain_gemm(config):
         config, rows=2 * config.cluster_tile[0] + 8, cols=config.cluster_tile[1] + 24, depth=136
     )
     with Emulator(config.arch, mode="lazy") as emulator:
-        case.launch(emulator, compiled(config, None), num_clusters=2)
+        case.launch(emulator, compiled_kernel(config), num_clusters=2)
     case.check()
 
 
@@ -83,7 +78,7 @@ def test_reduce_scatter(config):
     )
     with Emulator(config.arch, 2, mode="lazy") as emulator:
         spaces = Workspaces(emulator, [case])
-        case.launch(emulator, compiled(config, PeerBulk()), spaces.exchanges(case), num_clusters=2)
+        case.launch(emulator, compiled_kernel(config, PeerBulk()), spaces.exchanges(case), num_clusters=2)
         emulator.run()
     case.check()
 
@@ -99,7 +94,7 @@ def without_p2p(config, transport, relay, mode, reach):
     first = KernelCase(config, rows=300, cols=136, depth=72, world=3)
     second = KernelCase(config, rows=2, cols=72, depth=64, world=3, seed=1)
     with Emulator(config.arch, 3, mode=mode, seed=1, network=True) as emulator:
-        kernel = compiled(config, transport)
+        kernel = compiled_kernel(config, transport)
         spaces = Workspaces(emulator, [first, second], REACH[reach])
         for case in (first, second, first, second):
             exchanges = spaces.exchanges(case)

@@ -3,11 +3,10 @@
 import torch
 
 from cute_emulator import Emulator
-from overlap_gemm.build import compile_kernel, make_kernel
 from overlap_gemm.config.gemm_config import GemmConfig
 from overlap_gemm.config.visitors import SCALES, Visitor
 from overlap_gemm.epilogues import add_residual
-from tests.support.emulated.kernel_cases import TORCH, KernelCase
+from tests.support.emulated.kernel_cases import TORCH, KernelCase, compiled_kernel
 
 RESIDUAL = Visitor(add_residual, ("f32",))
 EXPONENTS = {"bf16": 4, "e4m3": 4, "e5m2": 8}
@@ -56,7 +55,7 @@ def float32_sums(kernel, rows, columns, depth, **fields):
         case.scales = [[of_rows[:rows].contiguous(), of_columns]]
     sums = torch.zeros(rows, columns)
     with Emulator(arch, sums="bitwise") as emulator:
-        compiled = compile_kernel(make_kernel(config, None))
+        compiled = compiled_kernel(config)
         for _ in range(3):
             case.extras[0][-1] = [-sums]
             case.launch(emulator, compiled)

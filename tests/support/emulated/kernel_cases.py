@@ -1,6 +1,7 @@
 """Runs a kernel by itself, without ops or workspaces of the runtime: plain GEMM or GEMM reduce-scatter."""
 
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -282,11 +283,20 @@ def _matrix(tensor):
     return from_dlpack(tensor, assumed_align=16).mark_layout_dynamic(leading_dim=leading)
 
 
+@cache
+def compiled_kernel(config, transport=None):
+    """Compiles a kernel once for all tests of this process, since a compile takes seconds.
+
+    A test that changes kernels in place uses the fixture `changed_kernels`.
+    """
+    return compile_kernel(make_kernel(config, transport))
+
+
 def launched(config, transport, world, target=None, **sizes):
     """The case of one launch on every rank, in random mode; `target`: what the emulator is, if not `arch`."""
     case = KernelCase(config, world=world, **sizes)
     with Emulator(target or config.arch, world, mode="random") as emulator:
-        compiled = compile_kernel(make_kernel(config, transport))
+        compiled = compiled_kernel(config, transport)
         exchanges = Workspaces(emulator, [case]).exchanges(case) if transport else (None,)
         case.launch(emulator, compiled, exchanges, num_clusters=2)
         emulator.run()
