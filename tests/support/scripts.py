@@ -1,9 +1,16 @@
-"""Example scripts as modules."""
+"""Example scripts as modules, and as programs on ranks that are up."""
 
+import contextlib
 import importlib.util
+import io
+import runpy
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+from unittest import mock
+
+from tests.support.trained import launched
 
 
 def load(file: Path) -> ModuleType:
@@ -15,3 +22,15 @@ def load(file: Path) -> ModuleType:
     sys.modules[file.stem] = module
     spec.loader.exec_module(module)
     return module
+
+
+def run_program(rank: int, size: int, file: str, arguments: list[Any]) -> str:
+    """Runs a script as a program on a rank of `Ranks`, without a process of its own; returns what it prints.
+
+    A process that a launcher starts imports torch and transformers, which takes seconds.
+    """
+    printed = io.StringIO()
+    named = mock.patch.object(sys, "argv", [file, *map(str, arguments)])
+    with named, launched(), contextlib.redirect_stdout(printed):
+        runpy.run_path(file, run_name="__main__")
+    return printed.getvalue()
