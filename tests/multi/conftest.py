@@ -14,6 +14,8 @@ PRELOAD = (
     "overlap_gemm.nn",
     "overlap_gemm.parallel",
     "overlap_gemm.parallel.modules.lora",
+    "torch._dynamo.backends.debugging",  # what the first torch.compile imports
+    "torch._inductor.compile_fx",
     *(f"transformers.models.{family}.modeling_{family}" for family in (*FAMILIES, *MORE_FAMILIES)),
 )
 

@@ -40,10 +40,10 @@ def plain_trainer(rank, size, folder, sequence_parallel):
     return found
 
 
-@pytest.fixture
-def expected(ranks, tmp_path):
+@pytest.fixture(scope="module")
+def expected(ranks, tmp_path_factory):
     """(losses, norms), weights of an unsharded Trainer."""
-    (found,) = ranks(1).run(plain_trainer, str(tmp_path / "plain"), True)
+    (found,) = ranks(1).run(plain_trainer, str(tmp_path_factory.mktemp("plain")), True)
     return found
 
 
