@@ -45,12 +45,12 @@ def rows_and_what_is_below(
     """Returns all rows of the result of a fused op that sums, on virtual ranks, and that of a second call.
 
     That one's bias, one for all columns, takes away what the first row is: it shows the bits below those of
-    the result.
+    the result. The first call's bias is zero, so that one kernel serves both.
     """
     inputs, layout = inputs or adversarial(case), LAYOUTS[case.op]
     results: list[Tensor] = []
     for _ in range(2):
-        bias = -results[0][0] if results else None
+        bias = -results[0][0] if results else torch.zeros(case.n, dtype=case.dtype)
         outs = []
         for rank, group in enumerate(world.names):
             x, weight = (
