@@ -20,8 +20,8 @@ With few rows, shards of rows would be smaller than a tile, and every rank would
                     2. per unit of another owner's tile: waits for its flag, copies it into the output
                     The sum is made once, so all ranks have the same
 
-The copy costs one more write and one more read of M x N elements in local memory. The output could be
-symmetric memory itself, but then it would be the workspace's, not the caller's, and the next call's.
+The copy costs one more write and one more read of M x N elements in local memory. There would be no copy if
+the output were symmetric memory. But such an output belongs to the workspace; the next call overwrites it.
 
 Progress. The load, MMA, epilogue and comm roles wait for no peer: every partial of every resident CTA is
 sent and published (:mod:`overlap_gemm.exchange.reduce_scatter`). A sum waits for partials and nothing else. A
@@ -31,10 +31,13 @@ So every sum of every CTA of every rank is made without waiting for any copy, an
 
 Reuse of slots and flags: the rule of :mod:`overlap_gemm.exchange.call`. In both, partial slots are written by
 bulk stores and read by ordinary loads, as in reduce-scatter. Result slots are written by ordinary stores of
-the owners' receive roles, in the buffer of the call's parity, and read by ordinary loads. An owner writes
-them in call ``e + 2`` after its call ``e + 1``, so after every rank's call ``e``. Another call may have bulk
-stores where this one has results, and vice versa. `order_async_writes` is there for the former case. Bulk
-stores are complete, for every thread that has seen their flag, before a rank ends its call.
+the owners' receive roles, in the buffer of the call's parity, and read by ordinary loads. An owner's call
+``e + 2`` begins after every rank's call ``e`` has ended, so the rule holds for them, too. One call may use
+bytes for results that another call uses for partials:
+
+- Bulk stores after ordinary accesses: the storing thread first executes `order_async_writes`.
+- Ordinary stores after bulk stores: a bulk store is complete before its flag is raised, and a rank sees the
+  flags of a call before it ends the call.
 
 With LL packets (:mod:`overlap_gemm.device.ll_words`) there are neither flags nor bulk stores: a warp that
 sums or copies waits for the data. Progress and reuse are the same.

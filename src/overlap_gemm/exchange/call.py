@@ -30,11 +30,13 @@ its slots.
 
 **Identity.** Ranks that make different calls still have equal epochs. So the entry signal has the low half
 of the epoch and above it a signature: a digest of what the ranks' calls must have in common
-(:mod:`overlap_gemm.runtime.identity`). The waiting lane compares both. On another
-signature it traps (`Role.CALL_IDENTITY`) before the call ends: no rank returns a result of two different
-calls. There is a word for each parity of the epoch. By the rule, a peer enters ``e + 2`` only after this
-rank's call ``e`` has ended. So an awaited word has the expected epoch, or one at most two older, for which 32
-bits are enough.
+(:mod:`overlap_gemm.runtime.identity`). The waiting lane compares both. If the epoch
+arrives with another signature, it traps at once (`Role.CALL_IDENTITY`), before the call ends: no rank returns
+a result of two different calls. There are two words per peer, one for each parity of the epoch: a peer may
+enter ``e + 1`` while this rank still waits for its entry into ``e``. By the rule, a peer enters ``e + 2``
+only after this rank's call ``e`` has ended. So the awaited word holds epoch ``e``, or one at
+most two older: 32 bits are enough. (A later epoch cannot arrive if all ranks make the same calls. It traps,
+too, as `Role.CALL_ENTERED`.)
 
 **One call at a time.** Fused launches of a device must not overlap. Each CTA registers the launch's number in
 the device's *in call* word (`enter`); the grid's last CTA clears it (`finish`). If two launches are resident
@@ -90,9 +92,10 @@ class Call(NamedTuple):
     def begin(exchange: Exchange, epoch_offset: int = EPOCH_OFFSET, peer_table: Any = None) -> Call:
         """Returns the values of the call that begins; every thread, before a barrier of its CTA.
 
-        Each thread reads the epoch. The barrier is before the CTA's ticket (`finish`), so the epoch does not
-        change before it is read. ``peer_table`` (`smem_peer_table`), if passed, gets a copy of the ranks'
-        addresses, complete after the barrier, which the roles then use.
+        Each thread reads the epoch. The barrier comes before the CTA's ticket, and `finish` of the grid's
+        last CTA comes after all tickets. So the epoch does not change before it is read. ``peer_table``
+        (`smem_peer_table`), if passed, gets a copy of the ranks' addresses. The copy is complete after the
+        barrier; the roles then use it.
         """
         base = exchange.peers[exchange.rank]
         if peer_table is not None:
@@ -265,8 +268,8 @@ def count_grid(call: Call, offset: Int32, warps: cutlass.Constexpr) -> Int32:
 def end_warp(call: Call, counters: Any, warps: cutlass.Constexpr) -> None:
     """Ends a warp's roles; all lanes of each of the CTA's ``warps`` warps that access the workspace.
 
-    The last warp of the CTA calls `finish`. Its counter acquires what the other warps have released, so their
-    reads of control words are complete.
+    The last warp of the CTA calls `finish`. The counter acquires and releases at CTA scope, so all reads of
+    control words by the other warps come before it.
     """
     cute.arch.sync_warp()
     if count(counters.ended, "acq_rel") == warps - 1:
@@ -277,8 +280,9 @@ def end_warp(call: Call, counters: Any, warps: cutlass.Constexpr) -> None:
 def finish(call: Call) -> None:
     """Counts the CTA by a ticket; all lanes of one warp, after the last role of the CTA.
 
-    The grid's last CTA resets the ticket, stores the epoch and the next one (for the copy engine), and clears
-    the in-call word.
+    The ticket acquires and releases at device scope. So the stores of the grid's last CTA come after all
+    accesses of all CTAs. It resets the ticket, stores this epoch at `EPOCH_OFFSET` and the next one at
+    `NEXT_EPOCH_OFFSET` (for copy engines), and clears the in-call word.
     """
     ticket = global_pointer(Uint32, call.base + TICKET_OFFSET, 4)
     if cute.arch.lane_idx() == 0:

@@ -83,7 +83,7 @@ class TileCopies:
     transport: Transport
 
     def tiles(self, context: ReceiveContext) -> Any:
-        """Returns the number of tiles; each source with columns counts as one with a full shard."""
+        """Returns the number of tiles of all other ranks with columns: for each, that of a full shard."""
         return self._others(context) * Int32(self._slots(context))
 
     @cute.jit
@@ -131,7 +131,10 @@ class TileCopies:
         return ceil_div(cute.size(context.out, mode=[1]), context.call.exchange.shard_rows)
 
     def _others(self, context: ReceiveContext) -> Any:
-        """Returns the number of these without this rank; ``rank + 1, ...`` then differ modulo the sources."""
+        """Returns the number of ranks that have columns, without this rank.
+
+        So many ranks from ``rank + 1`` on, modulo `_sources`, are these ranks.
+        """
         sources = self._sources(context)
         return sources - (context.call.exchange.rank < sources) * 1
 
@@ -203,7 +206,10 @@ class ResultCopies:
         transport.await_result(context.call, self.op, flag, place.tile, place.source, waits=SHOTS)
 
     def _others(self, context: ReceiveContext) -> Any:
-        """Returns the number of owners without this rank; ``rank + 1, ...`` then differ modulo the owners."""
+        """Returns the number of owners without this rank.
+
+        So many ranks from ``rank + 1`` on, modulo the owners, are these owners.
+        """
         work_list = context.work.all_tiles
         return work_list.owners - (work_list.rank < work_list.owners) * 1
 

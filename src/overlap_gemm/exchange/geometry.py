@@ -13,10 +13,11 @@ address. Size and layout are the same on all ranks:
 | + buffer_bytes  | slot buffer of odd epochs                                                    |
 | + 2, 3 x        | staging buffers, even and odd, if some peer has no address: ``[owner][tile]`` |
 
-``max_flags`` and ``buffer_bytes`` are fixed when the workspace is made, not by a call. A peer may store
-partials of call ``e + 1`` while this rank still reads those of call ``e``, whatever the two shapes. A call
-may divide the buffer of its epoch in any way, since no other call uses it meanwhile. A flag's writer is the
-flag's index modulo the number of ranks, in every call. So a later epoch in a flag is from the same rank.
+There are at most 112 ranks (`MAX_WORLD`). ``max_flags``, and so ``slots_offset``, and ``buffer_bytes`` are
+fixed when the workspace is made, not by a call: buffers of two calls must not overlap. For a peer may already
+store partials of call ``e + 1``, of any shape, while this rank still reads those of call ``e``. A call may
+divide the buffer of its epoch in any way, since no other call uses it meanwhile. The only writer of a flag is
+the rank ``index % world``, in every call. So a later epoch in a flag is from the same rank.
 """
 
 from __future__ import annotations
@@ -116,8 +117,8 @@ class ExchangeShape:
     ) -> ExchangeShape:
         """Returns the shape with rows or columns cut as ``torch.chunk`` cuts them.
 
-        If sums return to all ranks, a shard's columns are a multiple of `OWNED` and of the columns that share
-        a scale of ``blocks``. So each tile begins at a block.
+        If sums return to all ranks (two-shot), shards have multiples of 64 (`OWNED`) columns, and of the
+        columns that share a scale of ``blocks``. So each tile begins at a block.
         """
         spec = PATTERNS[pattern]
         shard = shard_rows(cols if spec.cut == "columns" else rows, world)

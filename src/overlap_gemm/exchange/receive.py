@@ -2,9 +2,10 @@
 
 Its work is one *part* or several, one after the other (:mod:`overlap_gemm.exchange.sums`,
 :mod:`overlap_gemm.exchange.copies`). A part is a list of CTA tiles, cut into units of at most 4 KiB of a
-slot. Its tiles are dealt to the CTAs in the order in which they arrive, for any computing CTA. The warps of a
-CTA take its units one by one. The receive warps take units from the start. The epilogue warps take units
-after they have written their last tile: the remaining units are the tail of the call.
+slot. A part's tiles are numbered in the order in which they arrive. CTA ``c`` of ``C`` finishes tiles ``c,
+c + C, c + 2C, ...``, whichever CTA computed them. The warps of a CTA take its units one by one, by a counter
+in shared memory (`CtaCounters.taken`). The receive warps take units from the start. The epilogue warps take
+units after they have written their last tile: the remaining units are the tail of the call.
 
 Protocol of a unit, by one warp:
 
@@ -14,8 +15,8 @@ Protocol of a unit, by one warp:
 - signals: nothing; but sums that are sent on to other ranks release a flag in each of them.
 - freed by: the call's end, see `exchange.call`.
 
-A warp takes no unit of a part before all units of the parts before it are taken. So a unit may wait for units
-of earlier parts, of any rank: the warps that took those wait for no later part.
+A warp takes no unit of a part before all units of earlier parts of its CTA are taken. So a unit may wait for
+units of an earlier part, on any rank: a warp that took such a unit finishes it before it takes another.
 
 The result of a unit does not depend on the warp that takes it: results are bitwise repeatable.
 """

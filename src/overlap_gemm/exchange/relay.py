@@ -5,8 +5,10 @@ flag. One warp of this kernel waits for the flag and puts bytes and signal. So n
 the GEMM: on sm_90 such a call would disable ``setmaxnreg`` and serialise wgmma.
 
 The puts are arguments of the launch, as lists of equal pieces (`geometry.Puts`). So one compiled relay serves
-every op, shape and configuration. A separate warp forwards two signals of the GEMM: that it has entered the
-call, and that it has read its gathered shards.
+every op, shape and configuration. The kernel is one CTA of 9 warps. 8 warps put (`WARPS`). The ninth forwards
+two signals of the GEMM: that it has entered the call, and (all-gather GEMM) that it has read its gathered
+shards. All waits are for local words, which the GEMM stores. Since the GEMM may itself wait for every peer,
+they have ``world + 1`` times the limit.
 
 There is one launch per call on the workspace, on another stream than the GEMM, with no order between the two.
 Progress:
@@ -20,7 +22,7 @@ Progress:
   CTA, which occupies at most the SM of one cluster. (They cannot share an SM: the GEMM uses all registers.)
   If this kernel starts later, staged data remains until then.
 
-The stream continues after both, so the next GEMM runs after this kernel has ended.
+The GEMM's stream then waits for this kernel, so the next GEMM runs after both have ended.
 """
 
 from __future__ import annotations

@@ -46,10 +46,15 @@ def send_role(ring: Any, sender: Any, call: Call, op: cutlass.Constexpr) -> None
 class Destination(NamedTuple):
     """A tile that is sent: its route, and its extents.
 
-    Rows that do not exist are not sent. Rows of a subtile are consecutive on the wire (`StageChunks`), so
-    those that exist are its first bytes. They are sent by full units. Columns that do not exist are not sent
-    by full subtiles. A receiver takes the units that have both (`receive.unit_exists`): it loads nothing that
-    was not sent.
+    At the end of the matrix only a part of a tile is sent:
+
+    - Rows: a unit of a subtile (`GemmConfig.unit_rows`) is sent if it has a row that exists. A subtile's rows
+      are consecutive on the wire (`StageChunks`), so the sent units are its first bytes.
+    - Columns: a subtile is sent, in its full width, if it has a column that exists.
+
+    A receiver takes the units that have both (`receive.unit_exists`): it loads nothing that was not sent.
+    Example: bf16, subtiles of 64 x 64, units of 4 KiB (32 rows), 40 rows and 70 columns exist. Of both
+    subtiles of the first row two units are sent: 8 KiB each.
 
     Attributes:
         route: Route of the tile.
@@ -147,9 +152,9 @@ class OwnerSender(SlotSender):
 class BroadcastSender(SlotSender):
     """Sends each tile to this rank's slot at every rank.
 
-    A bulk group holds one store per rank. So one full wait covers a subtile's stores to all ranks, and one
-    fence covers their flags. To ranks without P2P access the tile is put from the local slot, when it is
-    complete.
+    A bulk group holds one store per rank, so one full wait covers a subtile's stores to all ranks. `publish`
+    executes one fence for a tile, then raises the tile's flag at each rank. To ranks without P2P access the
+    tile is put from the local slot, when it is complete.
 
     Attributes:
         to_itself: Whether this rank itself needs the tile in its slot.

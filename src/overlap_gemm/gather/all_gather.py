@@ -7,23 +7,25 @@ columns. Shards are sent into the *gather buffer* of every rank's workspace:
   :mod:`overlap_gemm.backends.fused.gather_plans`);
 - by the kernel's own warps (``peer_bulk``);
 - to peers without P2P access, by a relay kernel alongside (``staged``: :mod:`overlap_gemm.exchange.relay`).
-  It puts the local shard from its place in this rank's buffer, into which the host copied it, in pieces that
-  have a flag each.
+  The host has copied the local shard to its place in this rank's buffer. The relay puts it from there, in up
+  to 8 pieces (`SHARD_PIECES`), each with a flag.
 
 Roles:
 
-- Load role: local shard first, read in place; then the others in the order in which they are sent. Before the
-  first tile of a shard it waits for the shard's flag (acquire, system scope, bounded) and fences the
-  asynchronous proxy. The grid's last reader signals to every peer that this rank *has read*. After that
-  nothing is in flight to this rank, since every shard has a tile here, whose load waited for the shard.
-- Shard role: the receive warps. ``peer_bulk``: they send their units of the local shard to one peer after the
-  other; the last warp to have sent to a peer releases the flag there. ``keep``: they copy every shard to a
+- Load role: local shard first, read in place; then those of ``rank + 1, rank + 2, ...``, the order in which
+  they arrive. Before the first tile of a shard it waits for the shard (`await_shard`: acquire, system scope,
+  bounded); then all its lanes fence the asynchronous proxy. The grid's last reader (`readers`) signals to
+  every peer that this rank *has read*. After that nothing is in flight to this rank, since every shard has a
+  tile here, whose load waited for the shard.
+- Shard role: the receive warps. ``peer_bulk``: they send their units of the local shard to ``rank - 1, rank -
+  2, ...``; the last warp to have sent to a peer releases the flag there. ``keep``: they copy every shard to a
   tensor of the caller, and count as readers.
-- Comm lane: TMA stores of the output. The grid's first, at its end, waits until every peer has read.
+- Comm lane: TMA stores of the output. After them the grid's first comm warp waits until every peer has
+  entered and has read.
 
 Progress. Sending waits for no peer. Copy engines take no SM, a sending warp belongs to a resident CTA that
 stores and counts, and a relay has a separate place. So every shard arrives, every gate opens, every tile is
-loaded, and every rank signals that it has read. The wait for that signal comes after all else.
+loaded, and every rank signals that it has read. A rank waits for these signals only after all other work.
 
 **Reuse.** There is one gather buffer, not one for each parity: the destination of copy engines is fixed on
 the host, and in a captured graph for all its replays, while the parity is the device's. The rule of
@@ -31,19 +33,25 @@ the host, and in a captured graph for all its replays, while the parity is the d
 
 1. A rank's call ``e`` ends after every peer's "has read ``e``".
 2. Its copies and puts of call ``e + 1`` begin after its call ``e``.
-3. So does the overwriting of a put's source: a peer that has read has received all of it.
+3. A put's source, too, is overwritten only after call ``e``: a peer that has read has received all of it.
 
-The flags' values are copied from the word `NEXT_EPOCH_OFFSET`, which is stored at the end of a call. That is
-after every peer's "has read", which is after the arrival of this rank's flags, and so after their copies.
+A copy engine copies a flag's value from the device word `NEXT_EPOCH_OFFSET`. A value of the host would be the
+same in all replays of a captured graph. The word changes at the end of a call, after every peer's "has read".
+By then this rank's flags have arrived at all peers, so the copies of the word are complete.
 
-**Scales** of A are after all rows of their shard, under its flag. They have a separate source: no copy sends
-rows and scales together. Rows begin at full lines of L2; with 16 bytes after each row, a box of TMA would
+**Scales** of A follow the space for the rows of a full shard, under the shard's flag. They have a separate
+source: no copy sends rows and scales together. Rows begin at full lines of L2; with 16 bytes after each row,
+a box of TMA would
 touch two lines per row. The epilogue's warps read scales of rows, so they are readers of the gather buffer,
 too. The load role reads scales of blocks (:mod:`overlap_gemm.mainloop.blocks`,
 :mod:`overlap_gemm.mainloop.mx`) with its tiles.
 
-**Several weights** share one gather: they are launches of one call, one after the other; the first sends,
-the last one signals and ends the call.
+**Several weights** share one gather: they are launches of one call, of one epoch, one after the other.
+
+- First launch (``is_first``): signals the entry, and sends.
+- Every launch: waits for the shards, multiplies, stores.
+- Last launch (``is_last``): keeps shards, counts readers, signals "has read", waits for the peers, ends the
+  call.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The gate kernel: lets a stream wait for a shard, before a kernel that multiplies the shard without waiting.
 
 Copy engines send a rank's shard (:mod:`overlap_gemm.backends.by_shards`), and each shard is multiplied by a
-separate kernel. This kernel, a single warp, is launched before each product, and once after the last. The
-driver's ``cuStreamWaitValue32`` has no time limit, and its value is fixed when a graph is captured, while an
-epoch is not.
+separate kernel. This kernel, one CTA of one warp, is launched before each product, and once after the last
+with ``source`` -1 (`geometry.END`). The driver's ``cuStreamWaitValue32`` has no time limit, and its value is
+fixed when a graph is captured, while an epoch is not.
 
 It uses the gather buffer of :mod:`overlap_gemm.gather.all_gather`, and calls of both may alternate. Protocol:
 
@@ -11,10 +11,10 @@ It uses the gather buffer of :mod:`overlap_gemm.gather.all_gather`, and calls of
   scope, bounded).
 - produces: nothing. Kernels launched after it on the stream may read the shard, by any proxy: a kernel's end
   comes before everything in the next one.
-- signals: at the call's first launch, and at its last, to every peer that this rank has entered it.
-  `geometry.END`, after all reads of the call: signals to every peer that this rank *has read*. Then it waits
-  until each of them has entered and read.
-- freed by: that last launch, which ends the call: `exchange.call.finish`.
+- signals: at the call's first launch, to every peer, that this rank has entered the call. The launch with
+  ``END`` repeats it. That launch, after all reads of the call, signals to every peer that this rank *has
+  read*. Then it waits until each of them has entered and has read.
+- freed by: the launch with ``END``, which ends the call: `exchange.call.finish`.
 """
 
 from __future__ import annotations

@@ -40,8 +40,8 @@ class ShardScales(NamedTuple):
     """Scales of a shard. In the gather buffer they follow the space for the rows of a full shard.
 
     Attributes:
-        address: ``Int64``: address of this rank's scales: a vector if rows have scales, a matrix for a full
-            shard if blocks have scales.
+        address: ``Int64``: address of this rank's scales: a vector if rows have scales; a matrix, with the
+            extents of a full shard, if blocks have scales.
         nbytes: ``Int64``: bytes of the scales, a multiple of 16; 0 if this rank has no rows.
         full_bytes: ``Int64``: bytes from the rows of a full shard to the next shard.
     """
@@ -55,8 +55,8 @@ class Gathering(NamedTuple):
     """The run-time arguments of an all-gather GEMM.
 
     Attributes:
-        exchange: Arguments of every op. Flag ``source`` is raised when the shard of ``source`` is complete;
-            if it is put, flag ``(piece, source)`` for each piece (`geometry.shard_piece`).
+        exchange: Arguments of every op. Flag ``source`` is raised when the shard of ``source`` is complete.
+            If a shard is put in pieces (`geometry.shard_piece`), each has flag ``piece * world + source``.
         rows: ``Int32``: M, rows of all shards together.
         row_bytes: ``Int64``: bytes of a row of A, in the local shard and the gather buffer; a multiple of 16.
         local_shard: ``Int64``: address of the local shard.
@@ -138,9 +138,12 @@ class GatherCall(NamedTuple):
 
 @cute.jit
 def await_shard(call: GatherCall, source: Int32, transport: cutlass.Constexpr) -> None:
-    """Waits until the shard of ``source`` has arrived: for its flag, or those of its pieces; all lanes.
+    """Waits until the shard of ``source`` has arrived; all lanes, which may all read it on return.
 
-    It waits for the entry of ``source`` into this call, too: copy engines send in any call.
+    - Lane 0 waits for the entry of ``source`` into this call. So ranks in different calls fail, even if copy
+      engines have sent the shard.
+    - Lane 0 waits for the shard's flag; or (``staged``) lane ``i`` for those of pieces ``i, i + 32, ...``.
+    - A warp barrier follows.
     """
     if cute.arch.lane_idx() == 0:
         await_entry(call.call, ALL_GATHER_GEMM.code, source)
@@ -151,7 +154,10 @@ def await_shard(call: GatherCall, source: Int32, transport: cutlass.Constexpr) -
 
 @cute.jit
 def await_piece(call: Call, source: Int32, piece: Scalar) -> None:
-    """Waits for the flag of a piece of a shard of ``source``; one lane. Piece 0 is a shard in one piece."""
+    """Waits for the flag of a piece of the shard of ``source``; one lane. Piece 0 is a shard in one piece.
+
+    A failure record has ``source`` as tile and flag, whichever piece is missing.
+    """
     site = call.site(ALL_GATHER_GEMM.code, Role.LOAD_GATE, source, source, source)
     wait_flag(call.flag(call.base, piece, source), call.epoch, call.bound, site)
 
@@ -159,7 +165,8 @@ def await_piece(call: Call, source: Int32, piece: Scalar) -> None:
 def readers(config: GemmConfig, keep: bool) -> int:
     """Returns the number of warps of a CTA that read the gather buffer.
 
-    These are load, with ``keep`` the receive warps, and epilogue warps that visit rows.
+    These are the load warp, with ``keep`` the receive warps, and all epilogue warps if they read scales of
+    rows. They are counted in the last launch of a call.
     """
     visiting = config.visits_rows * config.epilogue_groups * config.epilogue_threads // 32
     return 1 + keep * config.receive_warps + visiting
@@ -215,10 +222,11 @@ class ShardRole:
 
     @cute.jit
     def _send(self, call: GatherCall, first: Int32, stride: Int32) -> None:
-        """Stores this warp's units of the local shard in one peer's buffer after the other.
+        """Stores this warp's units of the local shard at ``rank - 1``, then at ``rank - 2``, and so on.
 
-        The last warp that has stored to a peer releases the flag there. So no peer waits until all peers have
-        the shard.
+        Scales are sent first, to all peers. For each peer the grid's warps are counted (`count_grid` at
+        `SENDERS_OFFSET`). The last one releases the shard's flag there. So a peer may read the shard before
+        all others have it.
         """
         exchange, epoch = call.call.exchange, call.call.epoch
         (peers, rank, world, *_), warps = exchange, self.config.receive_warps
@@ -300,7 +308,15 @@ def copy_rows(
 
 @cute.jit
 def copy_unit(width: cutlass.Constexpr, target: Int64, source: Int64, chunks: Int32, unit: Int32) -> None:
-    """Copies unit number ``unit``, of ``width`` of the ``chunks`` of 16 bytes; all lanes."""
+    """Copies one unit of a range of chunks of 16 bytes; all lanes, each ``width / 32`` loads, all in flight.
+
+    Args:
+        width: Chunks of a unit, a multiple of 32.
+        target: Destination address of the range, a multiple of 16.
+        source: Source address of the range, a multiple of 16.
+        chunks: Chunks of the range; the last unit may have fewer than ``width``.
+        unit: Number of the unit in the range.
+    """
     loaded = cute.make_rmem_tensor((CHUNK_WORDS, width // LANES), cutlass.Uint32)
     start = unit * width + cute.arch.lane_idx()
     for c in cutlass.range_constexpr(width // LANES):

@@ -60,7 +60,10 @@ class InputExchange(AllGather):
     has_chunks = True
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a kernel whose parts of K, or early loads, do not begin at slices."""
+        """Raises ValueError for ``k_split`` other than 1, and for launch ``dependent_weights``.
+
+        A tile sums K slice by slice, from the local slice on. Parts of K or early loads do not begin there.
+        """
         if self.config.k_split > 1 or self.config.loads_weights_early:
             raise ValueError(
                 f"{ALL_TO_ALL_GEMM.name} sums K from the local columns of x on: k_split must be 1 and launch "
@@ -175,7 +178,8 @@ class SliceGate:
 def await_chunk(call: GatherCall, chunk: Int32, source: Int32) -> None:
     """Waits until a chunk of the slice of ``source`` has arrived, and all chunks before it; all lanes.
 
-    It waits for the entry of ``source`` into this call, too: copy engines send in any call.
+    Lane 0 waits for the entry of ``source`` into this call, as in `await_shard`. Then it waits for flag
+    ``chunk * world + source``. A warp barrier follows.
     """
     if cute.arch.lane_idx() == 0:
         await_entry(call.call, ALL_TO_ALL_GEMM.code, source)
