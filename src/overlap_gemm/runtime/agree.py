@@ -9,12 +9,15 @@ to `together` or `gather`, in a call that all ranks make. Every rank then gets t
 | `same` | facts of the call | first call with these facts |
 | `equal_length` | facts, and equal lengths of the shards | first call with these facts and this length |
 | `total_length` | facts, and lengths of the shards | every call |
-| `of_calls` | facts, transfer, number of calls that raised | before each transfer of a portable call |
+| `of_calls` | facts, transfer, number of calls that raised | each transfer of a portable call |
 
 With `OVERLAP_GEMM_CHECK=1` in every rank's environment (debug mode) all ranks compare the facts of every call
-before it. They raise together, and each names the rank that differs. Without debug mode such a call can hang
-until the group's timeout, or compute wrong results. `report` notifies the other ranks that this rank's
-arguments are invalid.
+before it. They raise together, and each names the rank that differs. `report` notifies the other ranks that
+this rank's arguments are invalid. The variable is read once, at the first call.
+
+Without debug mode a different call is noticed later. Over gloo `of_calls` raises DisagreementError before
+data is sent. Over NCCL the next call raises it (`runtime.ledger`). Fused kernels compare signatures on the
+device (`runtime.identity`): MismatchedCallsError, or CommTimeoutError if a rank makes no call.
 """
 
 import hashlib
@@ -61,13 +64,13 @@ def gather(
     Args:
         group: Group of which every rank must call.
         what: Name of the attempt in the error.
-        attempt: Function that may raise; its result is sent to all ranks. It must not communicate, unless a
-            failure on one rank is a failure on all.
+        attempt: Function that may raise; its result is sent to all ranks. It may communicate only if it then
+            fails on all ranks or on none.
         error: Exception class if the attempt failed on some ranks.
 
     Raises:
-        DisagreementError: On every rank, with the failed ranks and the reasons. If all ranks failed for the
-            same reason, each raises the exception of its attempt.
+        DisagreementError: On every rank, with the failed ranks and the reasons. If all ranks failed with the
+            same type and text, each raises the exception of its attempt.
     """
     if "cpu" in group.device_types and group.has_gloo:  # a peer may be in a different call
         _exchange(group, torch.device("cpu"), 0, facts := (("op", what),), facts)
@@ -147,9 +150,8 @@ def _compare(group: Group, facts: dict[str, Any]) -> None:
 def same(group: Group, device: torch.device, facts: Facts, every_time: bool = False) -> None:
     """Raises on every rank unless all make a call with the same facts.
 
-    Facts are compared at the first call with them; in debug mode, or with `every_time`, at every call. Ranks
-    that differ from the start are then named, instead of a transport error or wrong results. Nothing is
-    compared while a CUDA graph is captured.
+    Facts are compared at the first call with them; in debug mode, or with `every_time`, at every call.
+    Without debug mode nothing is compared while a CUDA graph is captured.
 
     Args:
         group: Group of which every rank must call.
@@ -180,7 +182,7 @@ def differences(group: Group, values: Sequence[Any]) -> str | None:
 
 
 def failure(error: Exception) -> tuple[str, str]:
-    """Returns the fact by which a rank reports its failure to the others through `same`."""
+    """Returns a fact ("error", text), with which a failed rank calls `same`: it then raises on every rank."""
     return "error", f"{type(error).__name__}: {error}"
 
 
@@ -189,8 +191,8 @@ def of_calls(group: Group, device: torch.device, facts: Facts) -> Group:
 
     On CPUs over gloo it sends 16 bytes to each peer: the number of skipped calls, and a digest of facts and
     transfer. On other devices a thread compares later (`runtime.ledger`). Without the comparison, ranks in
-    different calls, each of them made before, would take each other's bytes as their own, or abort in gloo.
-    The call after one that raised on one rank alone would be paired with that call on the peers.
+    different calls would take each other's bytes as their own, or abort in gloo. A rank on which one call
+    raised would pair its next call with the peers' earlier one.
 
     Args:
         group: Group of which every rank makes such a call.
@@ -283,7 +285,7 @@ def equal_length(
         device: Device of the op's tensors.
         group: Group of which every rank must call.
         facts: (name, value) pairs that are sent with the length and must be equal; the first is the op.
-        unit: Factor between the total length and the fact named `what`.
+        unit: Rows for each element of the length; messages show the total times `unit`.
 
     Raises:
         ValueError: On every rank, if the lengths are not equal.

@@ -1,8 +1,11 @@
 """Startup of a process and its peers: torchrun, mpirun, slurm's srun, or a single process.
 
-world = overlap_gemm.init()  # the same script under any launcher
-...
-overlap_gemm.finalize()
+Example:
+
+    import overlap_gemm
+
+    world = overlap_gemm.init()  # the same script under any launcher
+    overlap_gemm.finalize()
 """
 
 import logging
@@ -93,11 +96,14 @@ _owns_process_group = False
 
 
 def init(*, device: str | None = None, timeout: float | None = None) -> World:
-    """Connects this process with its peers and selects its device. Later calls return the same `World`.
+    """Connects this process with its peers and selects its device.
+
+    Later calls return the same `World` and ignore ``timeout``; another kind of device raises ValueError.
 
     The first of these that applies is used:
 
-    1. A process group that is already initialised.
+    1. A process group that is already initialised. It keeps its timeout. The local rank is ``LOCAL_RANK``, or
+       the group's rank if that variable is not set.
     2. torchrun's environment.
     3. The environment of Open MPI or another PMI launcher: mpi4py gives rank, size and rendezvous; gloo or
        NCCL communicates.
@@ -106,7 +112,8 @@ def init(*, device: str | None = None, timeout: float | None = None) -> World:
 
     Args:
         device: "cpu" or "cuda", whose index is the local rank; default CUDA if there is a device.
-        timeout: Seconds after which an operation that waits for a peer fails; default torch.distributed's.
+        timeout: Timeout in seconds of the process group that is created here; default torch.distributed's.
+            Without effect if the process group already exists.
 
     Returns:
         World of this process.
@@ -155,7 +162,8 @@ def init(*, device: str | None = None, timeout: float | None = None) -> World:
 def _warn_of_limit() -> None:
     """Logs a limit of the address space that is nearly reached.
 
-    A native thread that cannot start then ends the process by "terminate called", without a reason.
+    At the limit a native thread cannot start. That ends the process with the message "terminate called",
+    which names no reason.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit == resource.RLIM_INFINITY:
@@ -170,7 +178,9 @@ def _warn_of_limit() -> None:
 
 
 def finalize() -> None:
-    """Frees the workspaces and leaves the world; destroys the process group if `init` created it.
+    """Frees the workspaces and leaves the world; destroys a process group of `init` or `World.mesh`.
+
+    A process group that the caller created is not destroyed.
 
     Collective if workspaces exist. A second call does nothing. In a process that was forked from an
     initialised one it frees nothing, because workspaces and process group belong to the parent.

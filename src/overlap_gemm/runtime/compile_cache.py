@@ -18,6 +18,11 @@ other user may have write permission (ssh's rule for keys). If the folder cannot
 (read-only, full disk), functions are kept in memory, and one warning names the folder and the cause. The only
 cost is compile time.
 
+**Failures.** A process that needs a kernel which another one compiles waits for the lock of the key, then
+loads the entry. If there is none after `LOCK_TIMEOUT`, it compiles without storing, and warns once. A damaged
+entry is logged as a warning, compiled again and replaced. A folder that other users may write is neither read
+nor written.
+
 **Size.** The folder is kept below a limit; entries that were not used for longest are removed first.
 
 | variable | meaning |
@@ -69,7 +74,7 @@ LIMIT = 1 << 30
 """Limit of the folder in bytes; an entry takes 50 to 200 KiB."""
 
 LOCK_TIMEOUT = 120.0
-"""Seconds that a process waits for another one that compiles the same kernel, before it compiles itself."""
+"""Seconds (2 minutes) that a process waits for another one that compiles the same kernel."""
 
 ABANDONED_AFTER = 3600.0
 """Age in seconds after which a partial file belongs to a process that has died."""
@@ -180,9 +185,9 @@ class CompileCache:
 
     @contextmanager
     def _entry(self, key: str) -> Iterator[tuple[Path | None, Exception | None]]:
-        """Yields the folder of an entry and the reason not to write there.
+        """Yields (folder to read an entry from, reason not to store one there); locks the entry.
 
-        The folder is None if it must not be read; the reason is None if it may be written.
+        The folder is None if nothing must be read. The reason is None if the entry may be stored.
         """
         folder, lock = self.folder, None
         reason: Exception | None = None

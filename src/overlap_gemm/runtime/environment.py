@@ -1,7 +1,8 @@
 """Environment variables with numbers or choices: parsing, and errors that name the variable and the rule.
 
-Every such `OVERLAP_GEMM_` variable is read through this module, when it is needed. Ranks may have different
-environments; therefore, if other ranks wait for this one, the variable is read within `agree.together`.
+Every such `OVERLAP_GEMM_` variable is read through this module, when it is needed; the caller may keep the
+value. Ranks may have different environments; therefore, if other ranks wait for this one, the variable is
+read within `agree.together`.
 """
 
 from __future__ import annotations

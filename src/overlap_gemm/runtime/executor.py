@@ -56,7 +56,8 @@ class Executor(Protocol):
         """Makes this executor the target of kernel launches; yields the stream handle for them.
 
         Args:
-            *used: Tensors of the caller that the launches read or write; their memory is not reused before.
+            *used: Tensors of the caller that the launches read or write; their memory is not reused before
+                the launches have ended.
         """
 
     def fork(self) -> AbstractContextManager[int]:

@@ -258,8 +258,8 @@ def clear_groups(single_process: bool) -> None:
     """Clears the known groups when the world is joined or left.
 
     Args:
-        single_process: True if `init` determined that this process is the full world, whatever its
-            environment contains.
+        single_process: True if `init` determined that this process is the full world. The variables of
+            `LAUNCHERS` are then not checked.
     """
     global _is_single_process
     _groups.clear()

@@ -9,7 +9,8 @@ rest (:mod:`overlap_gemm.exchange.call`):
   skipped is paired with the peers' next call.
 
 The count begins where the op is entered, so it includes invalid arguments and failed allocations of outputs.
-Calls that raise on all ranks do not make a difference. A captured call has the count of its capture.
+Calls that raise on all ranks are counted on all, so the counts stay equal. A captured call has the count of
+its capture.
 
 Portable backends compare the same facts on the host before each transfer (`runtime.agree.of_calls`).
 
@@ -19,7 +20,7 @@ A signature does not detect:
 
 - a replay of the same graph that one rank omits;
 - one of several identical calls that never reached the library;
-- a call that raised if only replays of identical calls follow, which were captured before.
+- a call that raised, if only replays follow, captured before it, and the calls of all ranks are identical.
 
 In these cases the last call waits for a peer that does not come.
 """
@@ -109,8 +110,8 @@ class Progress:
         is_shared: True if there are peers, for which calls of two threads would have no order.
         events: Number of launches and transfers of calls, plus the number of calls that raised before their
             first one.
-        skipped: Number of calls that raised before their first launch or transfer.
-        last: Error of the last skipped call; calls that raised on all ranks are not included.
+        skipped: Number of calls that raised before their first launch or transfer, on this rank or on all.
+        last: Error of the last of them that was not raised on all ranks by a `DisagreementError`.
         thread: Identifier of the thread that the group belongs to; None: `admit` decides.
         retried: Call that the next call repeats, or None.
     """
@@ -125,8 +126,8 @@ class Progress:
     def admit(self, op: str, x: Any) -> None:
         """Begins a call that is the first of a thread, or a retry.
 
-        Calls of a backward pass come from autograd's threads; the thread that started the pass waits for
-        them.
+        A group with peers belongs to the thread that called first, until that thread ends. Any thread of
+        autograd is admitted while it runs a backward pass; the thread that started the pass waits for it.
 
         Args:
             op: Name of the op.
@@ -184,7 +185,9 @@ def retry(error: BaseException) -> Iterator[None]:
 
     A call that raised on one rank alone is counted there, so that peers do not pair that rank's next call
     with it: calls of equal layers have equal facts. To repeat the call in its place must therefore be
-    explicit. The other ranks wait in the call and do not use `retry`.
+    explicit. Op, shape and dtype of x must be those of that call. The other ranks wait in the call and do not
+    use `retry`. Without it, this rank's next call is a MismatchedCallsError (fused) or a
+    DisagreementError (portable backends) of the ranks.
 
     Args:
         error: Exception of a call of this rank, raised before anything of it was launched or sent.

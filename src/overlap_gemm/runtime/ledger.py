@@ -5,8 +5,8 @@ each rank records its calls in a ledger. A thread writes the latest entries to t
 of its peers, and compares them.
 
 Every rank reports a difference within about a second: on stderr, because the host may be waiting for a stream
-that never completes, and as an error of the next call. Results between the difference and the error are
-invalid. Replays of CUDA graphs are not recorded.
+that never completes, and as a `DisagreementError` of the next call. Results between the difference and the
+error are invalid. Replays of CUDA graphs are not recorded.
 """
 
 from __future__ import annotations

@@ -4,10 +4,11 @@ Two kernels that wait for peers must not run on a device at the same time. Each 
 that the other needs, one kernel here and the other one on a peer. Both would wait for ever. Therefore every
 launch begins after the previous one has ended. (NCCL orders its communicators' kernels for the same reason.)
 
-The host orders the launches that it makes: calls on several streams, and branches of one capture. It does not
-see replays of a graph; the stream of a replay orders it. If another call nevertheless runs at the same time,
-the word "in call" turns that into an `OverlappingCallsError`. If the two run one after the other, but in
-another order on a peer, their identities differ (:mod:`overlap_gemm.runtime.identity`).
+The host orders the launches that it makes: calls on several streams, and branches of one capture. Replays of
+a graph are ordered by their stream only. If a replay and another call of the device run at the same time, the
+word "in call" turns that into an `OverlappingCallsError`. If they run one after the other, but in another
+order on a peer, that is a `MismatchedCallsError` (:mod:`overlap_gemm.runtime.identity`). A call that must
+compile or allocate while it is captured raises `CaptureError`.
 
 The order must be the same on all ranks of a group, as with NCCL. All calls of a group are made by one thread.
 Threads with different groups that call fused ops of one device at the same time have no common order: the
@@ -83,10 +84,9 @@ class LaunchOrder:
     def follow(self, stream: int) -> bool:
         """Makes the current stream wait for the last launch if that was on another stream.
 
-        The event is recorded here, not after each launch, which would cost every call a microsecond. An event
-        covers all work queued on the last launch's stream so far, and so the launch. It also covers work that
-        the caller queued there after the launch; that work was queued before this call and does not wait for
-        it, so there is no cycle.
+        The event is recorded here, not after each launch, which would cost every call a microsecond. It
+        covers all work on the last launch's stream so far: the launch, and what the caller queued after it.
+        None of that waits for this call, so there is no cycle.
 
         Args:
             stream: Handle of the current stream.

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 DEFAULT_TIMEOUT = timedelta(seconds=30)
-"""Timeout of virtual ranks; a process group has its own timeout."""
+"""Timeout of virtual ranks, 30 s; a process group has its own timeout."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,8 @@ class Agreed:
         constants: Digest of all other inputs of the choice of configurations; the ranks' values must be
             equal.
         num_sms: SMs that every rank's kernels may fill: the minimum over the ranks.
-        timeout_ns: Nanoseconds that a kernel waits for a peer, 0 for ever: the maximum over the ranks.
+        timeout_ns: Nanoseconds that a kernel waits for a peer: the maximum over the ranks. 0 means for ever,
+            on all ranks, if it is the value of any rank.
     """
 
     arch: str
@@ -79,8 +80,8 @@ class Peers:
     def prepare(self, key: Hashable, what: str, attempt: Callable[[], T]) -> T:
         """Returns this rank's result of an attempt; the first attempt with a key is made by `together`.
 
-        Later attempts with the key are local: the strides of this rank's operands may differ from the peers',
-        which then make no attempt. Attempts during the capture of a CUDA graph are local, too.
+        Later attempts with the key are local, because peers may make none: the strides of their operands may
+        differ from this rank's. Attempts during the capture of a CUDA graph are local, too.
 
         Args:
             key: Kind of the attempt; it depends only on values that all ranks have, so that all make the
@@ -109,9 +110,9 @@ class Peers:
 _lock = threading.Lock()
 _peers: dict[tuple[str, torch.device], Peers] = {}
 orphaned: list[Workspace] = []
-"""Workspaces of groups that ended without `close_workspaces`, or with captured calls.
+"""Workspaces of destroyed groups whose name a new group has: no `close_workspaces` freed them.
 
-No call uses them, but their memory is not freed: a graph may still store into it.
+No call uses them, but their memory is not freed: a graph may still store into it. They count for the limit.
 """
 
 
@@ -219,7 +220,9 @@ def _proposal(group: Group, executor: Executor, reserve: int, constants: Callabl
 def timeout_ns(group: Group, device: torch.device) -> int:
     """Returns how long a kernel waits for a peer, in nanoseconds; 0 for ever.
 
-    It is ``OVERLAP_GEMM_TIMEOUT`` (seconds), otherwise the process group's timeout on that device.
+    It is ``OVERLAP_GEMM_TIMEOUT`` (seconds), otherwise the process group's timeout on that device, for
+    virtual ranks `DEFAULT_TIMEOUT`. It is read at the group's first fused call on a device, and again at the
+    first one after `close_workspaces`.
 
     Raises:
         ValueError: The variable is not a number of seconds.

@@ -3,8 +3,8 @@
 A kernel that fails writes the failure record in host memory and traps. The next call raises the record as an
 error. But a replay of a graph, or a wait for the device, fails earlier: with torch's "unspecified launch
 failure", or by the abort of NCCL's watchdog. A thread polls the record and writes its text to stderr within a
-tenth of a second. It is late if the main thread holds the interpreter's lock in a C loop for longer than
-NCCL's watchdog waits.
+tenth of a second. It needs the interpreter's lock: if C code holds the lock for longer, NCCL's watchdog may
+end the process first.
 """
 
 from __future__ import annotations

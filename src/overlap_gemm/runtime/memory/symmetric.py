@@ -45,8 +45,8 @@ class SymmetricMemory(Protocol):
 
     Attributes:
         local: This rank's block, uint8 ``[nbytes]``.
-        bases: Int64 ``[P]`` on the block's device: address of each rank's block for this rank's kernels; -1 -
-            (NVSHMEM PE) if it is not P2P-accessible.
+        bases: Int64 ``[P]`` on the block's device: address of each rank's block for this rank's kernels. If
+            it is not P2P-accessible, ``-1 - pe``, where the NVSHMEM PE ``pe`` is the world rank.
         by_put: `bases` with every peer treated as not P2P-accessible; None if the memory is not NVSHMEM's.
     """
 

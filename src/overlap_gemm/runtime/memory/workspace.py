@@ -1,9 +1,9 @@
 """Workspaces: memory through which fused kernels exchange tiles, and the errors of failed kernels.
 
-A workspace belongs to a group and a size class (powers of two). It is allocated at the first call that fits
-into no workspace of the group, and serves all later calls that fit. Its first ``zeroed`` bytes (control words
-and flags) are zero at allocation and are never reset. `exchange.geometry` defines the offsets; they depend on
-the size class only, never on a call's shape.
+A workspace belongs to a group and a size class (powers of two). When a class is first needed, it gets the
+group's smallest workspace that is large enough, or a new one if there is none. The class keeps that
+workspace. The first ``zeroed`` bytes (control words and flags) are zero at allocation and are never reset.
+`exchange.geometry` defines the offsets; they depend on the size class only, never on a call's shape.
 
 Two facts are independent: the provider of the memory (`OVERLAP_GEMM_SYMMETRIC`), and whether all peers'
 blocks are P2P-accessible. The second is tested at allocation and agreed by all ranks; NVSHMEM's memory
@@ -41,7 +41,8 @@ from .symmetric import (
 from .virtual_ranks import virtual_ranks
 
 DEFAULT_LIMIT = 8 << 30
-"""Limit in bytes of all workspaces of a process; ``OVERLAP_GEMM_WORKSPACE_LIMIT`` overrides it."""
+"""Limit of all workspaces of a process, 8 GiB; ``OVERLAP_GEMM_WORKSPACE_LIMIT`` overrides it. The variable is
+a number of bytes, or has a unit ("8GiB"). Workspaces of all groups count, also of groups that have ended."""
 
 
 class CommTimeoutError(RuntimeError):
@@ -119,7 +120,7 @@ class SizeClass:
         buffers: Number of buffers.
         staging_buffers: Number of additional buffers if some peer is not P2P-accessible.
         kind: Kind of the ops that use the workspace; other kinds have workspaces of their own.
-        first_epoch: Offset of a ``uint64`` that is 1 at allocation.
+        first_epoch: Offset of a ``uint64`` of the zeroed bytes that is 1 at allocation; 0: there is none.
         filled: Value of every byte of the buffers at allocation; None: any value.
     """
 
@@ -208,7 +209,8 @@ def obtain(peers: Peers, size: SizeClass) -> Workspace:
         size: Size class.
 
     Raises:
-        SymmetricMemoryError: On every rank, if one of them could not allocate or would exceed its limit.
+        SymmetricMemoryError: On every rank, if some of them could not allocate or would exceed their limit.
+        ValueError: All ranks would exceed the limit, with the same text; or virtual ranks would.
         CaptureError: An allocation is needed during CUDA graph capture.
     """
     if (known := peers.workspaces.get(size)) is not None:
@@ -236,7 +238,7 @@ def _agreed_provider(group: Group) -> type[TorchSymmetric] | type[NvshmemSymmetr
 
     Raises:
         DisagreementError: On every rank, if the ranks' providers differ, or if a rank's variable is invalid.
-        ValueError: NVSHMEM does not support this group.
+        ValueError: On every rank: NVSHMEM does not support this group.
     """
     names = gather(group, "choosing the memory of workspaces", lambda: _provider().name)
     if views := differences(group, names):
