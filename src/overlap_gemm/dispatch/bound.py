@@ -57,7 +57,7 @@ class _Prepared(NamedTuple):
 class _Exchanging(NamedTuple):
     """Prepared call of one signature with `rows="exchange"` or `columns="exchange"`.
 
-    The ranks exchange their extents in every call, so the call is lowered again each time.
+    The ranks exchange their extents in every call, then the call with these extents is looked up or lowered.
 
     Attributes:
         op: Op to call.
@@ -92,6 +92,8 @@ def call_op(
 ) -> Any:
     """Calls an op: directly if only autograd observes it (`calls.is_plain`), else by torch's dispatcher.
 
+    Under autocast operands are cast, except float64 and operands with scales.
+
     Args:
         op: Op to call.
         x: `[M, ..., K]`, as the caller passes it.
@@ -107,8 +109,9 @@ def call_op(
         that was communicated, then a result for each weight.
 
     Raises:
-        TypeError, ValueError: Arguments do not fit together, see `lowering.lower`. Operands with scales need
-            a gradient: TypeError.
+        ValueError: Shapes, extents or options do not fit together, see `lowering.lower`.
+        TypeError: A type, dtype, layout or device is not supported. Or operands have scales, and one of them
+            requires a gradient: scales have none.
     """
     scales: Scales = ()
     if scale_x is not None or scale_w is not None:
@@ -144,7 +147,7 @@ def _run(op: GemmOp, ranks: Group, x: Tensor, weight: Any, bias: Any, call: OpCa
 
 
 def _refuse_gradient(op: GemmOp, *tensors: Any) -> None:
-    """Raises RuntimeError if a gradient of operands with scales would be needed."""
+    """Raises TypeError if a gradient of operands with scales would be needed."""
     if needs_grad(*tensors):
         raise TypeError(f"{op.name}: {NO_GRADIENT}")
 

@@ -6,6 +6,8 @@ The first call of a key computes everything that does not depend on the tensors'
 - shapes, strides, dtypes and devices of the tensors (`layouts`),
 - the arguments of the call,
 - the state of the process that the choice of a backend reads (`state`).
+
+Data pointers and environment variables are not in the key. In debug mode nothing is cached.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -24,14 +26,14 @@ from ..tuning.settings import settings
 T = TypeVar("T")
 
 LIMIT = 8192
-"""Maximum number of prepared calls in a group's cache; a full cache is emptied."""
+"""Maximum number of prepared calls in a group's cache, 8192; a full cache is emptied."""
 
 
 def enter(ranks: Group, op: str, x: Any, run: Callable[..., T], *arguments: Any) -> T:
-    """Returns `run(*arguments)`: the single entry of calls by users, torch's dispatcher and gradients.
+    """Returns `run(*arguments)`. Users, torch's dispatcher and backward passes all call ops through it.
 
-    A call that raises before its launch is counted, also if its arguments are invalid. Later calls signal the
-    count to the peers, which may have made that call (:mod:`overlap_gemm.runtime.identity`).
+    A call that raises before its launch is counted, also if its arguments are invalid. Later calls compare
+    the count with the peers' (:mod:`overlap_gemm.runtime.identity`).
 
     Args:
         ranks: Group of the call.
@@ -116,7 +118,8 @@ def is_plain(
         x: First tensor of the call.
         weight: Weight, or a list.
         *others: Tensors, lists of tensors, and None.
-        as_op: Whether to return False also under autocast and under the profiler, which shows ops by name.
+        as_op: Whether the dispatcher must be used under the profiler, which shows ops by name, and under
+            autocast, which casts there.
     """
     if (
         torch.compiler.is_compiling()

@@ -50,8 +50,9 @@ def chosen(
         inputs: Inputs of the epilogue.
 
     Raises:
-        ValueError: No backend can run the call, or the requested one cannot.
-        DisagreementError: On every rank, in debug mode: the ranks' calls differ.
+        ValueError: No backend can run the call, or the requested one cannot, on all ranks.
+        DisagreementError: On every rank: the ranks' calls differ, or only some ranks have no backend. Calls
+            are compared at the first call with these facts, in debug mode at every call.
     """
     ranks = resolve(call.group)
     problem, choice, facts = _agreed_choice(op, call, x, weight, bias, inputs)
@@ -124,20 +125,21 @@ def _bound(choice: Choice, problem: Problem, x: Tensor, weight: Any, *others: An
 
 
 calls: dict[tuple[str, str], list[int]] = {}
-"""Number of calls begun in this process, by (op, backend), in a list of one element."""
+"""Numbers of calls begun in this process, by (op, backend); each is a list of one number, to be changed."""
 
 
 def _ranged(name: str, run: Run, group: Group, count: list[int]) -> Run:
     """Returns a function that runs `run` in a profiler range (torch.profiler or NVTX) and counts the call.
 
     If a call runs out of GPU memory before it launches or sends anything, torch's cache is emptied and the
-    call is repeated once. A later failure is raised: peers may already take part in the call.
+    call is repeated once; the peers wait meanwhile. During capture it is not repeated. A later or second
+    failure is raised; then the call counts as skipped only if nothing was launched or sent.
 
     Args:
         name: Name of the range.
         run: Function from the op's tensors to its result.
         group: Group of the call.
-        count: List whose single element counts the calls.
+        count: List of one number, to which each call adds 1.
     """
 
     def ranged(*operands: Any) -> Any:

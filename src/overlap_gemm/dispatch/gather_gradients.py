@@ -1,7 +1,8 @@
 """`all_gather_gemm_gradients`: gradients of x and of all weights of an all_gather_gemm, in one custom op.
 
-The backward pass uses it if it needs all of these gradients, and the forward pass did not keep the gathered
-x. The gradients of the weights need x of all ranks:
+The backward pass uses it if these gradients are needed and the forward pass did not keep the gathered x. It
+is not used with ``create_graph=True``, nor for several weights whose sums have a tree
+(``invariant="ranks"``). The gradients of the weights need x of all ranks:
 
 - If a fused kernel computes the gradient of x, and shards are large, copy engines gather x alongside it, into
   the gather buffer of `all_gather_gemm`.

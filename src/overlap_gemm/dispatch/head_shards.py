@@ -3,9 +3,10 @@
 The ops cut columns as `torch.chunk` does. If that would cut a head, a changed copy of the weight is used:
 
 - If there are at least P heads, and P does not divide their number, zero columns are appended until every
-  rank has ceil(heads / P) heads. The result's columns for them are removed.
+  rank has ceil(heads / P) heads. The result's columns for them are removed. So 4 ranks get 2, 2, 2, 0 of 6
+  heads.
 - If there are fewer heads than ranks, rank r gets head `r * heads // P`: the columns of each head are
-  repeated. The gradient of the weight is summed over the replicas.
+  repeated. The number of heads must divide P. The gradient of the weight is summed over the replicas.
 """
 
 from collections.abc import Mapping, Sequence
@@ -113,15 +114,20 @@ def heads_of_each(op: str, heads: Heads, weights: Sequence[Tensor]) -> list[int]
 
 
 def attention_heads(heads: int, kv_heads: int, world: int) -> list[int]:
-    """Returns `heads` of q, k and v for attention: queries that share a key stay on one rank.
+    """Returns the arguments `heads=` of q, k and v for attention: queries that share a key stay on one rank.
 
     Args:
         heads: Heads of queries.
-        kv_heads: Heads of keys and values, which divides `heads`.
+        kv_heads: Heads of keys and values; it divides `heads`.
         world: Number of ranks.
 
+    Returns:
+        `[kv_heads, kv_heads, kv_heads]` if every rank gets a key's head: the queries of a key are one unit.
+        Else `[heads, kv_heads, kv_heads]`.
+
     Raises:
-        ValueError: Fewer key and value heads than ranks cannot be replicated evenly.
+        ValueError: `kv_heads` is less than `world` and does not divide it, or then `world` does not divide
+            `heads`.
     """
     if kv_heads >= world:
         return [kv_heads] * 3

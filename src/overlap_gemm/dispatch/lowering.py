@@ -102,9 +102,14 @@ def lower(
         call: Options and extents of the caller.
         scales: (scale_x, scale_w) of the caller; empty without scales.
 
+    `dim` is the dimension of x or of the result whose rows are sharded. So gemm_reduce_scatter of x `[B, S,
+    K]` with `dim=1` returns `[B, S_r, N]`, a view that is not contiguous. If no rows are sharded, as in
+    gemm_all_reduce, all dimensions of x but K are rows, and `dim` does not change the result.
+
     Raises:
         TypeError: A type, dtype, layout or device is not supported, see `operands.check_operands`.
-        ValueError: Shapes, extents, `dim` or options do not fit together, or a backend's name is unknown.
+        ValueError: Shapes, extents or options do not fit together, or a backend's name is unknown. Or `dim`
+            is K's dimension, out of range, or no integer.
         InvarianceError: The promises of the call contradict each other.
     """
     weights = weight if spec.takes_lists else [weight]
@@ -246,7 +251,16 @@ def total_extent(
     facts: agree.Facts,
     unit: int = 1,
 ) -> int:
-    """Returns the sharded extent over all ranks: passed, computed from equal shards, or exchanged.
+    """Returns the sharded extent over all ranks.
+
+    | passed | communication | checked |
+    |---|---|---|
+    | number | none | this rank's share, on this rank alone |
+    | "equal" | none | nothing: P times this rank's share |
+    | None | first call with these facts | shares are equal |
+    | "exchange" | every call | shares are as `torch.chunk` cuts |
+
+    In a graph (captured, or of torch.compile) None is taken as "equal", and "exchange" raises ValueError.
 
     Args:
         op: Name of the op, for messages.
@@ -259,8 +273,8 @@ def total_extent(
         unit: Rows for each element of the extent, as in `agree.equal_length`.
 
     Raises:
-        ValueError: This rank's share does not fit the passed extent. Or the ranks' shares are not equal, or
-            not as `torch.chunk` cuts.
+        ValueError: This rank's share does not fit the number; only here. Or on every rank: the ranks' shares
+            are not equal, or not as `torch.chunk` cuts.
     """
     if passed in (None, "exchange") and not (torch.compiler.is_compiling() or is_capturing(x.device)):
         ranks = resolve(group)

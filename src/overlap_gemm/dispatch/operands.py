@@ -23,7 +23,8 @@ from ..config.scale_blocks import MX, Blocks, in_words
 from ..spec import OpSpec
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-"""float64 is for gradient checks; the portable backends alone support it."""
+"""Dtypes of operands without scales: float32, bfloat16, float16, and float64 for gradient checks, which only
+portable backends support. Operands with scales are float8_e4m3fn or float8_e5m2 (`scaling.FLOAT8`)."""
 
 Scales: TypeAlias = tuple[Any, ...]
 """(scale_x, scale_w), where scale_w is a list if the weights are one; empty for operands without scales."""
@@ -42,8 +43,9 @@ def check_operands(
         scales: (scale_x, scale_w); empty for operands without scales.
 
     Raises:
-        TypeError: An operand is not a strided Tensor, its dtype is not supported, or it has a tangent of
-            forward-mode AD. Or operands differ in device or, without scales, in dtype.
+        TypeError: An operand is not a strided Tensor, its dtype is not supported (8 bits without scales
+            neither), or it has a tangent of forward-mode AD. Or operands differ in device or, without scales,
+            in dtype.
         ValueError: A shape does not fit, or the number of biases differs from the number of weights.
     """
     op = spec.name

@@ -7,10 +7,11 @@ graph. The gradient of an op's x is computed by its dual op:
 
     all_gather_gemm     <->  gemm_reduce_scatter
     gemm_all_reduce     <->  column_parallel_gemm
-    gemm_all_gather      ->  slice of the output's gradient, then gemm_all_reduce
+    gemm_all_gather      ->  gemm_all_reduce of a part of the output's gradient
     registered ops      <->  their duals (`GemmOp.by_dual`)
 
-`column_parallel_gemm` is a local product of a replicated x with a shard of the weight.
+Gradients of weight and bias are local, but all_gather_gemm needs the gathered x for the weight, and
+gemm_reduce_scatter the gathered gradient for both. A backward pass uses "<backend of forward> or auto".
 
 Replicated tensors follow two rules, which hold for gradients of gradients, too. The gradient of a replicated
 output must be the same on every rank; it is if every rank computes the same loss. A replicated input gets its

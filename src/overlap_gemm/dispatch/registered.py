@@ -157,9 +157,9 @@ class Bound(NamedTuple):
     def run(self, *tensors: Any) -> Any:
         """Returns the result, a tensor or a list of tensors, without recording a gradient.
 
-        No result is a view for autograd. A backend may return a part of a larger buffer, and with uneven
-        shards whether it does depends on the rank. Autograd would then raise on that rank alone if a caller
-        writes to the result in place.
+        A backend may return a part of a larger buffer. This method returns an alias that autograd does not
+        treat as a view, so a caller may write to the result in place. With uneven shards only some ranks get
+        a part: without the alias autograd would raise on these alone.
         """
         result = self.bare(*tensors)
         if not isinstance(result, list):

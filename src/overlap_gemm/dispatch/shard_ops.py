@@ -32,7 +32,7 @@ from .registered import Registered, Run
 
 
 def local_rows(chunk: int, rows: int, group: str) -> int:
-    """Returns the number of this rank's rows, where `rows` are divided into shards of `chunk` rows."""
+    """Returns the number of this rank's rows of `rows`; a full shard has `chunk` rows."""
     return Shards(rows, group_size(group), chunk).size(group_rank(group))
 
 

@@ -31,8 +31,8 @@ from .shard_ops import all_gather_rows, new
 class EpilogueOp(Registered):
     """An op with an epilogue, of one weight or of a pair of weights.
 
-    The op returns a list: if it takes lists of weights, the operand that was communicated, which is empty
-    unless it is kept; then the result; then the epilogue's outputs.
+    It returns a list: result, epilogue's outputs. If it takes lists of weights, the communicated operand is
+    first; it is empty unless it is kept.
 
     Args:
         plain: Op without an epilogue.
@@ -86,11 +86,7 @@ class EpilogueOp(Registered):
         ctx.set_materialize_grads(False)
 
     def gradients(self, ctx: Any, needs: Any, *grads: Any) -> tuple[Any, ...]:
-        """Returns the gradients of x, weight, bias and inputs.
-
-        The epilogue's gradient function computes those of the sum and the inputs. The plain op computes the
-        others from the gradient of the sum.
-        """
+        """Returns the gradients of x, weight, bias (by the plain op) and inputs (by `author_gradient`)."""
         (returned,), call = grads, OpCall(*ctx.rest)
         assert call.epilogue is not None
         epilogue = epilogue_of(call.epilogue)
@@ -114,7 +110,10 @@ class EpilogueOp(Registered):
 def author_gradient(
     epilogue: Epilogue, gradients: Sequence[Tensor], outputs: Sequence[Tensor], inputs: Sequence[Tensor]
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """Returns the gradient of the sum and those of the inputs, computed by `Epilogue.gradient`.
+    """Returns the gradients of the sum and the inputs, by `Epilogue.gradient(gradients, outputs, inputs)`.
+
+    It gets tuples: `outputs` are the result and the epilogue's outputs, `gradients` those of `outputs` (zeros
+    if absent). It returns a tuple, which is cast: the gradient of the sum, and one, or None, for each input.
 
     Raises:
         TypeError: The function does not return a tuple with a gradient of the sum and one for each input.

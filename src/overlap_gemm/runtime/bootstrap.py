@@ -1,10 +1,8 @@
 """Startup of a process and its peers: torchrun, mpirun, slurm's srun, or a single process.
 
-Example:
+The same script runs under any launcher:
 
-    import overlap_gemm
-
-    world = overlap_gemm.init()  # the same script under any launcher
+    world = overlap_gemm.init()
     overlap_gemm.finalize()
 """
 

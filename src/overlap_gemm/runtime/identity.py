@@ -186,8 +186,8 @@ def retry(error: BaseException) -> Iterator[None]:
     A call that raised on one rank alone is counted there, so that peers do not pair that rank's next call
     with it: calls of equal layers have equal facts. To repeat the call in its place must therefore be
     explicit. Op, shape and dtype of x must be those of that call. The other ranks wait in the call and do not
-    use `retry`. Without it, this rank's next call is a MismatchedCallsError (fused) or a
-    DisagreementError (portable backends) of the ranks.
+    use `retry`. Without it the ranks differ in the next call: MismatchedCallsError (fused), or
+    DisagreementError (portable backends).
 
     Args:
         error: Exception of a call of this rank, raised before anything of it was launched or sent.
