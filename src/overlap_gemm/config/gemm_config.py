@@ -40,10 +40,10 @@ TMEM_COLUMNS = 512
 """Columns of 128 lanes of 4 bytes: all tensor memory of an SM (PTX ISA, tcgen05)."""
 
 UNIT_BYTES = 4096
-"""Most bytes of a slot that a warp finishes at a time: 8 chunks of 16 bytes a lane."""
+"""Largest unit, the bytes of a slot that a warp finishes at a time: 8 chunks of 16 bytes a lane."""
 
 TILE_UNITS = 4
-"""Least parts of a slot: as many warps finish a small tile together, each with one round of loads."""
+"""Least number of units of a slot: so several warps finish a small tile, each with one round of loads."""
 
 
 @dataclass(frozen=True)
@@ -66,14 +66,14 @@ class GemmConfig:
         b_major: Contiguous dimension of B (N x K): ``"k"`` or ``"n"``.
         epilogue: Visitors applied to sums before they are rounded, in order (`config.visitors`).
         ring_stages: Shared-memory stages between the epilogue warps and the comm lane.
-        inflight: Bulk groups the comm lane leaves in flight, less than ``ring_stages``.
+        inflight: Bulk groups the comm lane leaves in flight, 1 to ``ring_stages - 1``.
         raster_group: Tile rows per band of the raster (L2 locality).
         fast_accum: For 8-bit types: whether sums stay in the MMA's accumulator, which on sm_90a keeps 14
             bits of them. By default they are promoted to fp32 after each k tile there.
         blocks: For 8-bit types: numbers of rows of A, rows of B and elements of K that share a scale:
             `PROMOTED` or `MX`; None: there are no scales of these kinds.
         k_split: Number of CTAs that share a tile, each of which multiplies a part of K (`kernel.split`).
-        leaves: Parts of a rank's K, summed by a tree (`mainloop.leaves`), as ranks' sums are; 0: no tree.
+        leaves: Parts of a rank's K whose sums are added by a binary tree (`mainloop.leaves`); 0: no tree.
         launch: Beginning of the kernel. ``"ordered"``: after the stream's preceding kernel has ended.
             ``"dependent"``: as its programmatic dependent (`kernel.dependent_launch`).
             ``"dependent_weights"``, swapped kernels only: it also reads B before that kernel's end, so that
@@ -166,7 +166,7 @@ class GemmConfig:
 
     @cached_property
     def k_step(self) -> int:
-        """Returns the number of k tiles that the mainloop takes at a time."""
+        """Returns the divisor of the number of k tiles: 2 if two sums are in flight (`sums`), else 1."""
         return self.sums if self.promotes else 1
 
     @cached_property
@@ -201,7 +201,7 @@ class GemmConfig:
 
     @cached_property
     def loads_weights_early(self) -> bool:
-        """Returns whether B is read before that kernel has ended."""
+        """Returns whether B is read before the stream's preceding kernel has ended."""
         return self.launch == "dependent_weights"
 
     @cached_property
@@ -251,12 +251,12 @@ class GemmConfig:
 
     @cached_property
     def cluster_size(self) -> int:
-        """Returns the number of CTAs per cluster that compute different tiles."""
+        """Returns the number of CTAs of `cluster`: those among which a cluster tile is divided."""
         return self.cluster[0] * self.cluster[1]
 
     @cached_property
     def cluster_ctas(self) -> int:
-        """Returns the number of CTAs per cluster."""
+        """Returns the number of CTAs of a launched cluster: ``k_split`` for each of `cluster_size`."""
         return self.cluster_size * self.k_split
 
     @cached_property
@@ -291,7 +291,10 @@ class GemmConfig:
 
     @cached_property
     def epi_tile(self) -> tuple[int, int]:
-        """Returns (M, N) of a subtile: the content of one ring stage."""
+        """Returns (M, N) of a subtile: the content of one ring stage.
+
+        Swapped: 64 columns, at most 64 rows. Ping-pong: 64 x 64, with f32 or pairs 64 x 32. Else: 128 x 32.
+        """
         if self.is_swap_ab:
             return min(self.tile[0], 64), 64
         if self.mma == "pingpong":
@@ -340,7 +343,7 @@ class GemmConfig:
 
     @cached_property
     def unit_bytes(self) -> int:
-        """Returns the bytes of a slot that a warp finishes at a time: they divide every subtile."""
+        """Returns the bytes of a unit, which divide a subtile: `copied_bytes`, at most a quarter slot."""
         return min(self.copied_bytes, self.tile_bytes // TILE_UNITS)
 
     @cached_property
@@ -421,7 +424,7 @@ class GemmConfig:
 
     @cached_property
     def ab_stages(self) -> int:
-        """Returns the number of A/B stages that fit alongside the ring."""
+        """Returns the number of A/B stages that fit next to barriers, ring and the sums of split K."""
         return (self.on.smem_bytes - self._smem_but_ab) // self.ab_stage_bytes
 
     @cached_property
@@ -435,12 +438,12 @@ class GemmConfig:
 
     @cached_property
     def name(self) -> str:
-        """Returns a short, unique name: ``sm_100a_1cta_128x128_c1x1_bf16``, then departures from defaults."""
+        """Returns a short name: ``sm_100a_1cta_128x128_c1x1_bf16``, then departures from defaults."""
         return name_of(self)
 
 
 FACTS = ("arch", "in_dtype", "b_dtype", "out_dtype", "a_major", "b_major", "epilogue", "blocks", "leaves")
-"""Fields that the device, the operands of a call and its promises determine."""
+"""Fields that the device, the operands of a call and its promises determine, not the caller."""
 
 CHOICES = tuple(field.name for field in fields(GemmConfig) if field.name not in FACTS)
 """Fields that callers may choose (`configured`)."""

@@ -10,7 +10,11 @@ if TYPE_CHECKING:
 
 
 def name_of(config: GemmConfig) -> str:
-    """Returns the name of a configuration, see `GemmConfig.name`."""
+    """Returns the name of a configuration (`GemmConfig.name`).
+
+    Of a visitor the name has only the function's name. Configurations that differ only in the dtypes of
+    visitors' operands have the same name. Otherwise names are unique.
+    """
     types = config.in_dtype + (config.b_dtype or "")
     parts = [config.arch, config.mma, by(config.tile), "c" + by(config.cluster), types]
     parts += [f"o{config.out_dtype}"] if config.out_dtype != config.in_dtype else []

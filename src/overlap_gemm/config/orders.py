@@ -107,7 +107,8 @@ class LocalShardFirst(_Order):
     """Order of an all-gather GEMM: the local shard first, then those of ``rank + 1, rank + 2, ...``.
 
     Shards arrive in that order if every rank sends to ``rank - 1, rank - 2, ...``. Then all ranks receive
-    from different ranks at any time. Ranks after the last owner have no local shard.
+    from different ranks at any time. A rank after the last owner has no local shard. It begins with shard
+    ``rank % owners``.
     """
 
     def place(self, t: Int, work: WorkList) -> TilePlace:
@@ -123,13 +124,16 @@ class InterleavedShards(_Order):
     """Order of a GEMM reduce-scatter: tiles of all owners alternate; rank ``r`` begins with ``r + 1``.
 
     In each turn every rank computes one tile for every owner, the local one last. So the load of the links is
-    even from the first wave to the last. No two ranks send to one owner at the same time. If each shard
-    were computed as a block, the link would be idle during the local shard. (Other orders are slower:
-    docs/design/not-adopted.md.)
-    Ranks after the last owner (``rank >= owners``) own nothing and send all their tiles.
+    even from the first wave to the last. At a position the owners compute tiles for different owners. If each
+    shard were computed without a break, the links would be idle during the local shard. (Other orders are
+    slower: docs/design/not-adopted.md.)
+
+    Ranks after the last owner (``rank >= owners``) own nothing and send all their tiles. They begin with
+    owner ``(rank + 1) % owners``.
 
     Attributes:
-        group: Tile rows per band of the raster, in all shards together: a wave shares them in the L2 cache.
+        group: Tile rows per band of the raster, in all shards together: a wave shares them in the L2 cache. A
+            band has ``group // owners`` rows of each shard, at least 1.
     """
 
     def place(self, t: Int, work: WorkList) -> TilePlace:

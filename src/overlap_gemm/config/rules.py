@@ -1,5 +1,20 @@
 """Rules of a kernel's configuration, each with its reason.
 
+| field | legal values |
+|---|---|
+| mma, tile, cluster | those of `arch.ARCHS` |
+| out_dtype, slot_dtype | the operands' type (8-bit operands: bf16 or f16), or f32; swap_ab: not f32 |
+| a_major, b_major | any; 8-bit operands on sm_90a: "k" |
+| k_split | 1; 2 and 4 for swap_ab with tiles of at most 64 rows |
+| leaves | 0; 1, 2, 4, 8 for 16-bit operands with slot_dtype f32, not swap_ab |
+| launch | "ordered", "dependent"; "dependent_weights" for swap_ab |
+| inflight | 1 to ring_stages - 1 (`EpilogueRing` itself also takes 0) |
+| ring_stages | at most 63 ring and A/B stages together (`BARRIER_BYTES`); at least 2 A/B stages fit |
+| blocks | `scale_blocks.check_blocks` |
+
+Sums are promoted for 8-bit operands on sm_90a without fast_accum. Then a thread has at most 64 accumulators,
+or 128 in cooperative kernels in clusters of two.
+
 Imports neither the DSL nor torch.
 """
 
@@ -23,11 +38,12 @@ BARRIER_BYTES = 2048
 """Bytes before the stages in shared memory: mbarriers, table of ranks' addresses, `CONTROL_WORDS`."""
 
 CONTROL_WORDS = 16
-"""Most 8-byte words in `BARRIER_BYTES` besides addresses and two barriers for each stage
-(`shared_words.CtaCounters`, turns, TMEM)."""
+"""Limit of the other 8-byte words in `BARRIER_BYTES`: `shared_words.CtaCounters`, turns, TMEM.
+
+Each A/B stage and each ring stage has two words (full, empty); the ranks' addresses have `MAX_WORLD` + 1."""
 
 MAX_WORLD = 112
-"""Most ranks of a workspace and of a kernel's table of addresses."""
+"""Largest number of ranks of a workspace, and of a kernel's table of addresses."""
 
 PROMOTED_VALUES = 64
 """Accumulators of a thread that one instruction sums, if sums are promoted: they need registers, too."""
@@ -103,7 +119,7 @@ def check(config: GemmConfig) -> None:
 
 
 def _check_leaves(config: GemmConfig) -> None:
-    """Raises ValueError for leaves in a kernel whose partial sums are not float32, also on the wire."""
+    """Raises ValueError for leaves unless sums stay float32 on the wire and operands have 16 bits."""
     if not config.leaves:
         return
     _require_in("leaves", config.leaves, LEAVES)
@@ -116,7 +132,10 @@ def _check_leaves(config: GemmConfig) -> None:
 
 
 def _by_halves(config: GemmConfig) -> bool:
-    """Returns whether a wide tile may be promoted: not in ping-pong, nor in a CTA alone, which spills."""
+    """Returns whether 128 accumulators a thread may be promoted, by halves of the columns.
+
+    They may in cooperative kernels in clusters. Without a cluster such a kernel spills.
+    """
     return config.epilogue_groups == 1 and config.cluster_size > 1
 
 

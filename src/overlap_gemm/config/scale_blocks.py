@@ -16,10 +16,15 @@ Blocks = tuple[int, int, int]
 """(Rows of A, rows of B, elements of K) that share a scale."""
 
 PROMOTED: tuple[Blocks, ...] = ((1, 128, 128), (1, 32, 32))
-"""Blocks of `mainloop.blocks`: fp32 scales that multiply sums as they are promoted."""
+"""Blocks of `mainloop.blocks`: fp32 scales that multiply sums as they are promoted.
+
+They are for kernels that promote: 8-bit operands on sm_90a without fast_accum, not swap_ab."""
 
 MX: Blocks = (1, 1, 32)
-"""Blocks of `mainloop.mx`: e8m0 scales by which the MMA multiplies its operands."""
+"""Blocks of `mainloop.mx`: e8m0 scales by which the MMA multiplies its operands.
+
+They are for 8-bit operands on sm_100a and sm_103a, CTA tiles of 128 rows and a multiple of 128 columns, not
+swap_ab."""
 
 BLOCKS = (*PROMOTED, MX)
 

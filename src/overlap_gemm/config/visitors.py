@@ -2,9 +2,9 @@
 
 Sums of a product are *partial* before the sums of other ranks are added, and *complete* afterwards. An
 epilogue declares whether it is a function of partial or of complete sums. Scales of a rank's operands are
-applied to its partial sums, a bias to complete sums. The role that has the sums in registers loads and stores
-the elements of the epilogue's operands: the ring's writer in fragments, or the receive role in chunks of a
-row.
+applied to its partial sums, a bias to complete sums. The role that has the sums in registers loads the
+inputs' elements: the ring's writer in fragments, or the receive role in chunks of a row. Only the receive
+role stores outputs.
 
 Imports neither the DSL nor torch.
 """
@@ -42,7 +42,7 @@ class Operand:
     Attributes:
         kind: ``"rows"``, ``"columns"``: a vector with an element for each; ``"scalar"``: a vector of one;
             ``"element"``: a matrix. Written, for an output with a value for each row: ``"row_values"``: the
-            vector; ``"row_parts"``: a matrix with a row for the values of each subtile's columns;
+            vector; ``"row_parts"``: a matrix, (subtiles along the columns, rows rounded up to 4);
             ``"row_counts"``: a vector with the number of finished subtiles of each unit's rows, zeros between
             calls.
         dtype: Element type, ``"bf16"``, ``"f16"``, ``"f32"`` or ``"i32"``.
@@ -61,8 +61,8 @@ class Operand:
 
         Args:
             config: The kernel's configuration.
-            rows: Rows of the rank's output, at least 1.
-            columns: Columns of the rank's output.
+            rows: Rows of the sums, at least 1: the rank's product or output, see the class.
+            columns: Columns of the sums.
         """
         return {
             "element": (rows, columns),
@@ -108,7 +108,12 @@ class Visitor:
 
     @cached_property
     def writes(self) -> tuple[Operand, ...]:
-        """Returns the outputs' tensors: for a value per row the values and their parts; then the counts."""
+        """Returns the outputs' tensors, in the order of the outputs.
+
+        An output with a value for each element has one tensor. One with a value for each row has two, fp32:
+        ``row_values``, then ``row_parts``. If there are any of the latter, one ``row_counts`` (int32) for all
+        of them is the last.
+        """
         dtypes, operands = iter(self.dtypes[len(self.epilogue.inputs) :]), []
         for _, kind in self.epilogue.outputs:
             if kind == "element":
@@ -124,7 +129,7 @@ class Visitor:
 
     @cached_property
     def operands(self) -> tuple[Operand, ...]:
-        """Returns all operands, in the order in which the kernel takes them."""
+        """Returns all operands, inputs first, in the order in which the kernel takes them."""
         return self.reads + self.writes
 
     def apply(self, sums: Sequence[Any], inputs: Sequence[Any]) -> Any:
