@@ -4,8 +4,9 @@
     hugging_face.install()
     model = AutoModelForCausalLM.from_pretrained(name, distributed_config=DistributedConfig(tp_size=2))
 
-Linears that a model's plan shards by column and row then use `gemm_all_reduce`, `gemm_all_gather` and their
-gradients. All other modules of the plan stay transformers'. For the supported families,
+transformers 5.17 or newer is needed; the import raises ImportError otherwise. Linears that a model's plan
+shards by column and row then use `gemm_all_reduce`, `gemm_all_gather` and their gradients. Quantized linears,
+subclasses of `nn.Linear` and all other modules run transformers' own styles. For the supported families,
 `overlap_gemm.parallel.parallelize` does more: sequence parallelism, one gather for q, k and v.
 """
 
@@ -85,16 +86,18 @@ class Rowwise(RowwiseParallel):
 
 
 _replaced: dict[str, Any] = {}
-"""transformers' styles (None if there was none) by the names under which ours are registered."""
+"""Styles that `install` replaced, by name, for `uninstall`; None if the name was new."""
 
 
 def install(*, backend: BackendName = "auto", names_only: bool = False) -> None:
-    """Registers the styles "overlap_colwise", "overlap_rowwise" and "overlap_colwise_gather_output".
+    """Registers our styles, and replaces transformers' by them, for models that are loaded afterwards.
+
+    Registered are "overlap_colwise", "overlap_rowwise" and "overlap_colwise_gather_output". Replaced are
+    "colwise", "rowwise" and "colwise_gather_output", which the models' own plans use (`tp_plan="auto"`).
 
     Args:
         backend: Backend of the ops, as in `overlap_gemm.all_gather_gemm`.
-        names_only: Do not replace transformers' "colwise", "rowwise" and "colwise_gather_output", which the
-            models' own plans use (`tp_plan="auto"`). Only plans with our names then use our ops.
+        names_only: Whether to register only. Then only plans with our names use our ops.
 
     Raises:
         RuntimeError: The styles are already installed.

@@ -11,6 +11,10 @@ v, so no product overlaps with these exchanges. `overlap_gemm.nn.UlyssesAttentio
 do.
 
 Gradients of parameters, and the loss, are each rank's share: the full ones are their sums over the group.
+
+Not supported, with ValueError: a cache of keys and values (`generate()`), packed sequences (`position_ids`
+that restart), and numbers of heads that `attention_heads` refuses. If there are fewer key and value heads
+than ranks, they are replicated; their number must divide P, and P the number of query heads.
 """
 
 import inspect
@@ -48,7 +52,8 @@ UNUSED = frozenset(
         "position_ids", "return_dict", "shift_labels", "sliding_window",
     }
 )  # fmt: skip
-"""Keywords of a model or an attention that do not change the attention, or do so by the mask alone."""
+"""Keywords of a model or an attention that may have any value: the mask has their effect, or they have none.
+"""
 
 _installed: set[str] = set()
 
@@ -93,12 +98,13 @@ def shard_inputs(batch: Mapping[str, Tensor], group: GroupLike = None) -> dict[s
         group: Ranks over which the sequence is sharded, as in `install`.
 
     Returns:
-        Inputs of this rank's tokens, which are divided as by `torch.chunk`. Of labels: `shift_labels`, each
-        token's next label, also across ranks, and `num_items_in_batch`, by which transformers divides the
-        loss. The sum of the ranks' losses is then the mean over the batch.
+        Inputs of this rank's tokens, which are divided as by `torch.chunk` (10 on 4 ranks: 3, 3, 3, 1). Of
+        labels: `shift_labels`, each token's next label, also across ranks; `labels`, the same tensor; and
+        `num_items_in_batch`, by which transformers divides the loss. The sum of the ranks' losses is then the
+        mean over the batch.
 
     Raises:
-        ValueError: An input is not one of these, or some rank would have no token.
+        ValueError: An input is not one of these, or some rank would have no token (9 on 4 ranks).
     """
     ranks = resolve(group_name(group))
     inputs = dict(batch)
@@ -136,7 +142,10 @@ class Ulysses:
 
     @not_compiled
     def mask(self, **arguments: Any) -> Tensor | None:
-        """Returns the mask of all tokens, or None. Called by transformers with the sizes of this rank's."""
+        """Returns the mask of all tokens, or None. transformers passes the sizes of this rank's tokens.
+
+        Collective.
+        """
         ranks = resolve(self.group)
         padding = arguments.get("attention_mask")
 
@@ -238,8 +247,8 @@ class Ulysses:
     ) -> tuple[list[int], int]:
         """Returns `heads` of q, k and v, and S, after the ranks have compared them and their positions.
 
-        Ranks communicate in the first attention that gets a tensor of position_ids. Later layers of the
-        forward pass get the same tensor.
+        Ranks communicate only if position_ids is another tensor than in the last attention, or has changed.
+        So the first layer of a forward pass communicates, and the later ones do not.
         """
         ranks = resolve(self.group)
         positions: Any = options.get("position_ids")
@@ -339,7 +348,7 @@ class Ulysses:
 
 
 class OfRank:
-    """An attention module with this rank's number of query heads for each key.
+    """Proxy of an attention module, with the number of query heads per key head on this rank.
 
     Args:
         module: Attention module.

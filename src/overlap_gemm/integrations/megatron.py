@@ -5,8 +5,11 @@
 
 The layers are Megatron's own, with their parameters, initialisation and checkpoints; only forward, and so
 backward, is replaced. A layer with an unsupported option calls Megatron's forward, and the logger of this
-module reports the reason once. Unsupported are experts, shared experts that overlap with the dispatcher,
-gradient accumulation fusion, deferred weight gradients, and CPU offloading.
+module reports the reason once. Unsupported are:
+
+- experts, and shared experts that overlap with the dispatcher,
+- gradient accumulation fusion, deferred weight gradients, `disable_grad_reduce` of column-parallel layers,
+- CPU offloading, weights gathered for each use (`gtp_remat`), Megatron's own inference kernels.
 """
 
 import copy
@@ -32,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 class ColumnParallelLinear(megatron_layers.ColumnParallelLinear):
-    """Megatron's layer with `all_gather_gemm` under sequence parallelism, or a summed gradient without."""
+    """Megatron's layer with `all_gather_gemm` under sequence parallelism, `column_parallel_gemm` without."""
 
     def forward(
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
@@ -61,7 +64,11 @@ class RowParallelLinear(megatron_layers.RowParallelLinear):
     """Megatron's layer with `gemm_reduce_scatter` under sequence parallelism, `gemm_all_reduce` without."""
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Returns the sum for this rank's features, and the bias with `skip_bias_add`, as Megatron does."""
+        """Returns the sum over the ranks for this rank's features of `[s, b, h]`, plus bias, and None.
+
+        With `skip_bias_add` returns the sum and the bias. The bias is not passed to the op: under sequence
+        parallelism Megatron sums the gradient of the bias over the ranks itself.
+        """
         why = _why_not(self)
         if why is not None:
             _log_fallback(type(self).__name__, why)
@@ -77,7 +84,7 @@ class RowParallelLinear(megatron_layers.RowParallelLinear):
 
 
 class OverlapSpecProvider(LocalSpecProvider):
-    """`BackendSpecProvider` with Megatron's local modules and our linears."""
+    """Megatron's `LocalSpecProvider` with our linears."""
 
     def column_parallel_linear(self) -> type:
         """Returns the class of column-parallel linears."""
@@ -95,7 +102,7 @@ OURS = {
 
 
 CHECKED_BY_MLA = ("linear_q_down_proj", "linear_kv_down_proj")
-"""Fields whose class Megatron's latent attention (MLA) compares with a fixed list."""
+"""Fields whose class Megatron's latent attention (MLA) compares with a fixed list; they stay Megatron's."""
 
 
 def with_overlap(spec: Any) -> Any:

@@ -7,13 +7,20 @@ They are `fused_all_gather_matmul` and `fused_matmul_reduce_scatter`, and for 8-
     torch_symm_mem.install()            # uninstall() undoes it
 
 torch.compile's async tensor parallelism (`torch._inductor.config._micro_pipeline_tp`), torchtitan and all
-other callers of these ops then use ours, on CUDA and on CPU, where torch has none. If our op does not support
-a call, or on a GPU is not faster than product and collective, torch's own implementation is called. The
-logger of this module then reports each reason once.
+other callers of these ops then use ours, on CUDA and on CPU. torch's own implementation (on CPU: a collective
+and a product) runs in these cases; the logger of this module reports each reason once:
+
+- Our op does not support the call. The dimension must be a row dimension of A, not negative. A is bfloat16,
+  float16, float32 or float64, or with scales 8 bits. Rows that are scattered must be divisible by P.
+- An op without scales runs on GPUs with ``backend="auto"``, and `auto` would choose "torch". A named backend
+  is not compared.
+
+In the all-gather ops every rank must have as many rows; this is not compared.
 
 `fused_scaled_matmul_reduce_scatter` differs from torch's in two cases, and the logger reports it:
 
-- A bias is added once, after the sum. torch's adds it to each rank's partial sum, so P times.
+- A bias is added once, after the sum. torch's adds it to each rank's partial sum, so P times. With
+  ``reduce_op="avg"`` both are the same: the bias is added after the division by P.
 - Without ``out_dtype`` the result has A's 8-bit type. Partial sums are bfloat16 and only the result is
   rounded to 8 bits; torch's adds 8-bit partials.
 """
@@ -49,7 +56,9 @@ _installed: torch.library.Library | None = None
 
 
 def install(*, backend: BackendName = "auto") -> None:
-    """Makes our ops the implementations of torch's four ops in this process. Every rank calls it.
+    """Makes our ops the implementations of torch's four ops in this process, for CPU and CUDA.
+
+    Every rank calls it.
 
     Args:
         backend: Backend of the ops, as in `overlap_gemm.all_gather_gemm`.
@@ -259,7 +268,7 @@ def _why_no_sum(rows: int, reduce_op: str, group: str) -> str | None:
 def _why_slower(
     op: str, A: Tensor, Bs: Sequence[Tensor], dim: int, group: str, backend: BackendName
 ) -> str | None:
-    """Returns why torch's own pipelining may be faster on GPUs, or None; for CPUs torch has none."""
+    """Returns why torch's own pipelining may be faster, or None: on CPUs, or for a named backend."""
     if not A.is_cuda or backend != "auto":
         return None
     choice = explain(op, A, [B.t() for B in Bs], group=group, dim=dim, rows="equal")
@@ -267,7 +276,7 @@ def _why_slower(
 
 
 def _torch_op(op: str, A: Tensor, why: str) -> Callable[..., Any]:
-    """Returns torch's own implementation; for CPUs its fallback, collective and product."""
+    """Returns torch's own implementation; on CPUs that is a collective and a product."""
     _log_fallback(op, why)
     return getattr(symm_mem, f"_{op}" if A.is_cuda else f"_{op}_fallback")
 

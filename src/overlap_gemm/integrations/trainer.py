@@ -6,6 +6,12 @@
 A plain Trainer also trains parallelized models (`parallel.stacks`) and saves the model. It refuses, however,
 to save the optimizer state of a model that is already sharded. These classes save the state as a distributed
 checkpoint next to the model's full weights. Any number of ranks can continue from it.
+
+| file of a checkpoint | written by |
+|---|---|
+| full weights, or the adapter | the rank with `args.should_save`, after all ranks have gathered them |
+| `optimizer_shards/` | every rank |
+| `scheduler.pt` | the rank with `args.should_save` |
 """
 
 import os
@@ -52,7 +58,11 @@ def on_cpus() -> Iterator[None]:
 
 
 class ShardedCheckpoints(_Base):
-    """Mixin for a Trainer class, such as TRL's: saves and loads the optimizer's shards. List it first."""
+    """Mixin for a Trainer class, such as TRL's: saves and loads the optimizer's shards. List it first.
+
+    The constructor raises ValueError for a parallelized model whose logits are sharded (use
+    ``parallelize(..., logits="replicated")``), or with an optimizer that `parallel.optimizers` refuses.
+    """
 
     model: Any
     optimizer: Any
@@ -86,7 +96,7 @@ class ShardedCheckpoints(_Base):
             check_class(kind, [settings])
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Saves full weights, or the adapter. Collective."""
+        """Saves full weights, or the adapter. Collective; the rank with `args.should_save` writes."""
         # transformers 5.19 saves adapters on one rank alone; 5.20 saves only those that are trained.
         has_adapters = hasattr(self.model, "get_base_model")
         if not self.is_distributed_loading_by_transformers or (SAVES_ON_EVERY_RANK and not has_adapters):

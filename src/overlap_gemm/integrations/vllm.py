@@ -7,8 +7,11 @@ of tokens: `gemm_all_reduce` if the model of `overlap_gemm.tuning` predicts the 
 product and collective, otherwise vLLM's own product and all-reduce. Activations are quantised by vLLM's own
 kernel.
 
-Tested in vLLM 0.32 on CPUs; written against the sources of 0.24 to 0.33. The disadvantage: vLLM cannot fuse
-an all-reduce in an opaque op with RMSNorm.
+vLLM's own forward runs for all layers with `VLLM_BATCH_INVARIANT`, a `linear_backend` other than "auto", or
+the pass `enable_sp`. The logger reports it once.
+
+vLLM 0.24 is the oldest that is supported. Tested in 0.32 on CPUs; written against the sources of 0.24 to
+0.33. The disadvantage: vLLM can fuse an all-reduce with RMSNorm, but not one within an opaque op.
 """
 
 import logging
@@ -37,8 +40,8 @@ def register() -> None:
     """Registers the layer; the entry point. vLLM may call it several times in a process.
 
     Raises:
-        RuntimeError: The plug-in is enabled, but this vLLM is too old, or another plug-in has registered the
-            layer.
+        RuntimeError: The plug-in is enabled, but vLLM is older than 0.24, or another plug-in has registered
+            the layer.
     """
     if os.environ.get(SWITCH) == "1":
         _register()
@@ -118,7 +121,7 @@ def _kernel_of(layer: Any, kind: type | None) -> str | None:
 
 
 def _is_by_columns(weight: Tensor, x: Any, columns: int) -> bool:
-    """Returns whether a weight is 8-bit `[K, N]`, K contiguous, not packed or padded, and fits x."""
+    """Returns whether a weight is float8_e4m3fn `[K, N]`, K contiguous, not packed or padded, and fits x."""
     return (
         isinstance(x, Tensor)
         and weight.dtype == torch.float8_e4m3fn
@@ -144,8 +147,8 @@ def _multiply(layer: Any, name: Any, x: Tensor, bias: Tensor | None) -> Tensor:
 def _why_not(config: Any, envs: Any) -> str | None:
     """Returns the first setting of vLLM that our op would not respect, or None.
 
-    Sequence parallelism, a pass of vLLM up to 0.31, rewrites neighbouring all-reduces together, and would
-    find only some of them.
+    Sequence parallelism, a pass of vLLM up to 0.31, rewrites neighbouring all-reduces of a graph together. It
+    does not find those within our op.
     """
     options = {
         "VLLM_BATCH_INVARIANT": envs.VLLM_BATCH_INVARIANT,
@@ -166,7 +169,10 @@ def _log_fallback(why: str) -> None:
 def _row_parallel(x: Tensor, weight: Tensor, bias: Tensor | None, k: int) -> Tensor:
     """Returns `[..., N]` for x `[..., K_local]` and weight `[N, K_local]`, summed over the ranks, plus bias.
 
-    The group is vLLM's current one: a name in a compiled graph would outlive the group in vLLM's cache.
+    Our op adds the bias once, after the sum; in vLLM's path rank 0 adds it to its product.
+
+    The group is vLLM's current one, not an argument: vLLM's cache keeps compiled graphs with their constants,
+    and a group's name there would outlive the group.
     """
     from vllm.distributed import tensor_model_parallel_all_reduce
     from vllm.distributed.parallel_state import get_tp_group
