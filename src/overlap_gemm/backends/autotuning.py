@@ -5,8 +5,9 @@ Candidates are benchmarked at the first call of a kind (`Problem.kind`) with `ba
 maximum over the ranks, so that all ranks choose alike. The result is valid while the group exists, and is
 stored in a file (`tuning.measured`) for later processes.
 
-Nothing is measured during the capture of a CUDA graph, or for a kind that already runs by the time model's
-choice.
+Nothing is measured during the capture of a CUDA graph. A kind whose first call in the group has used the time
+model's choice stays with it. Rank 0 writes the file. ``OVERLAP_GEMM_AUTOTUNE_SECONDS`` (default 60) limits
+compiling and starting the candidates of a kind; later ones are excluded.
 
 A candidate that cannot be compiled, launched or captured, or that runs out of memory, is excluded on all
 ranks. A candidate that ends the process is not tried again by the next process.

@@ -45,7 +45,7 @@ class Problem:
         device_type: "cpu" or "cuda".
         world_size: Number of ranks of the group, P.
         virtual: Whether the ranks are virtual (`runtime.virtual`), so that torch.distributed cannot be used.
-        peer_access: Facts of the ranks' GPUs and their peer access; None if they have not been probed.
+        peer_access: Facts of the ranks' GPUs and their peer access; None: not probed yet, or no GPUs.
         captured: Whether the call is being captured in a CUDA graph, which replays without host time.
         weight_dtype: Dtype of the weight if operands have scales; else None.
         num_weights: Number of weights in a list.
@@ -270,7 +270,7 @@ class Problem:
 
     @property
     def bytes(self) -> int:
-        """Returns the bytes of the communicated tensor, of which each rank sends the part (P - 1) / P."""
+        """Returns the bytes of the communicated tensor; each rank sends (P - 1) / P of them."""
         sent = self.dtype if self.out_dtype is None or self.spec.operand_is_sent else self.out_dtype
         is_all_to_all = any(move.kind == "all_to_all" for move in self.spec.sent)
         return self.m * self.width * sent.itemsize // (self.world_size if is_all_to_all else 1)
@@ -286,11 +286,12 @@ class Backend(Protocol):
 
     Attributes:
         name: Name in the public argument `backend=`.
-        deterministic: Whether results are bitwise the same from call to call. If True, partial results are
-            summed in rank order in float32 (float64 for float64), then the bias is added, and the sum is
-            rounded once. If False, torch.distributed's collective determines order and precision.
-        verifies: Whether ranks compare their calls before every transfer (`runtime.agree.of_calls`). Fused
-            kernels compare signatures themselves.
+        deterministic: Whether results are bitwise the same from call to call; False for "torch" only. If
+            True, partial results (sent in the result's dtype, or float32 if promised) are summed in rank
+            order in float32 (float64 for float64). Then the bias is added, and the sum is rounded once. If
+            False, a collective of torch.distributed determines order and precision.
+        verifies: Whether ranks compare their calls before every transfer (`runtime.agree.of_calls`). It must
+            be True for transfers of torch.distributed. Fused kernels compare signatures themselves.
     """
 
     name: str
@@ -319,7 +320,9 @@ class Backend(Protocol):
         The arguments of the returned function are `(x, weight, bias)`. If `problem.is_scaled`, they are
         `(x, weight, bias, scale_x, scale_w)`, see `scaling`. If `problem.applying`, they are
         `(x, weight, bias, inputs)`, see `epilogues.applied_after`. Its calls are collective over `group`,
-        stream-ordered on CUDA, and return new tensors. The bias is added once, after the sum over the ranks.
+        stream-ordered on CUDA (torch's current stream), and return new tensors, which the caller owns. The
+        bias is added once, after the sum over the ranks. An op that takes lists returns (communicated
+        operand, list of results); with an epilogue the results are [result, outputs...].
 
         `bind` computes everything that does not change between calls. The caller's `settings` at `bind` are
         those of the returned function.

@@ -7,7 +7,9 @@ A gate is a kernel of one warp that waits for a shard's flag (:mod:`overlap_gemm
 flags and the rules for their reuse are those of the fused all-gather GEMM
 (:mod:`overlap_gemm.backends.fused.gather_plans`).
 
-Unlike the fused kernel, this implementation supports any dtype and any extents.
+Unlike the fused kernel, this implementation supports any dtype and any extents. It supports only all-gather
+GEMMs between CUDA devices that have been probed and have peer access, without scales and without promises of
+bits. Otherwise `decomposed` uses torch.distributed's sends and receives.
 """
 
 from __future__ import annotations
@@ -90,8 +92,9 @@ class ByShards:
         """Queues one call of this rank, after every other fused launch of its device.
 
         Yields an iterator over (source rank, shard), the local shard first. Each step queues a gate, so that
-        work queued after it on the current stream may read the shard. If the block raises, the call is ended
-        all the same, so that no peer waits for this rank.
+        work queued after it on the current stream may read the shard. Work queued after the block must not: a
+        later call overwrites the buffer. If the block raises, the call is ended all the same, so that no peer
+        waits for this rank.
 
         Args:
             shard: Local shard, `[rows, K]`, contiguous.
@@ -111,8 +114,8 @@ class ByShards:
     def alongside(self, shard: Tensor, run: Callable[[], R], *others: Tensor) -> Iterator[tuple[R, Tensor]]:
         """Queues one call whose shards are sent alongside another fused call's kernel; copies need no SM.
 
-        Yields the result of `run` and the gathered shards `[rows, K]`. Work queued in the block on the
-        current stream may read these. They are a view of the gather buffer: later work must not read them.
+        Yields the result of `run` and the gathered shards `[rows, K]`, a view of the gather buffer. Work
+        queued in the block on the current stream may read the shards; work queued after the block must not.
 
         Args:
             shard: Local shard, `[rows, K]`, contiguous.

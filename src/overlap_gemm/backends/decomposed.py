@@ -35,7 +35,7 @@ from .base import Portable, Problem
 from .portable_arithmetic import Arithmetic
 
 _TAG_BASE = 1 << 30
-"""First tag of this module, above the tags that users are likely to use; a tag is a C int."""
+"""First tag of this module, 1 << 30, above the tags that users are likely to use; a tag is a C int."""
 
 _calls: defaultdict[str, "itertools.count[int]"] = defaultdict(itertools.count)
 
@@ -47,7 +47,9 @@ class _Exchange:
     receive messages of an earlier call that failed midway. NCCL matches messages by order alone. Within a
     call, messages of a pair of ranks match in the order in which they are posted.
 
-    Construct it after all memory of the call is allocated: from then on peers wait for this rank's messages.
+    The constructor compares the call with the peers' (`Group.enter`): DisagreementError on every rank if they
+    differ. Construct it after all memory of the call is allocated: from then on peers wait for this rank's
+    messages, and nothing may raise on this rank alone.
 
     Args:
         op: Name of the op, for messages.
@@ -121,7 +123,10 @@ class Decomposed(Portable):
     name = "decomposed"
 
     def why_slower(self, problem: Problem) -> str | None:
-        """Returns None if copy engines send the shards and their times are known; else the reason."""
+        """Returns the reason `auto` excludes this backend.
+
+        Returns None only if copy engines send the shards and their times are known.
+        """
         if problem.world_size == 1:
             return "one rank has nothing to transfer"
         if problem.device_type == "cuda":

@@ -31,7 +31,7 @@ from ..tuning.settings import settings
 SECONDS_VARIABLE = "OVERLAP_GEMM_AUTOTUNE_SECONDS"
 
 DEFAULT_SECONDS = 60.0
-"""Default limit in seconds for compiling and starting the candidates of a kind; later ones are excluded."""
+"""Default limit, 60 s, for compiling and starting the candidates of a kind; later ones are excluded."""
 
 
 @dataclass

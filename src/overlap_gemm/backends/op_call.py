@@ -28,15 +28,16 @@ BackendName = Literal["auto", "torch", "sequential", "decomposed", "fused"]
 """Names that callers may pass as `backend=`; `select.BACKENDS` has the backends."""
 
 FALLBACK = " or auto"
-"""Suffix of a backend's name: if that backend cannot run the op, `auto` chooses another one."""
+"""Suffix of a backend's name, as in "fused or auto": if that backend cannot run the op, `auto` chooses
+another one, with a warning. Users may pass it; backward passes append it to the forward pass' backend."""
 
 Length: TypeAlias = int | Literal["equal", "exchange"] | None
 """A sharded extent over all ranks, as callers pass it.
 
 - A number: the extent.
-- "equal": every rank has the same share as this one.
-- None: the same, and the ranks compare their shares at the first call of a signature. An extent that the op
-  does not need stays unknown.
+- "equal": every rank has as large a share as this one.
+- None: like "equal", but the ranks compare their shares at the first call of a signature. If the op does not
+  need the extent, it stays unknown.
 - "exchange": the ranks exchange their shares in every call.
 """
 
@@ -57,8 +58,8 @@ class OpCall(NamedTuple):
         backend: "auto", a backend's name, or that with `FALLBACK`.
         deterministic: Whether sums must be bitwise the same from call to call; None takes torch's switch.
         reserve_sms: Number of SMs to leave to other kernels on this rank.
-        copied_weight: Whether the weight may be a copy that the call itself makes. No kernel may read it
-            before the preceding kernel has ended.
+        copied_weight: Whether the weight may be a copy that the preceding kernel writes, such as a cast. A
+            kernel that starts early must then not read it before that kernel has ended.
         out_dtype: Dtype of the result if operands have scales; else None.
         block: Elements that share a scale, by their name in `scales.scaling.NAMED_BLOCKS`.
         partials: Dtype of partial sums, as in `spec.promises.Promises`.

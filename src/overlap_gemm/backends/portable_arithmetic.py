@@ -28,7 +28,10 @@ BLOCK = {"cpu": (32, 128), "cuda": (256, 1024)}
 
 
 class Arithmetic:
-    """Arithmetic without promises: torch's products, and partial sums in the operands' dtype."""
+    """Arithmetic without promises: torch's products, and partial sums in the operands' dtype.
+
+    Ranks send partial sums in that dtype; `sum` adds them in float32 (float64 for float64).
+    """
 
     is_ordered = False
     """Whether the order in which an element is summed is a function of K."""

@@ -5,7 +5,11 @@
 1. If calls of the kind were measured (`autotuning`), the backend with the least measured time.
 2. Otherwise backends with a reason to be slower (`Backend.why_slower`) are excluded. Of the others, the one
    with the least predicted time (`tuning.prediction`) is selected.
-3. If no time can be predicted, the first of these in the order of `BACKENDS`.
+3. If no time can be predicted, the first of these others: fused, decomposed, torch, sequential (`BACKENDS`).
+
+With a promise of bits (``invariant=``) no time decides, because times depend on M: rule 3 applies. A backend
+that cannot keep the promise, or ``deterministic=True``, is excluded before; if it is named, that raises
+ValueError.
 
 Times of a call with an epilogue include it (`tuning.epilogue_time`): in the kernel, or one pass over memory
 after the op. `why_after` decides between these for the selected backend.
@@ -109,7 +113,10 @@ def choose(problem: Problem, requested: str = "auto") -> Choice:
         requested: "auto", the name of the backend that must run the problem, or a name with `FALLBACK`.
 
     Raises:
-        ValueError: The name is unknown, the named backend cannot run the problem, or no backend can.
+        ValueError: The name is unknown, the named backend cannot run the problem, or no backend can. For
+            example, "fused" needs operands of 16 bits, or of 8 with scales, and except for all_gather_gemm N
+            must be a multiple of 8. If only some ranks raise, `dispatch.choosing` makes that a
+            DisagreementError on every rank.
         InvarianceError: No backend can keep the promises of the problem.
     """
     check_promised(problem)

@@ -33,7 +33,10 @@ class Torch(Portable):
     operand = Scaled
 
     def why_not(self, problem: Problem) -> str | None:
-        """Returns the reason torch or torch.distributed cannot run a problem; None if they can."""
+        """Returns the reason torch or torch.distributed cannot run a problem; None if they can.
+
+        Products with scales have limits, see `scaling.why_no_product`. Their partial sums are not float32.
+        """
         if problem.is_scaled and problem.promises.has_wide_partials:
             return "torch rounds products of 8-bit operands to 16 bits, also with partials='float32'"
         return super().why_not(problem) or (why_no_scaled_mm(problem) if problem.is_scaled else None)

@@ -35,7 +35,8 @@ FLOAT8 = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 """Dtypes of operands with scales, and their names in kernel configurations."""
 
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""Dtypes of results of operands with scales; the first is the default."""
+"""Dtypes of results of operands with scales: bfloat16 (the default), float16, float32. Fused kernels support
+those of 16 bits."""
 
 DEPTH = 16
 """Unit of K in `torch._scaled_mm`, and on GPUs also of N."""
@@ -48,7 +49,8 @@ BLOCK = PROMOTED[0][2]
 """Extent of the blocks of most checkpoints, along K and along the rows of a weight."""
 
 SCALE_DTYPES = (torch.float32, torch.float8_e8m0fnu)
-"""Dtypes of scales. The second has powers of two only, which float32 represents exactly."""
+"""Dtypes of scales: float32 and float8_e8m0fnu. The latter has powers of two only, which float32 represents
+exactly, so scales of rows and blocks are converted to float32."""
 
 
 Block = int | Literal["mx"] | None
@@ -337,8 +339,12 @@ def why_no_product(
 ) -> str | None:
     """Returns the reason `scaled_mm_by_torch` does not support these dtypes; None if it does.
 
-    Cached by the arguments, for the process. On CUDA the reason follows from rules for the current device,
-    since a trial would disturb a capture. On other devices a small product is tried.
+    Cached by the arguments, for the process. On other devices than CUDA a small product is tried. On CUDA a
+    trial would disturb a capture, so these rules apply:
+
+    - Scales of rows need Hopper or Blackwell; scales of blocks need Hopper and CUDA 12.9, and blocks of 128.
+    - x and weight must not both be float8_e5m2.
+    - The product is bfloat16.
 
     Args:
         device: Type of device: "cpu" or "cuda".
