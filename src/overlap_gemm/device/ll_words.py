@@ -12,7 +12,7 @@ Transactions on Software Engineering, 1977.)
 
 Memory order: each access is relaxed at system scope. Each 32-bit element of a vector access is indivisible
 (PTX ISA, memory consistency model). A word that is not `EMPTY` is the value stored there. Words need no order
-among each other, since each is awaited. Reuse needs order: the caller ensures that the next store to a word
+among each other: each is awaited. Reuse needs order: the caller ensures that the next store to a word
 comes after the reader's `EMPTY` (:mod:`overlap_gemm.exchange.call`), and that nothing else is stored there.
 
 `EMPTY` has all 32 bits set: two 16-bit NaNs, or one fp32 NaN. Arithmetic does not return this NaN, but a

@@ -114,7 +114,7 @@ def send(config: cutlass.Constexpr, parts: Parts, acc: cute.Tensor, group: Int32
         config: The kernel's configuration.
         parts: Shared resources.
         acc: Values of the thread.
-        group: Epilogue group of the tile, 0 or 1.
+        group: Epilogue group (sm_90) or accumulator (sm_100) of the tile, 0 or 1.
         thread: Index in the group.
     """
     _wait(parts.empty, 1 - group)

@@ -344,8 +344,8 @@ class MainloopSm100(LoadedMainloop):
     ) -> pipeline.PipelineState:
         """Adds the other CTAs' accumulators and writes the sum (first part of K), or sends the fragment.
 
-        A split tile is one subtile. Tiles alternate between two accumulators, whose index is the phase of
-        `split`'s barriers.
+        A split tile is one subtile. Tiles alternate between two accumulators: the accumulator's index is the
+        argument ``group`` of `split`.
         """
         if part_of_k() == 0:
             split.add(self.config, res.parts, fragment, state.index, writer.thread)
