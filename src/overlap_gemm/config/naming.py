@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 def name_of(config: GemmConfig) -> str:
     """Returns the name of a configuration (`GemmConfig.name`).
 
-    Of a visitor the name has only the function's name. Configurations that differ only in the dtypes of
-    visitors' operands have the same name. Otherwise names are unique.
+    Of a visitor the name has only the function's name. So configurations have the same name if they differ
+    only in the dtypes of visitors' operands, or in functions of equal names.
     """
     types = config.in_dtype + (config.b_dtype or "")
     parts = [config.arch, config.mma, by(config.tile), "c" + by(config.cluster), types]
