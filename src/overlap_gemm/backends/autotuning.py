@@ -67,7 +67,7 @@ The ratio applies to predicted times, and to the times of the first calls, where
 HOST = 5e-4
 """Seconds of host time that an eager call may take regardless of its device time.
 
-In a CUDA graph, a candidate that takes three times as long eagerly may be the fastest."""
+A CUDA graph has no host time, so a candidate that is slow eagerly may be the fastest in a graph."""
 
 
 class Candidate(NamedTuple):

@@ -51,7 +51,7 @@ class Sequential(Portable):
         return VIRTUAL if problem.virtual else None
 
     def why_slower(self, problem: Problem) -> str | None:
-        """Returns None if sums must be deterministic, or if torch lacks the product or the epilogue."""
+        """Returns a reason if `torch` can run the problem and sums need not be deterministic; else None."""
         if problem.has_partial_epilogue or (problem.is_scaled and why_no_scaled_mm(problem)):
             return None
         return None if problem.deterministic else "its sums in rank order are slower than the collective's"

@@ -1,7 +1,8 @@
 """Backend `torch`: torch's product and torch's collective, as a model without this library calls them.
 
-It is the baseline of benchmarks, and the choice of `auto` if no backend is known to be faster. The collective
-sums over ranks: NCCL and gloo choose the order, and round every partial sum to the operands' dtype.
+It is the baseline of benchmarks. `auto` chooses it if every backend before it is excluded or expected to be
+slower. The collective sums over ranks: NCCL and gloo choose the order, and round every partial sum to the
+operands' dtype.
 
 The collectives support only blocks of equal size, so short shards are padded. A product to be scattered is
 written into a padded tensor without a copy. A short shard to be gathered is copied.

@@ -297,7 +297,8 @@ def all_gather_pairs(
 ) -> tuple[Tensor, list[Tensor]]:
     """Runs `all_gather_gemm` with two weights and an epilogue of pairs, as one product. Collective.
 
-    B has bands of `PAIR` rows, alternately of the weight at the lower address and of the other one.
+    The kernel reads both weights as one operand B: `PAIR` rows of one, `PAIR` rows of the other, and so on.
+    The weight at the lower address is first.
 
     Args:
         x: Local shard `[shards.size(rank), K]`.

@@ -1,6 +1,6 @@
 """Plans of the fused all-gather GEMM: gather buffers, and transfers of the local shard.
 
-A shard is sent in one of three ways, chosen when the plan is made:
+A shard is sent in one of three ways, chosen when the plan is made. Ranks may differ in the first two:
 
 - Warps of the kernel store it (``push``), if it is smaller than `Machine.copy_bytes` or if configured.
 - Copy engines copy it on a second stream, then its flag, in the order in which peers read shards

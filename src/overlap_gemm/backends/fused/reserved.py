@@ -130,7 +130,7 @@ def _shapes(ops: Sequence[str], largest: Facts, agreed: Agreed) -> Iterator[Exch
 
 
 def _uncut_rows(pattern: PatternSpec, largest: Facts, agreed: Agreed) -> int:
-    """Returns a bound of the rows for which the model chooses a pattern with slots for all rows; 0: never.
+    """Returns the most rows for which the model may choose a pattern with slots for all rows, or 0.
 
     The model is evaluated at powers of two below `largest.m` and at `largest.m` itself. The bound is twice
     the largest of these M that it accepts, at most `largest.m`.

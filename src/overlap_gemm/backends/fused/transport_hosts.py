@@ -42,7 +42,7 @@ class TransportHost:
         kind: Kind of its workspaces; "": those of bulk stores. LL packets and puts need separate workspaces:
             other transports must not write where packets are awaited, nor where tiles are staged for all
             peers.
-        buffers: Number of equal buffers in every workspace, for slots and for tiles that are always staged.
+        buffers: Number of equal buffers in every workspace: of slots, and for `PUTS` of staged tiles.
         staging: Number of further buffers, allocated only if some peer is not P2P-accessible.
         filled: Value of every byte of the buffers at allocation; None: undefined.
         needs_p2p: Whether all ranks must have P2P access to each other.

@@ -90,9 +90,9 @@ def has_tma_strides(matrix: Tensor, shard: int = 0) -> bool:
 
     Args:
         matrix: Operand, row-major or transposed.
-        shard: Rows of a full shard if tiles restart at each shard; else 0. In a transposed matrix a shard
-            must be a multiple of 16 bytes. Along the contiguous dimension a load begins only there (measured:
-            docs/design/facts.md).
+        shard: Rows of a full shard if tiles restart at each shard; else 0. In a transposed matrix, whose rows
+            are contiguous, it must be a multiple of 16 bytes: loads begin at multiples of 16 bytes only
+            (measured: docs/design/facts.md).
     """
     inner, outer = (1, 0) if matrix.stride(1) == 1 else (0, 1)
     return (
