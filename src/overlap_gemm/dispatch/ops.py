@@ -153,10 +153,10 @@ class GemmOp(Registered):
         return super().gradients(ctx, needs[:3], *grads)
 
     def by_dual(self, ctx: Any, call: OpCall, needs: Any, grads: Any) -> tuple[Any, ...]:
-        """Returns the gradients of x, weights and biases by the dual op, for ops with a replicated weight.
+        """Returns the gradients of x, weights and biases, for ops whose weight every rank has in full.
 
-        The dual communicates the gradient of the result. The gradients of weights and biases are all-reduced,
-        so that every rank gets the full ones.
+        The dual op of the result's gradient and the weight returns the gradient of x. Gradients of weights
+        and biases are summed over the ranks by all-reduces, so every rank gets the full ones.
         """
         x, *weights = ctx.saved_tensors
         needs_x, needs_weights, needs_biases = needs

@@ -212,7 +212,7 @@ sum_over_ranks = Registered(
 
 
 def each(x: Tensor, group: str) -> Tensor:
-    """Returns `copy_to_ranks(x, group)` if second derivatives are recorded, else x itself."""
+    """Returns `copy_to_ranks(x, group)` if autograd records, as with `create_graph=True`; else x itself."""
     return copy_to_ranks(x, group) if torch.is_grad_enabled() else x
 
 
