@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support.checkpoints import SIZES, make
-from tests.support.models import tiny
+from tests.support.models import save_with_tokenizer
 from tests.support.scripts import run_program
 
 FOLDER = Path(__file__).parents[2] / "examples" / "models"
@@ -23,16 +23,7 @@ SMALL = ("--hidden", 32, "--layers", 2, "--heads", 4, "--vocabulary", 64, "--seq
 
 @pytest.fixture
 def model(tmp_path):
-    """A small model with a tokenizer of characters, saved as published ones are."""
-    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    characters = ["<pad>", "<bos>", "<eos>", *sorted({chr(code) for code in range(32, 123)})][:97]
-    own = Tokenizer(models.WordLevel({c: i for i, c in enumerate(characters)}, unk_token="<pad>"))
-    own.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=own, pad_token="<pad>", eos_token="<eos>")
-    tokenizer.save_pretrained(tmp_path / "model")
-    tiny("qwen3", 2, dtype=torch.float32, max_position_embeddings=256).save_pretrained(tmp_path / "model")
+    save_with_tokenizer(tmp_path / "model")
     return tmp_path / "model"
 
 

@@ -1,7 +1,9 @@
 """What is put on a parallelized model and has no rule is refused by name, there or at the next forward."""
 
 import copy
+import functools
 import itertools
+import types
 
 import pytest
 import torch
@@ -152,6 +154,47 @@ def allowed(rank, size):
 
 def test_allowed(ranks):
     ranks(2).run(allowed)
+
+
+def scores_by_full_weight(model):
+    """Replaces a model's forward as TRL's trainers do: labels are scored by the full weight of the head."""
+    original = model.forward
+
+    def forward(self, input_ids=None, labels=None, **options):
+        if labels is None:
+            return original(input_ids=input_ids, **options)
+        weight = self.get_output_embeddings().weight
+        weight = weight.full_tensor() if isinstance(weight, DTensor) else weight
+        hidden = self.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
+        return nn.functional.cross_entropy((hidden[:, :-1] @ weight.T).flatten(0, 1), labels[:, 1:].flatten())
+
+    model.forward = types.MethodType(functools.wraps(type(model).forward)(forward), model)
+
+
+def replaced_forward(rank, size, family, sequence_parallel):
+    mesh = init_device_mesh("cpu", (size,))
+    plain = tiny(family, size)
+    model = parallelize(copy.deepcopy(plain), mesh, sequence_parallel=sequence_parallel)
+    for each in (plain, model):
+        scores_by_full_weight(each)
+    losses = [each(input_ids=IDS, labels=IDS) for each in (plain, model)]
+    close(losses[1], losses[0], "loss")
+    for loss in losses:
+        loss.backward()
+    for (name, expected), (_, actual) in zip(plain.named_parameters(), model.named_parameters(), strict=True):
+        close(actual.grad.full_tensor(), expected.grad, name)
+    for each in (plain, model):
+        each.eval()
+    options = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(model.generate(IDS, **options), plain.generate(IDS, **options))
+
+
+@pytest.mark.parametrize(
+    ("family", "sequence_parallel"), [("llama", True), ("qwen3", False), ("qwen3", True)]
+)
+def test_the_models_forward_may_be_replaced(ranks, family, sequence_parallel):
+    """An untied head, and a tied one."""
+    ranks(2).run(replaced_forward, family, sequence_parallel)
 
 
 def before(rank, size):

@@ -1,5 +1,6 @@
 """Small models of the families that `overlap_gemm.parallel.parallelize` knows, for tests."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -91,3 +92,16 @@ def tiny(family: str, ranks: int, *, dtype: torch.dtype = torch.float64, **optio
         if parameter.ndim == 1:
             nn.init.normal_(parameter, mean=1.0, std=0.3)
     return model.train()
+
+
+def save_with_tokenizer(folder: Path) -> None:
+    """Saves a small model, and a tokenizer with a token for each character, as published ones are saved."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    characters = ["<pad>", "<bos>", "<eos>", *sorted({chr(code) for code in range(32, 123)})][:VOCABULARY]
+    splitter = Tokenizer(models.WordLevel({c: i for i, c in enumerate(characters)}, unk_token="<pad>"))
+    splitter.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=splitter, pad_token="<pad>", eos_token="<eos>")
+    tokenizer.save_pretrained(folder)
+    tiny("qwen3", 2, dtype=torch.float32, max_position_embeddings=256).save_pretrained(folder)
