@@ -1,7 +1,8 @@
 """Execution of PTX, as CuTe DSL compiles it for Hopper and Blackwell GPUs, on a CPU, for several ranks.
 
 As a library: `Emulator`, and `run` for any other PTX. As a command: ``python -m cute_emulator script.py``.
-The public names are imported at first use (PEP 562), so that `clients.register` does not import them.
+The public names are imported at first use (PEP 562): importing the package, for `clients.register`, imports
+neither torch nor CuTe DSL.
 """
 
 from importlib import import_module

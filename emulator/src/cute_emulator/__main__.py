@@ -1,4 +1,15 @@
-"""``python -m cute_emulator [run | check | mutate] [OPTIONS] SCRIPT ARGS...``: scripts without a GPU."""
+"""``python -m cute_emulator [run | check | mutate] [OPTIONS] SCRIPT ARGS...``: scripts without a GPU.
+
+Exit codes of `run`, besides those of the script's `SystemExit`:
+
+- 0: there are no findings
+- 1: findings, also with ``--collect``; another `EmulatorError`; an exception of the script, with its
+  traceback
+- 2: a wrong option; a kernel file (.ptx, .cu) that is missing or cannot be launched
+
+Traces and the hits of injected faults are written also if the run fails. With ``--collect`` the findings are
+then printed before the exception.
+"""
 
 from __future__ import annotations
 

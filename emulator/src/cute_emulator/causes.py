@@ -12,6 +12,11 @@ from cute_emulator.errors import EmulatorError, Finding, Report
 class Cause:
     """Findings of one kind with the same missing synchronisation, linked by lines that they share.
 
+    The missing synchronisation is the message up to its first colon, if the message begins with "no ". One
+    shared line of the source (of the PTX if that is unknown) links two findings. Links are transitive: a
+    finding that is linked to two groups merges them. Of the other findings at most `SHOWN` = 8 lines are
+    shown.
+
     Attributes:
         finding: First finding of the group.
         others: Other findings of the group.

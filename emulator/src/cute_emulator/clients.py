@@ -4,7 +4,7 @@ A library that has work to do when its kernels are emulated registers a module f
 
     cute_emulator.clients.register("library.emulated")
 
-The module is imported when an emulator opens, not before. It defines `opened(emulator)` and `closed()`.
+The module is imported when an emulator opens, not before. It defines both `opened(emulator)` and `closed()`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ _open: Emulator | None = None
 def register(module: str) -> None:
     """Registers a module: `opened(emulator)` is called when an emulator opens, and `closed()` when it ends.
 
-    If an emulator is already open, `opened` is called at once. A second registration has no effect.
+    If an emulator is already open, the module is imported and `opened` is called at once. A second
+    registration has no effect. `closed` is called also if the emulator's block ends by an exception.
     """
     if module not in _modules:
         _modules[module] = None
@@ -36,8 +37,6 @@ def register(module: str) -> None:
 
 def per_process(module: str, **begins: Callable[[], Any]) -> None:
     """Declares globals of a module as per process: each rank has one, also if ranks are threads.
-
-    Ranks that are threads of one process have one each.
 
     Args:
         module: Full name of the module; it need not be imported yet.

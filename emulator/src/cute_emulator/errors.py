@@ -197,7 +197,7 @@ class Report:
         other_ptx: str | None = None,
         places: Sequence[tuple[str, int]] = (),
     ) -> None:
-        """Adds a finding once per (kind, key).
+        """Adds a finding once per (kind, key), for all kernels and runs together.
 
         Args:
             kind: Name of the check.

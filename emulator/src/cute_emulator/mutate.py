@@ -1,7 +1,5 @@
 """Mutation test of synchronisation: removes or weakens one operation at a time, to see if a test notices.
 
-Removes or weakens one operation at a time and checks that a test notices.
-
 A passing test shows little about synchronisation unless it fails without it. `enumerate_mutations` lists the
 operations of a PTX module and how each can be broken, `apply` breaks one, and `run` breaks each in turn::
 
@@ -64,7 +62,10 @@ class Mutation:
 
     @property
     def key(self) -> str:
-        """Returns a name that does not change when the kernel is recompiled: opcode, number and change."""
+        """Returns a name that is the same when the same kernel is compiled again: opcode, number and change.
+
+        An operation of the same opcode that is added before it in the module changes the number.
+        """
         return f"{self.opcode}#{self.ordinal}: {self.change}"
 
 
@@ -124,7 +125,18 @@ _SPIN_LENGTH = 24  # instructions; a longer loop around a strong load is not onl
 
 
 def enumerate_mutations(ptx: str) -> list[Mutation]:
-    """Returns all mutations of a PTX module, in the order of its text."""
+    """Returns all mutations of a PTX module, in the order of its text.
+
+    - removed: `mbarrier.arrive` (of `cp.async`, too); `tcgen05.commit`, `.wait` and `.fence`; `wgmma.fence`
+    - removed, too: commits and waits of groups (`wgmma`, `cp.async`, bulk); fences; barriers of the CTA, the
+      warp and the cluster
+    - removed, too: `griddepcontrol.wait`, and releasing `st` and `red`
+    - `mbarrier.try_wait` and `.test_wait`: replaced by a true predicate, so that they complete at once
+    - `wait_group` of one group less; `cp.async.bulk.wait_group` weakened to `.read`
+    - memory operations: `.sys` (also of fences) to `.gpu`; acquire, release and acq_rel to relaxed
+    - the backward branch of a spin loop: at most `_SPIN_LENGTH` = 24 instructions around a strong load,
+      without stores
+    """
     mutations: list[Mutation] = []
     counts: Counter[str] = Counter()
     place = _Places(ptx)
@@ -203,7 +215,7 @@ class Outcome:
         detections: Settings that detected it, each with the exception's kind and first line.
         tried: Number of settings that were run.
         reached: Whether the operation was executed.
-        reason: Reason why no detection is correct, from `reasons`.
+        reason: Reason why the mutation may remain undetected, from `reasons`.
     """
 
     mutation: Mutation
@@ -239,6 +251,11 @@ def run(
     progress: Callable[[int, int, Mutation], None] | None = None,
 ) -> list[Outcome]:
     """Tries every mutation of every kernel that a check launches.
+
+    Strict checks are enabled. Every mutation is tried under `tried[0]`. Then the undetected mutations that
+    are executed under some setting are tried under the others, until one detects them. A mutated run
+    ends by a `TimeoutError`, a detection, after 20 times the warp instructions of the longest unmodified run,
+    and 20 million at least.
 
     Args:
         check: Function that runs the kernels in emulators opened as `Emulator(arch, ranks, **options)` and

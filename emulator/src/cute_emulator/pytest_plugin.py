@@ -10,13 +10,17 @@ Then
 runs four times. A fault, a deadlock or a finding of the checks fails the test. Its name in brackets contains
 the setting, and `pytest` with that name reproduces it. Arguments of the mark, all optional:
 
-- `arch`: `sm_90a`, `sm_100a`, `sm_103a` or `sm_120a`;
+- `arch`: `sm_90a`, `sm_100a` (default), `sm_103a` or `sm_120a`;
 - `ranks`: with more than one, calls inside ``with emulator.rank(r):`` are queued and run by `emulator.run()`;
 - `modes`: of `immediate`, `random`, `lazy`; all three by default;
 - `schedules`: names as for `--schedule`; round robin and shuffled by default;
-- `seeds`: number of seeds, for settings with random choices;
-- `strict`: whether to enable checks that correct kernels may violate, too;
+- `seeds`: number of seeds, 1 by default; `immediate` runs with one seed unless it is shuffled, because it
+  makes no random choice;
+- `strict`: whether to enable checks that correct kernels may violate, too; False by default;
 - other arguments are passed to `Emulator`.
+
+A marked test that does not take `emulator` is a `pytest.UsageError`, and so is an unmarked test that takes
+it.
 """
 
 from __future__ import annotations

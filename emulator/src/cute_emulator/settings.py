@@ -38,6 +38,9 @@ class Setting:
     def of(mode: str, seed: int, schedule: str) -> Setting:
         """Returns the setting of a schedule's name on the command line, one of `SCHEDULES`.
 
+        `starve:RANK` starves a rank, `starve:warp:NUMBER` that warp of every CTA, and `starve:cta:NUMBER`, 0
+        to 3, the CTAs with this value of `starved_cta`.
+
         Raises:
             ValueError: The mode or the schedule is unknown.
         """
@@ -72,7 +75,8 @@ class Setting:
         """Returns the arguments of `Emulator` for the setting.
 
         Args:
-            strict: Whether to add the checks that correct kernels may violate.
+            strict: Whether to add the checks that correct kernels may violate. The commands `run` and `check`
+                add them only with ``--strict``; `mutate` always does.
             also: Names of additional checks.
         """
         parties = (self.starved_rank, self.starved_cta, self.starved_warp)
@@ -103,7 +107,16 @@ class Setting:
 
 
 def settings(seeds: int = 2, ranks: int = 1, warps: int = 0) -> list[Setting]:
-    """Returns every mode in round robin, shuffled with each seed, and with ranks, CTAs and warps starved."""
+    """Returns every mode in round robin, shuffled with each seed, and with ranks, CTAs and warps starved.
+
+    In this order:
+
+    - immediate, lazy and random in round robin, seed 0: 3 settings
+    - for each seed 1..`seeds` the three modes, shuffled: 3 * seeds
+    - lazy and immediate with each rank starved: 2 * ranks, or none for one rank
+    - lazy with each of the four classes of CTAs starved (`Setting.starved_cta`): 4
+    - immediate and lazy with each warp 0..`warps` - 1 starved: 2 * warps
+    """
     modes = ("immediate", "lazy", "random")
     chosen = [Setting(mode) for mode in modes]
     chosen += [Setting(mode, seed, shuffled=True) for seed in range(1, seeds + 1) for mode in modes]

@@ -77,7 +77,7 @@ class Trace:
     def save_html(
         self, path: str | Path, title: str = "Timeline of warps and asynchronous operations"
     ) -> None:
-        """Writes a page with a timeline that zooms; the page needs no network and no other file.
+        """Writes a page with a timeline of all CTAs that zooms; it needs no network and no other file.
 
         Raises:
             ValueError: Nothing was recorded.
@@ -104,7 +104,7 @@ class Trace:
         Path(path).write_text(page(title, groups, end, _COLOURS), encoding="utf-8")
 
     def save_png(self, path: str | Path, max_ctas: int = 4) -> None:
-        """Draws one row per warp and kind of operation of the first `max_ctas` CTAs.
+        """Draws one row per warp and kind of operation of the first `max_ctas` CTAs, by launch and rank.
 
         Raises:
             ValueError: Nothing was recorded.

@@ -165,7 +165,11 @@ class Grid:
                 self.scheduler.ready(warp)
 
     def cancel(self) -> tuple[int, int, int] | None:
-        """Takes the next cluster that has not started, for `clusterlaunchcontrol.try_cancel`."""
+        """Takes the next cluster that has not started, for `clusterlaunchcontrol.try_cancel`.
+
+        Returns the position of the cluster's first CTA; its CTAs count as ended. Returns None if all clusters
+        have started or were cancelled.
+        """
         if not self._waiting:
             return None
         self.ended += self.cluster_size

@@ -102,11 +102,13 @@ class Machine:
         mode: When async operations take effect: `immediate`, `random` or `lazy` (`machine.asyncq`).
         seed: Seed of every random choice; a run is a function of its inputs and the seed.
         schedule: Order in which warps run.
-        checks: Names out of `CHECKS`, the default, `STRICT_CHECKS` and `OPTIONAL_CHECKS`.
+        checks: Names of the enabled checks, from `CHECKS` (all of these by default), `STRICT_CHECKS` and
+            `OPTIONAL_CHECKS`.
         num_sms: SMs of each rank, or one number for all ranks; the default is the architecture's number.
             `machine.residency` defines how many CTAs are resident on them at once.
         progress: Called now and then during `run` with the number of warp instructions so far.
-        limit: Largest number of warp instructions over all runs; None for no limit.
+        limit: Largest number of warp instructions over all runs; None for no limit. A run that exceeds it
+            ends by an `EmulatorError`.
         trace: Recorder of the times of each warp and each async operation.
         roles: Names of a CTA's warps by their number, or a function of it; the default is the trace's.
         ignore: Kinds of findings that are discarded, such as `exit-pending`.
@@ -124,6 +126,9 @@ class Machine:
         engines: Copy engines of each rank.
         old: Overwritten values that loads may still return (`machine.stale`).
         ended: Callback at the end of a run, before the state of the run is dropped.
+
+    Raises:
+        ValueError: `arch`, `ranks`, `mode`, `checks`, `num_sms`, `ignore` or `sums` is invalid.
     """
 
     def __init__(
@@ -205,8 +210,9 @@ class Machine:
         """Queues a launch after the earlier ones of its (rank, stream).
 
         Raises:
-            ValueError: The launch cannot run (block or grid shape, shared memory, parameters).
-            KeyError: The module has no such entry.
+            ValueError: The launch cannot run (rank, block or grid shape, shared memory, parameters; a
+                `CooperativeLaunchTooLargeError` for too many CTAs of a cooperative launch).
+            KeyError: The module has no such entry (`Emulator.launch` raises a `ValueError` for it before).
         """
         if not 0 <= launch.rank < self.ranks:
             raise ValueError(f"rank {launch.rank} must be in 0..{self.ranks - 1}")
@@ -230,7 +236,8 @@ class Machine:
         """Runs all submitted launches, ranks concurrently, until none is left.
 
         Raises:
-            EmulatorError: A kernel failed; the machine has dropped all launches.
+            EmulatorError: A kernel failed; the machine has dropped all launches. The report, memory and the
+                modules' `.global` variables remain.
         """
         begin = time.perf_counter()
         if self._progress is not None:

@@ -34,10 +34,16 @@ LONGEST_JUMP = 1000 << 32  # ns; the clock keeps 64 bits after many such jumps
 class Schedule:
     """Order in which warps run.
 
+    A turn ends when no group of the warp can continue, or after 64 items (`QUANTUM`): pieces of translated
+    code of one or more instructions (`translate.program`). In `random` order its length is drawn from 1 to
+    64.
+
     Attributes:
         order: `round_robin`, or `random` (next warp and the length of its turn drawn from the seed).
-        lanes: Whether divergent lane groups run in random order instead of lowest instruction first.
-        starved: Predicate `starved(rank, ctaid, warp)`: such a warp runs only when no other warp can.
+        lanes: Whether divergent lane groups run in random order. Otherwise the group with the deepest call
+            stack runs first, among equals the one with the lowest instruction.
+        starved: Predicate `starved(rank, ctaid, warp)`: such a warp runs only when no other warp of any rank
+            can and no async event or held store is pending.
         grids: Order in which waiting kernels of several streams make clusters resident: `submission` (first
             submitted first), or `random`.
     """
@@ -61,10 +67,23 @@ def _state_of(group: Group) -> tuple[Any, ...]:
 class Scheduler:
     """Runs ready warps until all have exited.
 
+    If no warp is ready, it tries in this order:
+
+    1. the next async event, or else all held stores
+    2. a starved warp
+    3. injected faults: late stores, stalled ranks
+    4. time: the clock jumps to the end of the first `nanosleep`; without one, groups that read the clock in a
+       polling loop are woken after ever longer jumps
+    5. all polling groups once more, if there was progress since the last time: their `try_wait` returns false
+
+    Then it raises `Deadlock`. It makes at most 64 jumps (`JUMPS`) without progress. A loop that retries an
+    expired wait may do so 1000 times (`EXPIRIES`), and loops that count polls have 10,000 polls (`PATIENCE`).
+
     Attributes:
         progress: Grows with every event that can let a parked warp go on.
         executed: Warp instructions run.
-        clock: Virtual nanoseconds, read by `%globaltimer` and `%clock64`.
+        clock: Virtual nanoseconds, read by `%globaltimer` and `%clock64`: one per warp instruction, and
+            jumps.
         limit: Largest number of warp instructions over all runs.
         clocks: Model of time, if a trace is recorded.
         ran: Items that ran, by program.

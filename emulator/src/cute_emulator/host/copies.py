@@ -1,9 +1,10 @@
-"""Copy engines: copies in stream order that run concurrently with the rank's kernels and use no SM.
+"""Copy engines: copies in stream order that run concurrently with the rank's kernels, on none of their SMs.
 
 A copy is modelled as a small kernel of one warp on SMs that no other kernel uses. So all rules for kernels
 apply to it: the order of its stream, happens-before, and late arrival of stores at a peer.
 
-A *flag* is a copy of 4 or 8 bytes that is ordered after everything before it in its stream. CUDA guarantees
+Every copy begins after the earlier work of its stream. A *flag* is a copy of 4 or 8 bytes by
+``st.release.sys``: a reader that observes it observes everything before it in the stream. CUDA guarantees
 this order: copies of one stream execute one after the other, and stream writes follow a system-wide fence
 (CUDA driver API, `cuStreamWriteValue32`).
 """
@@ -92,6 +93,9 @@ def copy_launch(rank: int, stream: int, target: int, source: int, nbytes: int) -
         target: Address of any rank's memory.
         source: Source address.
         nbytes: 4, 8, or a multiple of 16 at addresses that are multiples of 16.
+
+    Raises:
+        ValueError: Another number of bytes, or a misaligned address of a copy that is not a flag.
     """
     if nbytes not in FLAGS and (nbytes | target | source) % CHUNK:
         raise ValueError(

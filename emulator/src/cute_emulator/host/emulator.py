@@ -47,12 +47,14 @@ class _Pending:
 class Emulator:
     """Context manager that runs compiled CuTe DSL functions on the CPU while it is open.
 
-    A function compiled inside the block, called with CPU tensors and any stream, runs in the emulator. With
-    one rank a call runs before it returns. With several, calls inside ``with emu.rank(r):`` are queued, and
-    `run` executes all queued launches of all ranks together: launches of one (rank, stream) in order,
-    everything else concurrently.
+    A function compiled inside the block (or an earlier one), called with CPU tensors and any stream, runs in
+    the emulator. With one rank a call runs before it returns, unless the host is recorded (`timelines`): then
+    it runs when the host waits for the device. With several, calls inside ``with emu.rank(r):`` are queued,
+    and `run` executes all queued launches of all ranks together: launches of one (rank, stream) in order,
+    everything else concurrently. Launches that are still queued at the end of the block never run; they are
+    an `EmulatorError`, unless an exception ends the block.
 
-    Memory: a kernel may access the tensors of its call until it ends. Memory that it accesses by another
+    Memory: a kernel may access the tensors of its call until its run ends. Memory that it accesses by another
     address (in a table, a raw pointer argument) must be passed to `register`, or allocated by `empty` or
     `symmetric`. Any other access is an error.
 
@@ -65,9 +67,10 @@ class Emulator:
         seed: Seed of every random choice; a run is a function of its inputs and the seed.
         num_sms: Streaming multiprocessors of each rank's device, or one number for all devices; the default
             is that of the real device. Kernels of a rank that exceed them run in turn (`machine.residency`).
-        heap_bytes: Address space of a rank's symmetric heap.
-        network: NVSHMEM's view of the ranks. False: all have peer access to each other. True: none has, and
-            puts and signals are sent over an emulated network (`cute_emulator.host.network`).
+        heap_bytes: Address space of a rank's symmetric heap, of which no part is allocated twice.
+        network: Whether NVSHMEM sends puts and signals over an emulated network
+            (`cute_emulator.host.network`). False: all ranks have peer access to each other. True: no rank
+            has.
         collect: Whether findings are kept in `report` instead of raised as `FindingsError` after a run.
         rewrite: Function that changes the PTX of each launch before it runs (`cute_emulator.mutate`).
         options: Further options of the machine, see `cute_emulator.execution.launch.Machine`.
@@ -76,7 +79,7 @@ class Emulator:
         machine: Machine that runs the launches.
         devices: Properties of each rank's device.
         captures: CUDA graphs in capture, by rank (`host.graphs`).
-        timelines: Order of the streams' work, of ranks whose host is a script.
+        timelines: Order of the streams' work, of ranks whose host is a script or a marked pytest test.
     """
 
     def __init__(
@@ -177,7 +180,7 @@ class Emulator:
 
         Raises:
             EmulatorError: A fault, a deadlock, an instruction that is not modelled, or a trap ended a kernel.
-            FindingsError: All kernels ended and there are findings (not with ``collect=True``).
+            FindingsError: All kernels ended and there are new findings (not with ``collect=True``).
         """
         try:
             self.machine.run()
@@ -223,8 +226,8 @@ class Emulator:
             stream: Handle of the stream.
             target: Address of any rank's memory that kernels may access.
             source: Source address; memory that is not registered belongs to the rank until the run ends.
-            nbytes: A multiple of 16, or 4 or 8 for a flag, which is ordered after all work before it in the
-                stream.
+            nbytes: A multiple of 16 (addresses, too), or 4 or 8 for a flag, which is ordered after all work
+                before it in the stream.
         """
         with self._lock:
             key = self._registry.hold(source, nbytes, rank=rank, name="source of a copy")

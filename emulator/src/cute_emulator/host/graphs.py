@@ -1,7 +1,10 @@
 """CUDA graphs: work submitted to a rank's streams during capture is stored and executed at each replay.
 
 The work consists of launches, torch's operations on device memory (`torch_mode`), and waits between streams.
-During a replay the host waits there. A replay begins after all earlier launches of the rank.
+Capture executes no launch; it executes an operation of torch once, for its result, and restores the inputs. A
+replay begins after all earlier launches of the rank. During a replay the host waits at each operation of
+torch. An `EmulatorError` is raised for a second capture of a rank at a time, and for an end without a
+capture. A replay of a graph without a capture raises a `RuntimeError`.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def run(
 
     Arrays are copied to device memory and back, as in a CUDA program. If an `Emulator` of one rank is open,
     the kernel runs in it, unless `arch` or options are passed. ``python -m cute_emulator check script.py``
-    opens one.
+    opens one. Otherwise it runs in a new emulator, which returns findings and does not raise them.
 
     Args:
         ptx: PTX text of the module.
@@ -56,11 +56,13 @@ def run(
             for an element of `settings.settings()`.
 
     Returns:
-        Record of the run; `findings` is empty for a kernel without findings.
+        Record of all runs of the emulator; `findings` is empty for a kernel without findings.
 
     Raises:
         EmulatorError: A fault, a deadlock, a trap, or an instruction that is not modelled ended the kernel.
-        ValueError: The launch cannot run, or an argument does not fit its parameter.
+        FindingsError: There are findings, in an emulator that was open without `collect`.
+        ValueError: The launch cannot run, an argument does not fit its parameter, or an array is not writable
+            or has negative strides (`host.memory.named`).
     """
     emulator = Emulator.current()
     if emulator is None or emulator.ranks > 1 or arch is not None or options:

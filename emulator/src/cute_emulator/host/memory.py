@@ -40,7 +40,8 @@ def named(tensor: Any, name: str) -> Named:
     """Returns a torch tensor, a NumPy array or a DSL runtime tensor as `Named`, for findings.
 
     Raises:
-        ValueError: Kernels cannot use the array by its address.
+        ValueError: A NumPy array is not writable, or a stride is negative or no multiple of the element's
+            size.
     """
     if isinstance(tensor, Named):
         return tensor
@@ -78,7 +79,7 @@ class Symmetric:
 
     Attributes:
         tensors: Tensor of each rank, poisoned.
-        multicast: Address of all tensors together, for `multimem` instructions only.
+        multicast: Address of all tensors together, for `multimem` instructions and bulk stores only.
         nbytes: Bytes of one rank's tensor.
     """
 
@@ -130,7 +131,7 @@ class SymmetricHeap:
         return tuple(view.data_ptr() for view in self._views)
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Symmetric:
-        """Allocates the same part of every rank's range.
+        """Allocates the same part of every rank's range; no part is freed before `close`.
 
         Raises:
             EmulatorError: The heap is full.

@@ -3,12 +3,15 @@
 If a peer's heap base is zero in the device state, NVSHMEM's device code passes every operation to functions
 named ``nvshmemi_transfer_*``. On a GPU these use a NIC or a proxy. Here they are intercepted by name
 (signatures: ``nvshmemi_transfer_api.cuh`` of nvidia-nvshmem-cu13 3.8.0) and become events of the async
-engine. In mode ``random`` events happen at random times, in ``lazy`` as late as the OpenSHMEM ordering rules
-allow:
+engine. In mode ``immediate`` events happen at issue, in ``random`` at random times, in ``lazy`` as late as
+the OpenSHMEM ordering rules allow:
 
 - ``put`` returns when its source was read; the source of a ``put_nbi`` is read at any later time;
 - a signal of ``put_signal`` is ordered after the data of the same call, and after no other operation;
 - ``fence`` orders earlier operations to a PE before later ones; ``quiet`` waits for all earlier operations.
+
+Also modelled are atomics of 8 bytes without result that set or add, such as ``signal_op``. Any other
+transfer, such as a get, raises an `EmulatorError` when a kernel calls it.
 """
 
 from __future__ import annotations

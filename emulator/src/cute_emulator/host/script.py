@@ -26,9 +26,9 @@ from cute_emulator.host.torch.turns import Turns
 def run_script(emulator: Emulator, script: str, arguments: list[str], poison_symmetric: bool = False) -> None:
     """Runs a script in an open emulator, as ``python script arguments`` does on a machine with GPUs.
 
-    With several ranks it runs once per rank, each in a thread with separate ``RANK``, ``LOCAL_RANK`` and
-    ``WORLD_SIZE``, as under torchrun. A file named .ptx or .cu is a kernel, and its one argument is the file
-    of its launch (`launch_files`).
+    With several ranks it runs once per rank, each in a thread with a separate `__main__` module, ``RANK``,
+    ``LOCAL_RANK`` and ``WORLD_SIZE``, as under torchrun. The host is recorded (`host.timeline`). A file named
+    .ptx or .cu is a kernel, and its one argument is the file of its launch (`launch_files`).
 
     Args:
         emulator: Open emulator.
@@ -122,7 +122,11 @@ def _run_ranks(emulator: Emulator, script: str, stack: contextlib.ExitStack, poi
 
 
 class _RankEnvironment(MutableMapping[str, str]):
-    """Replacement of `os.environ` in which each rank's thread has a separate rank, as under torchrun."""
+    """Replacement of `os.environ`, as under torchrun: each rank's thread reads its rank.
+
+    The variables are ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and
+    ``MASTER_PORT``. All others are shared by the ranks, and so are changes of them.
+    """
 
     def __init__(self, base: Any, turns: Turns, ranks: int) -> None:
         self._base = base

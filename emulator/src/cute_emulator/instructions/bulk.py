@@ -45,11 +45,12 @@ _UNIFORM = {bool, int, tuple}
 def threads(mask: int, values: tuple[Any, ...], each: bool = False) -> Iterator[tuple[int, tuple[Any, ...]]]:
     """Yields (lane, operands) of each operation that is issued.
 
-    By the ISA each thread that executes a bulk instruction issues an operation. With `each` the function does
-    so: for loads, products and commits, which CuTe DSL never compiles without an election. A warp that
-    executes a bulk store or reduction with uniform operands issues it once. CuTe DSL compiles those without
-    an election. NVIDIA's `fmha_bwd` adds by `cp.reduce.async.bulk.tensor` in all lanes of a warp, which is
-    correct only if counted once.
+    By the ISA each thread that executes a bulk instruction issues an operation. With `each` the function
+    yields one operation per lane: for loads and `tcgen05.mma`, which CuTe DSL never compiles without an
+    election. Without `each` a warp with uniform operands issues a store or reduction (also of a tensor map)
+    once, by its first lane. CuTe DSL compiles those without an election. NVIDIA's `fmha_bwd` adds by
+    `cp.reduce.async.bulk.tensor` in all lanes of a warp, which is correct only if counted once. Operands that
+    differ by lane yield one operation per lane in any case.
     """
     kinds = {*map(type, values)}
     if tuple in kinds:
@@ -248,7 +249,10 @@ def copies_in(
 
 
 def reducer(name: str, kind: str) -> Merge:
-    """Merges chunks element by element; `.add.f32` flushes subnormal numbers (`cp.reduce.async.bulk`)."""
+    """Returns a function that merges chunks element by element, for `cp.reduce.async.bulk`.
+
+    `.add.f32` flushes subnormal numbers.
+    """
     if (name, kind) == ("add", "f32"):
         return lambda old, new: ftz(ftz(old.view(np.float32)) + ftz(new.view(np.float32))).view(old.dtype)
     dtype = {"f64": np.float64, "f16": np.float16}.get(kind)

@@ -40,7 +40,7 @@ class Op:
 
     Attributes:
         run: `run(group, mask, *inputs)`; returns the outputs (one value, or a tuple), or `BLOCK_RESULT` to
-            wait.
+            wait: `run` has parked the group, and is called again when the group is woken.
         inputs: Operands evaluated for the call, in order.
         outputs: Registers that receive the result; None drops a part.
         head: Whether it may wait; then it begins an item.

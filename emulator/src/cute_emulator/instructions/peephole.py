@@ -57,7 +57,7 @@ def gather_runs(lines: list[str]) -> list[str]:
 
 
 def needed(lines: list[str]) -> list[str]:
-    """Removes assignments to unused locals whose expression has no effect."""
+    """Returns the lines without assignments to unused locals whose expression has no effect."""
     out: list[str] = []
     used: set[str] = set()
     for line in reversed(lines):

@@ -2,7 +2,11 @@
 
 An instruction is either written into the translated Python, or called as an `Op`. `inline` registers the
 first kind by the opcode's first part: arithmetic. `instruction` registers a factory of the second kind by the
-longest prefix of the opcode: all instructions that access the machine.
+longest prefix of the opcode: all instructions that access the machine. `inline` comes first if both match.
+
+A name that is registered twice raises an `AssertionError` at import. A new module must be imported in
+`instructions/__init__.py`. An instruction without an implementation raises `UnsupportedInstruction` when a
+lane executes it. So does one whose factory raises an error of `MALFORMED`, such as a `ValueError`.
 """
 
 from __future__ import annotations

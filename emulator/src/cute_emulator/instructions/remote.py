@@ -43,7 +43,10 @@ def _shifted(address: Any, by: int) -> Any:
 
 
 def _adder(name: str, kind: str) -> Callable[[list[Any]], Any]:
-    """Reduces the ranks' values of one register, in rank order; 16-bit types accumulate in single."""
+    """Returns a function that reduces the ranks' values of one register, in rank order.
+
+    16-bit types accumulate in single precision.
+    """
     if kind in ("f16x2", "bf16x2"):
         function: Any = {"add": np.add, "min": fmath.fmin, "max": fmath.fmax}[name]
 

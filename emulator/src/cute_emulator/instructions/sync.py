@@ -46,6 +46,11 @@ def within(group: Group, ins: Instruction, cta: Cta, spans: Iterable[tuple[int, 
 
 @instruction("bar", "barrier")
 def _bar(program: Any, f: Function, ins: Instruction) -> Op:
+    """Executes `bar` and `barrier`: sync, arrive and red.
+
+    A thread count that is not a multiple of 32 and an arrival without a thread count are errors (`fail`), as
+    are those of `CountBarrier.arrive`.
+    """
     parts = [p for p in ins.parts if p not in ("cta", "aligned")]
     verb = parts[1] if len(parts) > 1 else "sync"
     if verb not in ("sync", "arrive", "red"):
@@ -103,6 +108,10 @@ def _threads(group: Group, mask: int) -> int:
 
 @instruction("barrier.cluster")
 def _barrier_cluster(program: Any, f: Function, ins: Instruction) -> Op:
+    """Executes `barrier.cluster`.
+
+    A lane that arrives again without having waited, and a wait of a warp that has not arrived, are errors.
+    """
     arrives = ins.parts[2] == "arrive"
 
     def arrive(group: Group, mask: int) -> Any:
@@ -148,6 +157,12 @@ def _per_lane(mask: int, *values: Any) -> list[tuple[int, ...]]:
 
 @instruction("mbarrier.init")
 def _init(program: Any, f: Function, ins: Instruction) -> Op:
+    """Executes `mbarrier.init`.
+
+    An address that is not a multiple of 8 or is outside of shared memory is an error. So are an invalid count
+    and an mbarrier at the address on which warps wait.
+    """
+
     def run(group: Group, mask: int, address: Any, count: Any) -> None:
         for a, n in dict.fromkeys(_per_lane(mask, address, count)):
             cta = group.warp.cta.cluster.owner(a & WINDOW)
@@ -241,6 +256,13 @@ def _tx(program: Any, f: Function, ins: Instruction) -> Op:
 
 @instruction("mbarrier.try_wait", "mbarrier.test_wait")
 def _wait(program: Any, f: Function, ins: Instruction) -> Op:
+    """Executes `mbarrier.try_wait` and `test_wait`, both alike.
+
+    Returns true if the phase is complete. Otherwise the first try returns false at once. A try waits if it
+    has a time limit, or if its group has had no effect since its last unsuccessful try: it polls in a loop.
+    It then returns true when the phase completes, or false when only time could pass (`Scheduler`). Lanes
+    with different addresses never wait.
+    """
     by_parity = "parity" in ins.parts
     d = ins.operands[0]
     outputs = (d.first, d.second) if isinstance(d, Pair) else (d,)
@@ -304,6 +326,11 @@ def _pending(program: Any, f: Function, ins: Instruction) -> Op:
 
 @instruction("fence", "membar")
 def _fence(program: Any, f: Function, ins: Instruction) -> Op:
+    """Executes fences.
+
+    These make initialisations of mbarriers visible: `fence.mbarrier_init`, fences of scope cluster, gpu or
+    sys, and `fence.proxy.async` (except for `.global` alone).
+    """
     if ins.opcode.startswith("fence.proxy.async"):
         spaces = [p for p in ins.parts if p in ("global", "shared::cta", "shared::cluster")]
 

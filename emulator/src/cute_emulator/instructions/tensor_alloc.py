@@ -1,4 +1,10 @@
-"""Allocation of tensor memory (PTX ISA 9.7.16.7)."""
+"""Allocation of tensor memory (PTX ISA 9.7.16.7).
+
+The number of columns is a power of two from 32 to 512. If the SM has too few free columns, `tcgen05.alloc`
+waits until its resident CTAs have freed enough (`machine.pools`). Another number of columns is an error, and
+so is an `alloc` of a CTA after its `relinquish_alloc_permit`. A `dealloc` of columns that are not part of one
+allocation is an error, too.
+"""
 
 from __future__ import annotations
 

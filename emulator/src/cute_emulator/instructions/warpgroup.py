@@ -1,7 +1,8 @@
 """Tensor-core instructions with register operands: wgmma, mma, ldmatrix, stmatrix (PTX ISA 9.7.14, 9.7.15).
 
-A `wgmma.mma_async` is executed once for its warpgroup, when all four warps have issued it (`machine.wgmmas`
-contains those in flight).
+A `wgmma.mma_async` is issued once for its warpgroup, when all four warps have executed it. Its product is an
+event of the async engine (`machine.asyncq`); `machine.wgmmas` contains those in flight. Until the wait their
+accumulator registers contain `POISON`, a NaN.
 """
 
 from __future__ import annotations

@@ -2,8 +2,13 @@
 
 An operation is a chain of events. In mode `immediate` each event happens when it is issued. Only a product
 waits for the next other event or the end of the warp's turn, so that several products can be joined. In
-`random` events happen at random later times. In `lazy` an event happens only when no warp can continue: as
-late as the specification allows. Global writes of bulk stores happen last, when no other event is pending.
+`random` events happen at random later times: after each turn of a warp one event with probability 0.3. In
+`lazy` an event happens only when no warp can continue: as late as the specification allows. The seed modulo 4
+selects the order of kinds, for example tensor, load, read, write. The event is random among those of a kind.
+Global writes of bulk stores happen last, when no other event is pending.
+
+Events of one queue happen in order: the tcgen05 operations of a CTA, and the wgmmas of a warpgroup. Other
+events are ordered only by `Event.after`.
 """
 
 from __future__ import annotations
@@ -46,8 +51,8 @@ class Event:
             bulk store); selects the order in `lazy` mode.
         after: Events that must have happened before.
         line: PTX line of the instruction.
-        size: Amount for the model of time (`clocks`): bytes, or products of 16 bits; 0 if the event signals
-            the end of others.
+        size: Amount for the model of time (`clocks`): bytes, or products of 16 bits; 0 for an event that
+            only signals the end of others.
         begin: Cycle of the model at which it was issued.
         end: Cycle at which it is done; 0 without a model.
         issuer: CTA that issued it, if any.

@@ -43,7 +43,8 @@ class Waiters(Parked):
         scope: Scope of an arrival without a scope.
         arrivals: Releases of the current phase by agent, with their scope.
         known: Releases of the completed phases by agent.
-        joint: Whether all participants are in the barrier's scope: their releases are joined to one.
+        joint: Whether all participants are in the barrier's scope, so that their releases are joined to one
+            snapshot: true for `CountBarrier`.
         inits: Initialised mbarriers that arriving warps had fenced.
         clocks: Model of time, if there is one.
         since: Time at which the last phase was complete, by that model.
@@ -79,6 +80,8 @@ class Waiters(Parked):
 
 class MBarrier(Waiters):
     """mbarrier object. A phase completes when no arrival is pending and the transaction count is zero.
+
+    A `count` outside of 1..2**20 - 1 raises an `EmulatorError`.
 
     Attributes:
         address: Shared address, for messages.
@@ -136,7 +139,11 @@ class MBarrier(Waiters):
         self.copied: Vector = {}
 
     def expect(self, nbytes: int) -> None:
-        """Executes `expect-tx`."""
+        """Executes `expect-tx`.
+
+        Raises:
+            EmulatorError: The transaction count is 2**20 or more.
+        """
         self.tx += nbytes
         if self.tx >= 1 << 20:
             raise EmulatorError(f"{self.name()}: {self.tx} bytes are expected; at most 2**20 - 1 are valid")
@@ -154,6 +161,9 @@ class MBarrier(Waiters):
             count: Number of arrivals.
             passing: Clocks that an arriving asynchronous unit passes on.
             copied: `cp.async` copies that the arrival signals.
+
+        Raises:
+            EmulatorError: `count` is less than 1, or more arrivals than are pending (over-arrival).
         """
         if count < 1:
             raise EmulatorError(f"{self.name()}: {count} arrivals; 1 to 2**20 - 1 are valid")
@@ -222,7 +232,12 @@ class CountBarrier(Waiters):
         self.votes = [0, 0]
 
     def arrive(self, threads: int, count: int = 0, votes: int = 0, reduces: bool = False) -> int:
-        """Counts arrivals, with the instruction's thread count or 0; returns their generation."""
+        """Counts arrivals, with the instruction's thread count or 0; returns their generation.
+
+        Raises:
+            EmulatorError: In one phase thread counts differ, `bar.red` meets another barrier instruction, or
+                more threads arrive than the count.
+        """
         if self.arrived and reduces != self.reduces:
             raise EmulatorError(
                 f"{self.name}: a reduction and another barrier instruction arrive in one phase"
@@ -243,7 +258,11 @@ class CountBarrier(Waiters):
         return generation
 
     def check(self) -> None:
-        """Releases the barrier if all have arrived; also called when threads exit."""
+        """Releases the barrier if all have arrived; also called when threads exit.
+
+        An exited thread does not count as arrived. Without a thread count the barrier expects only the
+        threads that `everyone` still counts.
+        """
         if self.arrived and self.arrived >= (self.count or self.everyone()):
             self.publish()
             self.present, self.arrived = self.arrived, 0

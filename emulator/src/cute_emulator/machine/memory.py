@@ -1,7 +1,8 @@
 """Global memory: a registry of host allocations, and views of them for warps and async units.
 
 Global addresses are raw host pointers, so peers in one process can access each other's memory as GPUs over
-NVLink do. Only registered memory can be accessed: a stray address gives a report, never a segmentation fault.
+NVLink do. Only registered memory can be accessed: a stray address raises a `MemoryFault`, without a
+segmentation fault.
 
 Address windows (generic addresses): shared `1 << 56`, kernel parameters `1 << 57`, local `1 << 58`, constants
 `1 << 59`, functions `1 << 60`; below them global. A shared address is `cta_rank << 24 | offset`: kernels
@@ -138,7 +139,7 @@ class GlobalMemory:
         """Makes `[address, address + nbytes)` accessible.
 
         Raises:
-            ValueError: The range overlaps another one.
+            ValueError: The range overlaps another one, or is empty.
         """
         if nbytes <= 0:
             raise ValueError(f"cannot register {nbytes} bytes at {address:#x}: the size must be positive")
@@ -153,7 +154,10 @@ class GlobalMemory:
         return allocation
 
     def unregister(self, address: int) -> None:
-        """Ends an allocation; later accesses are reported as use after free."""
+        """Ends an allocation; a later access raises a `MemoryFault` that names the use after free.
+
+        The last 256 ended allocations are remembered.
+        """
         allocation = self._live.pop(address)
         self._bases.remove(address)
         allocation.owner = None

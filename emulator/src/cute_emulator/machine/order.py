@@ -82,7 +82,7 @@ class Snapshot:
         agent: Agent that released; of several the first.
         clock: Clock of that agent.
         joint: Whether several agents released it.
-        unreleased: Stores that are not released although their warp's clock is: by store the lanes.
+        unreleased: Stores that are not released although the clock of their warp is, with their lanes.
     """
 
     __slots__ = (

@@ -111,7 +111,7 @@ class HeldStores:
         self._make(due)
 
     def step(self) -> None:
-        """Makes a store visible at random in `random` mode; called between turns of warps."""
+        """Makes a store visible at random in `random` mode; `Scheduler.run` calls it after each turn."""
         if self._random and self._all and self._rng.random() < 0.1:
             number = self._rng.randrange(len(self._all))
             chosen, self._all[number] = self._all[number], self._all[-1]
@@ -120,7 +120,10 @@ class HeldStores:
                 self.touch(chosen.rank, chosen.allocation, chosen.low, chosen.high)
 
     def idle_step(self) -> bool:
-        """Makes all stores visible if nothing else can continue; returns whether there were any."""
+        """Makes all stores visible if nothing else can continue; returns whether there were any.
+
+        The scheduler calls it when no warp is ready and no async event is pending.
+        """
         held = [s for s in self._all if not s.made]
         for of_agent in self._of_grid.values():
             held += [store for stores in of_agent.values() for store in stores if not store.made]

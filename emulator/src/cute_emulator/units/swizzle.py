@@ -1,8 +1,9 @@
 """Shared-memory swizzle of TMA, wgmma and tcgen05.
 
-A swizzle permutes 16-byte chunks (32-byte ones for the 32-byte base) by XOR of address bits: bits 4.. of the
-absolute shared-memory byte address are XOR-ed with bits 7... So a tile that begins between two repeats begins
-in the middle of the pattern (PTX ISA 5.5.6, "Swizzling modes").
+A swizzle permutes 16-byte chunks (32-byte ones for the 32-byte base) by XOR of bits of the absolute
+shared-memory byte address. `n` bits from bit 4 (5 for the 32-byte base) are XOR-ed with the `n` bits from bit
+7. `n` is 1, 2, 3 for 32, 64, 128 bytes, and 2 for the 32-byte base. So a tile that begins between two repeats
+begins in the middle of the pattern (PTX ISA 5.5.6, "Swizzling modes").
 """
 
 from __future__ import annotations

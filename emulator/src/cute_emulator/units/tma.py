@@ -64,6 +64,8 @@ CHUNK_DTYPE = {16: np.complex128, 8: np.uint64, 4: np.uint32, 2: np.uint16, 1: n
 class Plan(NamedTuple):
     """Memory that one tiled operation accesses, in chunks of `chunk` bytes (a power of two up to 16).
 
+    A swizzled row is as wide in shared memory as the pattern (`Swizzle.row_bytes`), also for a narrower box.
+
     Attributes:
         origin: Byte address in global memory of the box, which may be outside the tensor.
         steps: `int64 [n]`, distance in chunks from the origin to each chunk.
@@ -136,7 +138,7 @@ class TensorMap:
         tf32: Whether f32 elements are rounded to tf32 on a load.
         fill_nan: Whether out-of-bounds elements of a float type read as NaN instead of zero.
         l2_promotion: Enumerator of the driver; no effect on data.
-        interleave: Enumerator of the driver; only 0 (none) can be planned.
+        interleave: Enumerator of the driver; `plan` refuses all but 0 (none).
     """
 
     address: int
@@ -206,7 +208,8 @@ class TensorMap:
         """Decodes the 128 bytes of a hardware tensor map.
 
         Raises:
-            ValueError: The bytes are not a tiled tensor map that this emulator can execute.
+            ValueError: The map is not tiled (im2col, or all zero), or its type, rank or swizzle is not
+                modelled. Interleave and the alignment of the address are checked by `plan`.
         """
         if len(raw) != 128:
             raise ValueError(f"a tensor map has 128 bytes, got {len(raw)}")
@@ -266,8 +269,9 @@ class TensorMap:
             writes: Whether global memory is written, by a store or a reduction.
 
         Raises:
-            ValueError: Wrong number of coordinates, an invalid innermost coordinate (`check_start`), or a
-                misaligned shared address (128 bytes; PTX ISA 5.5.3).
+            ValueError: Wrong number of coordinates, an invalid innermost coordinate (`check_start`), a
+                misaligned shared address (128 bytes; PTX ISA 5.5.3), a misaligned global address of the map
+                (16 bytes), or an interleaved map.
         """
         if len(coordinates) != self.rank:
             raise ValueError(f"{len(coordinates)} coordinates for a tensor map of rank {self.rank}")

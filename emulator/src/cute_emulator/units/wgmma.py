@@ -1,8 +1,8 @@
 """wgmma.mma_async: m64nNkK on a warpgroup, D (and optionally A) in registers.
 
 Warp w of the warpgroup has rows 16 w .. 16 w + 15 of A and D, in the fragment layouts of `units.mma` (PTX ISA
-9.7.15.5.1). So each warp is executed separately. K is 32 bytes: 16 elements for f16 and bf16, 8 for tf32, 32
-for types of a byte.
+9.7.15.5.1). The rows of the four warps are one matrix, which is multiplied at once. K is 32 bytes: 16
+elements for f16 and bf16, 8 for tf32, 32 for types of a byte.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ has separately changes with the turn (`process_state`).
 
 A kernel that traps ends the device for all ranks, as on a GPU. A wait for the device then raises an
 exception, which a script may catch to examine memory; no further launch runs. Other errors that end a run are
-verdicts of the emulator, and a script cannot catch them.
+verdicts of the emulator, and a script cannot catch them: `Aborted` unwinds every rank.
+A script of one rank takes no turns (`script.one_device`): an error is raised where its host waits.
 """
 
 from __future__ import annotations
