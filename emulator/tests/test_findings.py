@@ -104,6 +104,20 @@ def test_an_error_shows_its_place_too(error, body, mine):
     assert str(caught.value).count("    > ") == 1
 
 
+def test_kernels_with_an_error_at_the_same_line_have_a_finding_each():
+    out = aligned(64)
+    machine = Machine("sm_100a")
+    machine.memory.register(out.ctypes.data, out.nbytes, name="out")
+    for value in (7, 7, 8):  # the first kernel twice: one finding of it
+        body = f"setp.lt.u32 %p1, %tid.x, 32; @%p1 st.global.b32 [%d0], {value};"
+        body += "@!%p1 ld.global.b32 %r5, [%d0];"
+        machine.submit(launch(module(body, 1), [out], block=(64, 1, 1)))
+    machine.run()
+    races = [finding for finding in machine.report.findings if finding.kind == "race"]
+    assert len(races) == 2 and races[0].line == races[1].line
+    assert ", 7;" in races[0].excerpt and ", 8;" in races[1].excerpt
+
+
 def test_the_other_party_of_another_kernel_is_shown_from_its_own_text():
     flag = aligned(32)
     machine = Machine("sm_100a", ranks=2, roles=lambda warp: f"only {warp}")

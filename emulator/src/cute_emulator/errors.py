@@ -171,7 +171,7 @@ class Report:
     ignored_in: dict[str, frozenset[str]] = field(default_factory=dict, repr=False)
     ptx: str = field(default="", repr=False)
     launched: str = field(default="", repr=False)
-    _seen: dict[tuple[str, object], int] = field(default_factory=dict, repr=False)
+    _seen: dict[tuple[str, str, object], int] = field(default_factory=dict, repr=False)
 
     @property
     def coverage(self) -> list[Coverage]:
@@ -197,7 +197,7 @@ class Report:
         other_ptx: str | None = None,
         places: Sequence[tuple[str, int]] = (),
     ) -> None:
-        """Adds a finding once per (kind, key), for all kernels and runs together.
+        """Adds a finding once per kind, key and PTX text of the running kernel, for all runs together.
 
         Args:
             kind: Name of the check.
@@ -210,7 +210,7 @@ class Report:
         """
         if kind in self.ignore or kind in self.ignored_in.get(self.ptx, ()):
             return
-        ident = (kind, line if key is None else key)
+        ident = (kind, self.ptx, line if key is None else key)
         self._seen[ident] = self._seen.get(ident, 0) + 1
         if self._seen[ident] == 1:
             shown = [source.excerpt(self.ptx, line)] if line else []
