@@ -10,7 +10,7 @@ def with_flags_before_scales(patch):
         _, scale_bytes, offset = copies.shard
         for target, flag in copies.places:
             copies.shard._replace(scale_bytes=0).copy(executor, second, target, (rows, scales))
-            executor.copy(second, flag, copies.coming, FLAG_BYTES)
+            executor.copy(second, flag, copies.next_epoch, FLAG_BYTES)
             executor.copy(second, target + offset, scales, scale_bytes)
 
     patch.setattr(Copies, "send", send)
