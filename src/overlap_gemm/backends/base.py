@@ -110,9 +110,8 @@ class Problem:
             and (copies or (is_open and (x.dtype.itemsize == 2 or call.out_dtype is not None)))
         )
         weights = weight if isinstance(weight, (list, tuple)) else [weight]
-        is_measured = (
-            uses_measurements(requested, group) and call.invariant is None
-        )  # measured kernels differ in bits
+        # Measured kernels differ in bits.
+        is_measured = uses_measurements(requested, group) and call.invariant is None
         return cls(
             op,
             call,
@@ -140,7 +139,7 @@ class Problem:
     @property
     def has_partial_epilogue(self) -> bool:
         """Returns whether an epilogue is applied to each rank's partial sum, before sums over ranks."""
-        return self.applying is not None and self.applying.epilogue.of == "partial" and self.spec.sums
+        return self.applying is not None and self.applying.epilogue.is_partial(self.spec.sums)
 
     def with_epilogue(self, epilogue: Epilogue, dtypes: Sequence[torch.dtype]) -> "Problem":
         """Returns the problem of the same call with an epilogue whose inputs have these dtypes."""

@@ -86,7 +86,7 @@ def with_empty_inputs(
         local: Function from a sharded extent to the rank's part of it.
     """
     rows, columns = spec.result(*extents, local)
-    if epilogue.of == "partial" and spec.sums:
+    if epilogue.is_partial(spec.sums):
         rows = len(x)
     columns //= 2 if epilogue.pairs else 1
     shapes = {

@@ -249,7 +249,7 @@ def call_with_epilogue(
         epilogue = epilogue.with_rows
     after = op, x, weight, bias, group, call, epilogue, inputs, otherwise
     if epilogue.gradient is None and needs_grad(x, weight, bias, inputs):
-        if epilogue.of == "partial" and op.spec.sums:
+        if epilogue.is_partial(op.spec.sums):
             raise TypeError(f"{op.name}: epilogue {epilogue.name} of partial sums has no gradient")
         return _function_after(*after)
     fused = call._replace(epilogue=epilogue.key)
@@ -369,7 +369,7 @@ def _shapes_of(
     lowered = lower(op.spec, group, x, weight, (bias or []) if op.takes_lists else bias, call)
     assert lowered.call.epilogue is not None
     epilogue, (rows, columns) = epilogue_of(lowered.call.epilogue), extents(op, lowered.call, weight)
-    if is_partial := epilogue.of == "partial" and op.spec.sums:
+    if is_partial := epilogue.is_partial(op.spec.sums):
         rows = lowered.call.rows
     shapes = _Shapes(lowered, epilogue, (rows, columns))
     leading = list(x.shape[:-1])
@@ -430,7 +430,7 @@ def _check_shapes(
                 f"{2 * PAIR}; N={columns} of this rank must be a multiple of {2 * PAIR}"
             )
         columns = columns // 2
-    of = "product" if epilogue.of == "partial" and op.spec.sums else "result"
+    of = "product" if epilogue.is_partial(op.spec.sums) else "result"
     shapes: dict[str, list[Any]] = {
         "element": [*leading, columns], "rows": leading, "columns": [columns],
     }  # fmt: skip

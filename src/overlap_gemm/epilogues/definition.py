@@ -77,6 +77,14 @@ class Epilogue:
         gathered = any(kind == "gathered_rows" for _, kind in self.inputs)
         object.__setattr__(self, "has_gathered_rows", gathered)
 
+    def is_partial(self, sums: bool) -> bool:
+        """Returns whether an op applies the function to each rank's partial sum, before it adds them.
+
+        Args:
+            sums: Whether the op adds the products of all ranks (`OpSpec.sums`); else every sum is complete.
+        """
+        return sums and self.of == "partial"
+
     @property
     def with_rows(self) -> Epilogue:
         """Returns the epilogue with inputs of kind "rows" in place of "gathered_rows"; "r" ends its digest.

@@ -86,7 +86,7 @@ def epilogue_time(
         arch: Target architecture.
         sms: Number of SMs that every rank may use.
     """
-    if epilogue.of == "partial" and facts.spec.sums:
+    if epilogue.is_partial(facts.spec.sums):
         return None
     m, n, _ = facts.extents
     rows, columns = facts.spec.result(m, n, lambda extent: ceil_div(extent, facts.world))
