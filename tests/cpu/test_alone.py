@@ -1,5 +1,7 @@
 """Processes that were started together and have not met are not taken for worlds of one."""
 
+import threading
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -105,3 +107,31 @@ def test_half_of_a_launchers_environment_is_refused_by_name(env, words):
 def test_a_whole_one_is_taken_and_none_is_alone(env, launcher, rank):
     found = bootstrap._find_placement(env)
     assert (found.launcher, found.rank) == (launcher, rank)
+
+
+def test_finalize_waits_for_torch_within_a_bound(monkeypatch):
+    # NCCL waits for ever while a graph exists that has captured its collectives.
+    overlap_gemm.init(device="cpu").mesh()
+    monkeypatch.setattr(bootstrap, "DESTROY_SECONDS", 0.1)
+    destroy, held = dist.destroy_process_group, threading.Event()
+    monkeypatch.setattr(dist, "destroy_process_group", held.wait)
+    try:
+        with pytest.raises(RuntimeError, match="not returned for 0.1 s.*CUDA graph.*delete such graphs"):
+            overlap_gemm.finalize()
+        overlap_gemm.finalize()  # a second call does nothing
+    finally:
+        held.set()
+        destroy()
+
+
+def test_finalize_raises_what_torch_raises(monkeypatch):
+    overlap_gemm.init(device="cpu").mesh()
+    destroy = dist.destroy_process_group
+
+    def fail():
+        destroy()
+        raise OSError("lost")
+
+    monkeypatch.setattr(dist, "destroy_process_group", fail)
+    with pytest.raises(OSError, match="lost"):
+        overlap_gemm.finalize()

@@ -11,6 +11,7 @@ import os
 import re
 import resource
 import socket
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -36,6 +37,9 @@ MIN_ADDRESS_SPACE = 1 << 30
 """Bytes of free address space, for stacks and heaps of native threads, below which `init` warns."""
 
 logger = logging.getLogger(__name__)
+
+DESTROY_SECONDS = 60.0
+"""Time in which `finalize` expects torch to destroy the process group; NCCL needs less than a second."""
 
 GLOO_RELEASE_SECONDS = 0.05
 """Time in which torch's communication threads release their tensors in `finalize`."""
@@ -182,19 +186,50 @@ def finalize() -> None:
 
     Collective if workspaces exist. A second call does nothing. In a process that was forked from an
     initialised one it frees nothing, because workspaces and process group belong to the parent.
+
+    Raises:
+        RuntimeError: The process group was not destroyed within `DESTROY_SECONDS`. NCCL waits while a CUDA
+            graph exists that has captured its collectives; delete such graphs first. Captured fused calls
+            have none.
     """
     global _world, _owns_process_group
     is_parents = is_forked()
     if not is_parents:
         close_workspaces()
-    if _owns_process_group and dist.is_initialized() and not is_parents:
-        dist.destroy_process_group()
+    world, _world = _world, None
+    owned, _owns_process_group = _owns_process_group and dist.is_initialized() and not is_parents, False
+    clear_groups(single_process=False)
+    if owned:
+        _destroy_process_group(world)
         # If another object, such as a DeviceMesh, keeps the group, its threads continue. One of them may
         # still hold a tensor of the last collective, and aborts the process if it releases the tensor while
         # Python shuts down. There is no signal for the release; it takes microseconds.
         time.sleep(GLOO_RELEASE_SECONDS)
-    clear_groups(single_process=False)
-    _world, _owns_process_group = None, False
+
+
+def _destroy_process_group(world: World | None) -> None:
+    """Destroys the world's process group in a thread, since torch's call has no time-out."""
+    errors: list[BaseException] = []
+
+    def destroy() -> None:
+        try:
+            if world is not None and world.device.type == "cuda":
+                torch.cuda.set_device(world.device)
+            dist.destroy_process_group()
+        except BaseException as error:  # noqa: BLE001 - raised again below
+            errors.append(error)
+
+    thread = threading.Thread(target=destroy, name="overlap_gemm finalize", daemon=True)
+    thread.start()
+    thread.join(DESTROY_SECONDS)
+    if thread.is_alive():
+        raise RuntimeError(
+            f"finalize: torch.distributed.destroy_process_group has not returned for {DESTROY_SECONDS:g} s. "
+            f"NCCL waits while a CUDA graph exists that has captured its collectives: delete such graphs "
+            f"before finalize()"
+        )
+    if errors:
+        raise errors[0]
 
 
 def _find_placement(env: Mapping[str, str]) -> _Placement:
