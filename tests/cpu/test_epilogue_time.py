@@ -61,8 +61,28 @@ def test_the_time_of_one_pass_is_that_measured():
         assert model.kernel <= model.one_pass + 1e-6
 
 
+def less_residual(x, residual):
+    return x - residual
+
+
+@pytest.mark.parametrize(
+    ("one", "launches", "nbytes"),
+    [
+        (epilogues.add_residual, 1, 6),
+        (epilogues.apply_gelu, 1, 4),
+        (epilogues.swiglu, 2, 4 + 6),
+        (epilogues.scale_rows, 2, 6 + 6),  # by float32 scales to float32, which is rounded
+    ],
+)
+def test_operations_of_torch_are_counted_without_conversions(one, launches, nbytes):
+    model = times("all_gather_gemm", one, 2048, 8192, 8192)
+    elements = 2048 * 4096 // (1 + one.pairs)
+    assert model.operations == pytest.approx(launches * H200.launch + elements * nbytes / H200.memory_rate)
+
+
 def test_operations_are_counted_with_conversions_and_one_pass_without():
-    model = times("gemm_reduce_scatter", epilogues.add_residual, 2048, 8192, 8192)
+    added = epilogue(less_residual, inputs={"residual": "element"})
+    model = times("gemm_reduce_scatter", added, 2048, 8192, 8192)
     elements = 1024 * 8192
     # Two conversions of 2 to 4 bytes, a sum of two, a conversion back.
     assert model.operations == pytest.approx(4 * H200.launch + elements * 30 / H200.memory_rate)

@@ -8,7 +8,7 @@ import torch
 
 import overlap_gemm
 from overlap_gemm import epilogue, epilogues
-from overlap_gemm.dispatch.with_epilogue import author_gradient
+from overlap_gemm.backends.epilogues import TensorKind, author_gradient
 from overlap_gemm.runtime.agree import DisagreementError
 from overlap_gemm.spec import OPS
 from overlap_gemm.spec.sharding import Shards
@@ -393,8 +393,9 @@ def test_a_gradient_of_another_shape_is_an_error():
         return (torch.ones(1),)
 
     one = epilogue(norm, inputs=KINDS, outputs=OUTPUTS, gradient=of_the_sum_alone)
+    kinds = TensorKind.of([torch.ones(1)] * 4)
     with pytest.raises(TypeError, match=r"its gradient must return a tuple, of \(the sum, residual, gamma"):
-        author_gradient(one, [torch.ones(1)], [torch.ones(1)], [torch.ones(1)] * 4)
+        author_gradient(one, [torch.ones(1)], [torch.ones(1)], [torch.ones(1)] * 4, kinds)
 
 
 def test_the_page_names_all_that_is_there():

@@ -6,11 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..config.gemm_config import GemmConfig
 from ..config.visitors import Visitor
-from ..epilogues import PAIR, Applied, Epilogue
+from ..epilogues import PAIR, Applied, Epilogue, apply_relu
+from ..epilogues.definition import bands
+from ..epilogues.library import BINARY, TORCH_OPERATIONS
 from ..spec import OpSpec
 from .scales.tma_operands import ROW_BYTES, ROW_ELEMENTS, aligned_vector
 
@@ -53,13 +56,93 @@ class Applying(NamedTuple):
         return f"{self.epilogue.key}({', '.join(map(str, self.dtypes))}) to {self.out_dtype}"
 
     def on_sums(self, sums: Tensor | tuple[Tensor, ...], inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Applies the epilogue to complete sums; returns the result and the outputs, each rounded once."""
+        """Applies the epilogue to complete sums; returns the result and the outputs, each rounded once.
+
+        Epilogues of `TORCH_OPERATIONS` are applied by these, which make no float32 copies of 16-bit tensors.
+        With two operations the result of the first one is rounded, too, as in a model without epilogues.
+        """
+        if (operations := TORCH_OPERATIONS.get(self.epilogue.key)) is not None:
+            return [_by_torch(self.epilogue, operations, sums, inputs).to(self.out_dtype)]
         result, *others = self.epilogue.on_tensors(sums, inputs)
         kinds = ("element", *(kind for _, kind in self.epilogue.outputs))
         return [
             value.to(self.out_dtype) if kind == "element" else value
             for kind, value in zip(kinds, (result, *others), strict=True)
         ]
+
+
+def _by_torch(epilogue: Epilogue, operations: Sequence[str], sums: Any, inputs: Sequence[Tensor]) -> Tensor:
+    """Returns the result of an epilogue by its `TORCH_OPERATIONS`; autograd saves what they save."""
+    is_banded = epilogue.pairs and isinstance(sums, Tensor)  # views: `Epilogue.operands` would copy them
+    result, *others = [*(bands(sums) if is_banded else epilogue.operands(sums)), *epilogue.broadcast(inputs)]
+    for name in operations:
+        operands = (result, others.pop(0)) if name in BINARY else (result,)
+        result = _OF_TORCH[name](*operands)
+    return result.flatten(-2) if is_banded else result
+
+
+_OF_TORCH: dict[str, Callable[..., Tensor]] = {
+    "add": torch.add, "mul": torch.mul, "relu": F.relu, "silu": F.silu, "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}  # fmt: skip
+"""Functions of the names in `TORCH_OPERATIONS`."""
+
+
+class TensorKind(NamedTuple):
+    """Shape and dtype of a tensor that is not saved."""
+
+    shape: Sequence[Any]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor]) -> list[TensorKind]:
+        """Returns the kinds of tensors."""
+        return [cls(one.shape, one.dtype) for one in tensors]
+
+
+def author_gradient(
+    epilogue: Epilogue,
+    gradients: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    kinds: Sequence[TensorKind],
+) -> tuple[Tensor, list[Tensor | None]]:
+    """Returns the gradients of the sum and the inputs, by `Epilogue.gradient(gradients, outputs, inputs)`.
+
+    It gets tuples: `outputs` are the result and the epilogue's outputs, `gradients` those of `outputs` (zeros
+    if absent). It returns a tuple, which is cast: the gradient of the sum, and one, or None, for each input.
+
+    Args:
+        epilogue: Epilogue with a gradient.
+        gradients: Gradients of the result and of the outputs.
+        outputs: Result and outputs; empty if the gradient does not read them.
+        inputs: Inputs of the epilogue; empty if the gradient does not read them.
+        kinds: Shape and dtype of each input.
+
+    Raises:
+        TypeError: The function does not return a tuple with a gradient of the sum and one for each input.
+        ValueError: The shape of an input's gradient differs from the shape of the input.
+    """
+    assert epilogue.gradient is not None
+    if epilogue.key == apply_relu.key:  # one operation
+        computed: Any = (torch.ops.aten.threshold_backward(gradients[0], outputs[0], 0),)
+    else:
+        computed = epilogue.gradient(tuple(gradients), tuple(outputs), tuple(inputs))
+    if not isinstance(computed, tuple) or len(computed) != 1 + len(kinds):
+        names = ", ".join(("the sum", *(name for name, _ in epilogue.inputs)))
+        got = f"{len(computed)} values" if isinstance(computed, tuple) else type(computed).__name__
+        raise TypeError(
+            f"epilogue {epilogue.name}: its gradient must return a tuple, of ({names}); got {got}"
+        )
+    of_sums, *of_inputs = computed
+    for (name, _), grad, one in zip(epilogue.inputs, of_inputs, kinds, strict=True):
+        if grad is not None and grad.shape != one.shape:
+            raise ValueError(
+                f"epilogue {epilogue.name}: the gradient of {name} must have the shape {list(one.shape)}, "
+                f"got {list(grad.shape)}"
+            )
+    cast = [g if g is None else g.to(one.dtype) for g, one in zip(of_inputs, kinds, strict=True)]
+    return of_sums.to(gradients[0].dtype), cast
 
 
 def usual_dtypes(epilogue: Epilogue, dtype: torch.dtype) -> list[torch.dtype]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..backends.epilogues import Applying
+from ..backends.epilogues import Applying, TensorKind, author_gradient
 from ..backends.op_call import SCHEMA, OpCall
 from ..epilogues import PAIR, Applied, Epilogue, epilogue_of
 from ..runtime.group import Group, GroupLike, find, group_name
@@ -77,12 +77,16 @@ class EpilogueOp(Registered):
         return [x.new_empty(*self.plain.kept_extents(call, x, weight[0])), *made]
 
     def keep(self, ctx: Any, tensors: Sequence[Any], arguments: tuple[Any, ...], output: Any) -> None:
-        """Saves x, or the part of it that is kept, the weights, the inputs and the returned values."""
+        """Saves x, or the part of it that is kept, the weights, and the tensors that the gradient reads."""
         x, weight, _, inputs = tensors
         call, made = OpCall(*arguments), output[1:] if self.takes_lists else output
         weights = weight if self.takes_lists else [weight]
+        assert call.epilogue is not None
+        epilogue = epilogue_of(call.epilogue)
+        read = [*(inputs if epilogue.reads_inputs else ()), *(made if epilogue.reads_outputs else ())]
         ctx.rest, ctx.weights = arguments, len(weights)
-        ctx.save_for_backward(output[0] if call.keep else x, *weights, *inputs, *made)
+        ctx.inputs, ctx.outputs = TensorKind.of(inputs), TensorKind.of(made)
+        ctx.save_for_backward(output[0] if call.keep else x, *weights, *read)
         ctx.set_materialize_grads(False)
 
     def gradients(self, ctx: Any, needs: Any, *grads: Any) -> tuple[Any, ...]:
@@ -91,51 +95,20 @@ class EpilogueOp(Registered):
         assert call.epilogue is not None
         epilogue = epilogue_of(call.epilogue)
         x, *others = ctx.saved_tensors
-        weights, number = others[: ctx.weights], ctx.weights + len(epilogue.inputs)
-        inputs, made = others[ctx.weights : number], others[number:]
+        number = ctx.weights + (len(epilogue.inputs) if epilogue.reads_inputs else 0)
+        weights, inputs, made = others[: ctx.weights], others[ctx.weights : number], others[number:]
         of_moved, of_made = (returned[0], returned[1:]) if self.takes_lists else (None, returned)
         filled = [
-            torch.zeros_like(value) if grad is None else grad
-            for grad, value in zip(of_made, made, strict=True)
+            x.new_zeros(kind.shape, dtype=kind.dtype) if grad is None else grad
+            for grad, kind in zip(of_made, ctx.outputs, strict=True)
         ]
-        of_sums, of_inputs = author_gradient(epilogue, filled, made, inputs)
+        of_sums, of_inputs = author_gradient(epilogue, filled, made, inputs, ctx.inputs)
         saved = SimpleNamespace(saved_tensors=(x, *weights), out_rows=len(of_sums))
         of_products: Any = of_sums
         if self.takes_lists:
             of_products = [of_moved, *(epilogue.operands(of_sums) if len(weights) > 1 else [of_sums])]
         grads_of_operands = self.plain.backward(saved, call._replace(epilogue=None), needs[:3], of_products)
         return *grads_of_operands, of_inputs
-
-
-def author_gradient(
-    epilogue: Epilogue, gradients: Sequence[Tensor], outputs: Sequence[Tensor], inputs: Sequence[Tensor]
-) -> tuple[Tensor, list[Tensor | None]]:
-    """Returns the gradients of the sum and the inputs, by `Epilogue.gradient(gradients, outputs, inputs)`.
-
-    It gets tuples: `outputs` are the result and the epilogue's outputs, `gradients` those of `outputs` (zeros
-    if absent). It returns a tuple, which is cast: the gradient of the sum, and one, or None, for each input.
-
-    Raises:
-        TypeError: The function does not return a tuple with a gradient of the sum and one for each input.
-        ValueError: The shape of an input's gradient differs from the shape of the input.
-    """
-    assert epilogue.gradient is not None
-    computed = epilogue.gradient(tuple(gradients), tuple(outputs), tuple(inputs))
-    if not isinstance(computed, tuple) or len(computed) != 1 + len(inputs):
-        names = ", ".join(("the sum", *(name for name, _ in epilogue.inputs)))
-        got = f"{len(computed)} values" if isinstance(computed, tuple) else type(computed).__name__
-        raise TypeError(
-            f"epilogue {epilogue.name}: its gradient must return a tuple, of ({names}); got {got}"
-        )
-    of_sums, *of_inputs = computed
-    for (name, _), grad, tensor in zip(epilogue.inputs, of_inputs, inputs, strict=True):
-        if grad is not None and grad.shape != tensor.shape:
-            raise ValueError(
-                f"epilogue {epilogue.name}: the gradient of {name} must have the shape {shape_of(tensor)}, "
-                f"got {shape_of(grad)}"
-            )
-    pairs = zip(of_inputs, inputs, strict=True)
-    return of_sums.to(outputs[0].dtype), [g if g is None else g.to(tensor.dtype) for g, tensor in pairs]
 
 
 WITH_EPILOGUE: dict[str, EpilogueOp] = {}

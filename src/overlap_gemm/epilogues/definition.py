@@ -57,6 +57,9 @@ class Epilogue:
         gradient: Gradient function as in `epilogue`, or None.
         key: "name:digest", by which graphs, records and other ranks name it (see `epilogue_of`).
         has_gathered_rows: Whether an input is of kind "gathered_rows".
+        reads_outputs: Whether `gradient` reads the result and the outputs: its second parameter has no
+            leading underscore.
+        reads_inputs: The same of the inputs, its third parameter.
     """
 
     name: str
@@ -70,12 +73,16 @@ class Epilogue:
 
     key: str = field(init=False, repr=False, compare=False)
     has_gathered_rows: bool = field(init=False, repr=False, compare=False)
+    reads_outputs: bool = field(init=False, repr=False, compare=False)
+    reads_inputs: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Sets what every call reads: properties take host time, and compilers trace no cached ones."""
         object.__setattr__(self, "key", f"{self.name}:{self.digest}")
         gathered = any(kind == "gathered_rows" for _, kind in self.inputs)
         object.__setattr__(self, "has_gathered_rows", gathered)
+        for attribute, position in (("reads_outputs", 1), ("reads_inputs", 2)):
+            object.__setattr__(self, attribute, _is_read(self.gradient, position))
 
     def is_partial(self, sums: bool) -> bool:
         """Returns whether an op applies the function to each rank's partial sum, before it adds them.
@@ -152,7 +159,7 @@ class Epilogue:
             output, else `[...]`. With `pairs`, result columns are half the columns. Values are not rounded
             to the op's dtype.
         """
-        wide = [_along(_wide(tensor), kind) for (_, kind), tensor in zip(self.inputs, inputs, strict=True)]
+        wide = [_wide(tensor) for tensor in self.broadcast(inputs)]
         result, *others = self.apply([_wide(part) for part in self.operands(sums)], wide)
         reduced = [_reduced(value, kind) for (_, kind), value in zip(self.outputs, others, strict=True)]
         return result, *reduced
@@ -167,7 +174,17 @@ class Epilogue:
             return sums
         if not self.pairs:
             return (sums,)
-        return tuple(part.flatten(-2) for part in sums.unflatten(-1, (-1, 2, PAIR)).unbind(-2))
+        return tuple(part.flatten(-2) for part in bands(sums))
+
+    def broadcast(self, inputs: Sequence[Any]) -> list[Any]:
+        """Returns the inputs as tensors that broadcast to the result; shapes are those of `on_tensors`."""
+        return [_along(tensor, kind) for (_, kind), tensor in zip(self.inputs, inputs, strict=True)]
+
+
+def bands(sums: Any) -> tuple[Any, Any]:
+    """Returns the first and the second sums of pairs as views `[..., columns / 64, 32]` of one tensor."""
+    first, second = sums.unflatten(-1, (-1, 2, PAIR)).unbind(-2)
+    return first, second
 
 
 class Applied(NamedTuple):
@@ -216,7 +233,8 @@ def epilogue(
         gradient: Function `(gradients, outputs, inputs)` that returns a tuple: the gradient of the sum, then
             the gradient of each input. All arguments are tuples of tensors; `outputs` begins with the result,
             and `gradients` has one gradient for each of them. An input's gradient is None where it is zero or
-            not needed. With this function the result and the outputs are saved, but not the sum. None: in
+            not needed. With this function the outputs and the inputs are saved, but not the sum; a parameter
+            with a leading underscore (`_inputs`) gets an empty tuple, and its tensors are not saved. None: in
             calls that need a gradient, no kernel applies the epilogue. The plain op runs, then the function
             on tensors; autograd differentiates both and saves the sum.
 
@@ -294,6 +312,16 @@ class _Probe(Value):
             if not isinstance(one, (_Probe, int, float)):
                 raise TypeError(f"an epilogue computes with values and numbers; got {type(one).__name__}")
         return self
+
+
+def _is_read(gradient: Callable[..., Any] | None, position: int) -> bool:
+    """Returns whether a gradient function reads its parameter at a position; True for `*parameters`."""
+    if gradient is None:
+        return False
+    parameters = list(inspect.signature(gradient).parameters.values())[: position + 1]
+    if any(one.kind is one.VAR_POSITIONAL for one in parameters):
+        return True
+    return not parameters[-1].name.startswith("_")
 
 
 def _wide(tensor: Any) -> Any:

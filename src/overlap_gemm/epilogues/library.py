@@ -1,4 +1,7 @@
-"""Epilogues ready for use: bias, scales, residual, activations, and gated activations of pairs."""
+"""Epilogues ready for use: bias, scales, residual, activations, and gated activations of pairs.
+
+A gradient function's parameter with a leading underscore is not read, so it is not saved for backward.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from .arithmetic import gelu, gelu_tanh, relu, silu
 from .definition import epilogue
 
 
-def _of_sum_and_bias(gradients: Any, outputs: Any, inputs: Any) -> Any:
+def _of_sum_and_bias(gradients: Any, _outputs: Any, _inputs: Any) -> Any:
     (gradient,) = gradients
     return gradient, gradient.sum(0)
 
@@ -37,7 +40,7 @@ def scale_gathered_rows(x: Any, scale: Any) -> Any:
     return x * scale
 
 
-def _of_sum_and_residual(gradients: Any, outputs: Any, inputs: Any) -> Any:
+def _of_sum_and_residual(gradients: Any, _outputs: Any, _inputs: Any) -> Any:
     (gradient,) = gradients
     return gradient, gradient
 
@@ -48,11 +51,11 @@ def add_residual(x: Any, residual: Any) -> Any:
     return x + residual
 
 
-def _of_stream(gradients: Any, outputs: Any, inputs: Any) -> Any:
+def _of_stream(gradients: Any, outputs: Any, _inputs: Any) -> Any:
     """Returns the gradients of sum and residual: d(stream) + 2 stream d(squares)."""
     stream, _ = outputs
     of_stream, of_squares = gradients
-    gradient = of_stream + 2.0 * stream * of_squares[:, None]
+    gradient = of_stream.clone().addcmul_(stream, 2.0 * of_squares[:, None])  # rounded once, without fp32
     return gradient, gradient
 
 
@@ -63,7 +66,7 @@ def add_residual_squared(x: Any, residual: Any) -> Any:
     return stream, stream * stream
 
 
-def _of_relu(gradients: Any, outputs: Any, inputs: Any) -> Any:
+def _of_relu(gradients: Any, outputs: Any, _inputs: Any) -> Any:
     (gradient,), (result,) = gradients, outputs
     return (gradient * (result > 0),)
 
@@ -108,3 +111,30 @@ def geglu(gate: Any, up: Any) -> Any:
 def geglu_tanh(gate: Any, up: Any) -> Any:
     """Returns gelu_tanh(gate) * up."""
     return gelu_tanh(gate) * up
+
+
+TORCH_OPERATIONS: dict[str, tuple[str, ...]] = {
+    one.key: operations
+    for one, operations in (
+        (add_bias, ("add",)),
+        (scale_rows, ("mul",)),
+        (scale_gathered_rows, ("mul",)),
+        (scale_gathered_rows.with_rows, ("mul",)),
+        (add_residual, ("add",)),
+        (apply_relu, ("relu",)),
+        (apply_silu, ("silu",)),
+        (apply_gelu, ("gelu",)),
+        (apply_gelu_tanh, ("gelu_tanh",)),
+        (swiglu, ("silu", "mul")),
+        (geglu, ("gelu", "mul")),
+        (geglu_tanh, ("gelu_tanh", "mul")),
+    )
+}
+"""torch's operations for epilogues that they apply after an op in the dtype of the sums, by `Epilogue.key`.
+
+The first one takes the first sum, each other one the result so far. `BINARY` ones also take the next operand:
+the second sum of a pair, then the inputs. Each computes in fp32 and rounds once, in forward and in backward.
+"""
+
+BINARY = ("add", "mul")
+"""Operations of `TORCH_OPERATIONS` with two operands."""

@@ -4,7 +4,8 @@
   Those of an SM's last tile follow its sums, so nothing hides them. Functions of the special function units
   take time on each SM. Row sums and maxima take a reduction for each element, and a handover between CTAs.
 - **Operations.** torch runs each operation of the function by itself, on float32 tensors: a launch, its
-  operands and its result. Dtypes are converted before and after.
+  operands and its result. Dtypes are converted before and after. Epilogues of `TORCH_OPERATIONS` are these
+  few operations, without conversions.
 - **One pass.** The least that any operations after the op take: a launch, and each tensor once.
 
 Values for rows, columns and the full result take no time. Measured on two H200 (`h200x2-epilogues.json`).
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 
 from ..config.gemm_config import DTYPE_BYTES
 from ..epilogues import Epilogue, Value
+from ..epilogues.library import BINARY, TORCH_OPERATIONS
 from ..spec import PATTERNS
 from ..spec.sharding import ceil_div
 from .machine import Machine
@@ -202,4 +204,31 @@ def _tally(epilogue: Epilogue, sizes: Sequence[int], size: int) -> _Tally:
     stored = size * sum(kind == "element" for _, kind in epilogue.outputs)
     tally.least += stored
     tally.extra += stored
+    if (operations := TORCH_OPERATIONS.get(epilogue.key)) is not None:
+        _count_by_torch(tally, operations, [(size, True)] * (sums - 1) + [
+            (nbytes, kind == "element") for (_, kind), nbytes in zip(epilogue.inputs, sizes, strict=True)
+        ], size)  # fmt: skip
     return tally
+
+
+def _count_by_torch(
+    tally: _Tally, operations: Sequence[str], others: list[tuple[int, bool]], size: int
+) -> None:
+    """Replaces launches and bytes of a tally by those of `TORCH_OPERATIONS`.
+
+    Args:
+        tally: Tally to change.
+        operations: Names of the operations.
+        others: For each operand after the first sum, bytes of an element, and whether it has all elements.
+        size: Bytes of an element of sums and results.
+    """
+    tally.launches, tally.bytes, result = 0, 0.0, size
+    for name in operations:
+        read = [result]
+        if name in BINARY:
+            nbytes, is_full = others.pop(0)
+            read += [nbytes] * is_full
+            result = max(result, nbytes)  # dtypes are promoted
+        tally.step(*read, result)
+    if result != size:
+        tally.step(result, size)
