@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
@@ -92,6 +93,38 @@ def compiled_attention(rank, size, heads, kv_heads, rows):
 def test_compiled_attention(ranks, world, heads, kv_heads, rows):
     """Heads are even, and replicated with uneven rows."""
     ranks(world).run(compiled_attention, heads, kv_heads, rows)
+
+
+def attention_of_any_length(rank, size, tp, backend, kv_heads):
+    """Compares lengths that torch has not seen, after one compilation."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (size // tp, tp), mesh_dim_names=("sp", "tp"))
+    layer = UlyssesAttention(
+        8, 4, num_kv_heads=kv_heads, head_dim=2, bias=True, out_bias=True, sequence_dim=1, group=mesh["sp"],
+        tp_group=mesh["tp"] if tp > 1 else None, dtype=torch.float64,
+    )  # fmt: skip
+    counter = CompileCounterWithBackend(backend)
+    compiled = torch.compile(layer, fullgraph=True, backend=counter)
+    for length in (6, 3, 10):
+        x, results = torch.randn(3, length, 8, dtype=torch.float64), []
+        for call in (layer, compiled):
+            layer.zero_grad()
+            own = x.clone().requires_grad_()
+            torch._dynamo.mark_dynamic(own, 1)
+            out = call(own, is_causal=True)
+            out.backward(torch.cos(out.detach()))
+            results.append([out.detach(), own.grad, *(p.grad.clone() for p in layer.parameters())])
+        for eager, other in zip(*results, strict=True):
+            torch.testing.assert_close(other, eager)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize(
+    ("world", "tp", "backend", "kv_heads"), [(2, 1, "inductor", 1), (4, 2, "aot_eager", 4)], ids=str
+)
+def test_attention_is_compiled_once_for_all_lengths(ranks, world, tp, backend, kv_heads):
+    ranks(world).run(attention_of_any_length, tp, backend, kv_heads)
 
 
 class Mlp(nn.Module):
