@@ -3,6 +3,7 @@
 import importlib
 import io
 import json
+import re
 import sys
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,6 +21,7 @@ from typer.testing import CliRunner
 import overlap_gemm
 from overlap_gemm.backends.scales import mx_scales as mx
 from overlap_gemm.cli import app
+from overlap_gemm.cli.command_options import epilogue_named
 from overlap_gemm.runtime.group import Group, resolve
 from overlap_gemm.spec import OPS
 from overlap_gemm.testing.workload import Scales, Workload
@@ -28,6 +30,7 @@ from overlap_gemm.tuning.prediction import Facts, predict
 from overlap_gemm.tuning.timing import Replay, Timings
 from overlap_gemm_tools import baselines
 from overlap_gemm_tools.bench import _those_that_work, read_shapes
+from overlap_gemm_tools.epilogue_calls import EpilogueCalls
 from overlap_gemm_tools.results import EAGER, GRAPH, Measured, Skipped, row, summary, table
 from tests.support.ops import SHARDED
 
@@ -209,6 +212,10 @@ def test_the_summary_names_the_shape_that_auto_does_worst():
     assert "the model errs by 100%" in lines[0], "predicted microseconds, measured seconds"
 
 
+def chosen(backend):
+    return SimpleNamespace(backend=SimpleNamespace(name=backend), epilogue=None)
+
+
 def test_captured_calls_are_timed_and_predicted_apart_from_eager_ones(monkeypatch):
     """On a CPU, where a graph is the call itself and `auto` under capture is made to take another way."""
     capturing = []
@@ -223,7 +230,7 @@ def test_captured_calls_are_timed_and_predicted_apart_from_eager_ones(monkeypatc
     monkeypatch.setattr(bench_module.torch.cuda, "CUDAGraph", lambda: None)
     monkeypatch.setattr(bench_module, "captured", lambda call: Replay(mock.Mock(replay=call), calls=8))
     monkeypatch.setattr(
-        Workload, "taken_by", lambda *_: "decomposed" if capturing else "sequential", raising=True
+        Workload, "explained", lambda *_: chosen("decomposed" if capturing else "sequential"), raising=True
     )
     small = Workload("", "gemm_reduce_scatter", 8, 8, 8, torch.float32)
     found = bench_module.run(
@@ -273,3 +280,111 @@ def test_quack_is_measured_where_it_is_installed(monkeypatch):
     call = baselines._quack(workload, x, weight, group)["quack"]
     for _ in range(2):  # the runner is made once
         torch.testing.assert_close(call(), whole @ weight.t())
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """Replaces torch.compile by the identity; yields the functions that were to be compiled."""
+    functions = []
+    monkeypatch.setattr(torch, "compile", lambda function, **_: functions.append(function) or function)
+    return functions
+
+
+@pytest.mark.parametrize("name", ["add_residual", "add_residual_squared", "swiglu", "scale_gathered_rows"])
+def test_an_epilogue_is_timed_next_to_the_op_alone_and_to_operations_after_it(name, compiled, tmp_path):
+    data = tmp_path / "out.json"
+    op = "all_gather_gemm" if name in ("swiglu", "scale_gathered_rows") else "gemm_reduce_scatter"
+    sizes = ["--m", 6, "--n", 128, "--k", 8, "--rounds", 2, "--op", op, "--backends", "decomposed"]
+    result = bench(*sizes, "--epilogue", name, "--json", data)
+    assert result.exit_code == 0, result.output
+    report = json.loads(data.read_text())
+    (row,) = report["results"]
+    assert row["epilogue"] == name and report["skipped"] == []
+    ours = row["eager"]["ours"]
+    assert list(ours) == [f"decomposed{part}" for part in ("", ", alone", ", eager", ", compiled")]
+    assert ours["decomposed, alone"]["of_alone"] == 1
+    seconds = row["eager"]["seconds"]
+    assert ours["decomposed"]["of_alone"] > 0 and seconds["decomposed, compiled"] > 0
+    assert "by torch after the op" in ours["decomposed"]["epilogue"]
+    assert len(compiled) == 1
+    text = " ".join(result.output.split())
+    assert re.search(
+        rf"alone [\d.]+ with {name}, [\d.]+ compiled after, [\d.]+ eager after; {name}: by", text
+    )
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("op", "name"),
+    [
+        ("all_gather_gemm", "swiglu"),
+        ("all_gather_gemm", "scale_gathered_rows"),
+        ("gemm_reduce_scatter", "add_residual_squared"),
+        ("gemm_all_reduce", "add_bias"),
+        ("gemm_reduce_scatter", "geglu"),
+    ],
+)
+def test_the_calls_of_an_epilogue_return_the_same(op, name, dtype, ranks, compiled):
+    """Checks the calls of one rank; with two ranks the shapes of their inputs."""
+    workload, group = Workload("", op, 6, 128, 32, dtype), Group("", 0, ranks)
+    operands = workload.operands(group, torch.device("cpu"))
+    calls = EpilogueCalls(epilogue_named(name), workload)
+    if ranks == 2:
+        sizes = [[len(tensor) for tensor in calls.inputs(one, operands, group).inputs]
+                 for one in (calls.epilogue, calls.after_op)]  # fmt: skip
+        wanted = {"scale_gathered_rows": [[3], [6]], "add_residual_squared": [[3], [3]]}
+        assert sizes == wanted.get(name, [[128], [128]] if name == "add_bias" else [[], []])
+        return
+    assert all(tensor.any() for tensor in calls.inputs(calls.epilogue, operands, group).inputs)
+    made = calls.by(operands, resolve(""), ["decomposed"])
+    results = {one: call() for one, call in made.items()}
+    alone = results.pop("decomposed, alone")
+    expected, *others = (one if isinstance(one, (tuple, list)) else (one,) for one in results.values())
+    for other in others:
+        for value, wanted in zip(other, expected, strict=True):
+            torch.testing.assert_close(value, wanted, rtol=2e-2, atol=2e-2)
+    assert alone.shape != expected[0].shape or not torch.equal(alone, expected[0])
+
+
+def test_ratios_are_to_the_op_alone():
+    seconds = {"product": 1.0, "fused": 3.0, "fused, alone": 2.0, "fused, compiled": 5.0}
+    timings = Timings({name: (time, time) for name, time in seconds.items()}).with_bound(0.0)
+    names = [name for name in seconds if name != "product"]
+    taken, place = {EAGER: dict.fromkeys(names, "fused")}, {EAGER: {"fused": "swiglu: in the kernel"}}
+    measured = Measured(names, None, [], taken, {EAGER: timings}, epilogue="swiglu", places=place)
+    result = row(replace(DOWN, op="all_gather_gemm"), measured, 2)
+    assert {name: ours["of_alone"] for name, ours in result[EAGER]["ours"].items()} == {
+        "fused": 1.5, "fused, alone": 1.0, "fused, compiled": 2.5
+    }  # fmt: skip
+    (line,) = summary({"results": [result]})
+    assert line.endswith(
+        "fused: of the time alone 1.500 with swiglu, 2.500 compiled after; swiglu: in the kernel"
+    )
+
+
+def test_the_compiled_operations_follow_torchs_baselines(compiled, monkeypatch):
+    workload, group = Workload("", "gemm_reduce_scatter", 6, 128, 32, torch.bfloat16), resolve("")
+    passed, followed = [], EpilogueCalls.followed
+    plain = baselines.baselines(workload, workload.operands(group, torch.device("cpu")), group)
+    timed = plain | {"torch": lambda: plain["product"]()}
+    monkeypatch.setattr(bench_module, "baselines", lambda *_: timed)
+    monkeypatch.setattr(
+        EpilogueCalls, "followed", lambda self, *of: passed.append(of[1:]) or followed(self, *of)
+    )
+    one = epilogue_named("add_residual")
+    result = bench_module.run(workload, ["auto"], group, torch.device("cpu"), 2, epilogue=one)
+    assert [len(of) for of in passed] == [2, 3, 3], "of torch by default compiled; eager and compiled ones"
+    assert "torch" in result.timings[EAGER].seconds
+
+
+def test_epilogues_without_equal_operations_after_the_op_are_refused():
+    sizes = ["--m", 6, "--n", 64, "--k", 8]
+    for arguments, rule in (
+        (["--op", "gemm_all_reduce", "--epilogue", "scale_rows_and_columns"], "takes partial sums"),
+        (["--op", "gemm_all_reduce", "--epilogue", "scale_gathered_rows"], "gathers none"),
+        (["--epilogue", "norm"], "'norm' is not among add_bias, add_residual"),
+        (["--dtype", "float8_e4m3fn", "--epilogue", "add_bias"], "operands with scales support none"),
+    ):
+        result = bench(*sizes, *arguments)
+        assert result.exit_code == 2 and rule in " ".join(result.output.replace("│", "").split())

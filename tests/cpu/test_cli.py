@@ -100,6 +100,25 @@ def test_explain_as_if_of_more_ranks():
     assert "backward: all_gather_gemm runs as 'torch'" in said
 
 
+@pytest.mark.parametrize(
+    ("op", "name", "place"),
+    [
+        ("gemm_reduce_scatter", "add_residual", "by torch after the op"),
+        ("all_gather_gemm", "swiglu", "by torch after the op"),
+        ("all_gather_gemm", "scale_gathered_rows", "by torch after the op"),
+    ],
+)
+def test_explain_states_where_a_named_epilogue_is_applied(op, name, place):
+    for ranks in ((), ("--ranks", 8)):
+        code, text = explained(op, 64, 128, 64, "--epilogue", name, *ranks)
+        assert code == 0 and f"epilogue {name}: {place}, " in text, text
+        assert "epilogue" not in explained(op, 64, 128, 64, *ranks)[1]
+    code, text = explained("gemm_all_reduce", 64, 128, 64, "--epilogue", "scale_rows_and_columns")
+    assert code == 0 and "epilogue scale_rows_and_columns: before the sum over the ranks" in text, text
+    code, text = explained(op, 64, 128, 64, "--epilogue", "norm")
+    assert code == 2 and "'norm' is not among add_bias, add_residual" in " ".join(text.split())
+
+
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
 def test_explain_knows_operands_of_8_bits(dtype):
     for ranks in ((), ("--ranks", 8)):

@@ -33,6 +33,21 @@ def test_bench(launch, launcher, tmp_path):
     assert done.stdout.count("/ best other") == 1, "one rank prints"
 
 
+def test_explain_and_bench_with_an_epilogue(launch, tmp_path):
+    """Checks both commands as users start them: two ranks agree on the call and its epilogue."""
+    data, command = tmp_path / "out.json", ("python", "-m", "overlap_gemm.cli")
+    shape = ("gemm_reduce_scatter", "32", "64", "16")
+    done = launch("torchrun", 2, *command, "explain", *shape, "--epilogue", "add_residual", "--device", "cpu")
+    assert done.returncode == 0, done.stderr
+    assert "P=2" in done.stdout and done.stdout.count("epilogue add_residual: by torch after the op") == 1
+    sizes = ["--op", "all_gather_gemm", "--m", "32", "--n", "128", "--k", "16", "--rounds", "2"]
+    done = launch("torchrun", 2, *command, "bench", *sizes, "--epilogue", "swiglu", "--json", data)
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(data.read_text())["results"]
+    assert row["epilogue"] == "swiglu" and "--epilogue swiglu" in json.loads(data.read_text())["command"]
+    assert {"auto, alone", "auto, eager", "decomposed", "torch"} <= set(row["eager"]["seconds"])
+
+
 def time_by_a_clock_that_only_the_calls_move(rank: int, size: int) -> dict[str, tuple[float, ...]]:
     now = 0.0
 

@@ -14,11 +14,18 @@ from rich.progress import Progress
 
 import overlap_gemm
 from overlap_gemm.backends.scales.scaling import FLOAT8
-from overlap_gemm.backends.select import check_name
-from overlap_gemm.cli.command_options import DeviceOption, DTypeOption, chosen_ops
+from overlap_gemm.backends.select import Choice, check_name
+from overlap_gemm.cli.command_options import (
+    DeviceOption,
+    DTypeOption,
+    EpilogueOption,
+    chosen_ops,
+    epilogue_named,
+)
 from overlap_gemm.cli.console import rank_zero_console
 from overlap_gemm.cli.link_rates import link_rates
 from overlap_gemm.cli.this_machine import describe, this_arch
+from overlap_gemm.epilogues import Applied, Epilogue
 from overlap_gemm.runtime.bootstrap import World
 from overlap_gemm.runtime.group import Group, find
 from overlap_gemm.testing.workload import Call, OpTensors, Scales, Workload, in_turn
@@ -27,6 +34,7 @@ from overlap_gemm.tuning.prediction import predict
 from overlap_gemm.tuning.timing import captured, measure
 
 from .baselines import baselines
+from .epilogue_calls import EpilogueCalls, backend_of, why_no_calls
 from .results import EAGER, GRAPH, OTHERS, Measured, Mode, Skipped, row, summary, table
 
 
@@ -46,6 +54,7 @@ def bench(
         Scales | None,
         typer.Option(help="Scales of 8-bit operands: one per tensor, row or block. [default: rows]"),
     ] = None,
+    epilogue: EpilogueOption = None,
     backends: Annotated[
         str | None,
         typer.Option(help="Backends, comma-separated. [default: auto,fused on GPUs, else auto,decomposed]"),
@@ -65,6 +74,9 @@ def bench(
     link rate is measured by copies at the start; without symmetric memory the collective's time is used
     instead. 8-bit operands are quantised before the timing. For MX types, and where torch has no product with
     scales of blocks (Hopper has one), torch's product has scales of rows: it has as many operations.
+
+    With --epilogue each backend is timed with it, alone, and with torch's operations after it, eager and
+    compiled; the baselines with the compiled ones after them.
     """
     ops, wanted = chosen_ops(op or []), chosen_backends(backends)
     world = overlap_gemm.init(device=device)
@@ -80,6 +92,11 @@ def bench(
         workloads = [w for w in read_shapes(shapes, m, operand, scales) if only in w.name and w.op in ops]
     if not workloads:
         raise typer.BadParameter("no shape is left to run", param_hint="--only")
+    applied = epilogue_named(epilogue)
+    if applied is not None:
+        whys = [why_no_calls(applied, workload.op) for workload in workloads]
+        if why := next(filter(None, whys), "operands with scales support none" if scales else None):
+            raise typer.BadParameter(why, param_hint="--epilogue")
 
     group = find(None)
     names = wanted or (["auto", "fused"] if on_cuda else ["auto", "decomposed"])
@@ -90,7 +107,7 @@ def bench(
         if json_file is not None and world.rank == 0:
             json_file.write_text(json.dumps(report, indent=1) + "\n")
 
-    report = measure_all(workloads, names, group, world, rounds, modes, console, keep)
+    report = measure_all(workloads, names, group, world, rounds, modes, console, keep, applied)
     overlap_gemm.finalize()
     if world.rank != 0:
         return
@@ -139,6 +156,7 @@ def measure_all(
     modes: Sequence[Mode],
     console: Console,
     keep: Callable[[dict[str, Any]], object] = lambda report: None,
+    epilogue: Epilogue | None = None,
 ) -> dict[str, Any]:
     """Times workloads (`run`) under a progress bar; returns the report as plain data. Collective.
 
@@ -151,6 +169,7 @@ def measure_all(
         modes: Modes to time.
         console: Console of rank 0.
         keep: Called with the report after each workload, so that a later failure loses no measurement.
+        epilogue: Epilogue of the calls, or None.
     """
     try:
         rates = link_rates(group, world.device)
@@ -170,7 +189,7 @@ def measure_all(
         task = progress.add_task("", total=len(workloads))
         for workload in workloads:
             progress.update(task, description=f"{workload.op} {workload.name} {workload.m}")
-            measured = run(workload, backends, group, world.device, rounds, modes, rates)
+            measured = run(workload, backends, group, world.device, rounds, modes, rates, epilogue)
             report["results"].append(row(workload, measured, group.size))
             for one in measured.skipped:
                 skipped.setdefault((one.name, workload.op), []).append(one)
@@ -191,6 +210,7 @@ def run(
     rounds: int,
     modes: Sequence[Mode] = (EAGER,),
     rates: Mapping[str, float] | None = None,
+    epilogue: Epilogue | None = None,
 ) -> Measured:
     """Times every variant of a workload in every mode. Collective over the group.
 
@@ -202,6 +222,7 @@ def run(
         rounds: Samples per variant.
         modes: Modes to time: calls, or replays of CUDA graphs of calls.
         rates: Result of `link_rates`; None if not measured.
+        epilogue: Epilogue, which adds the calls of `epilogue_calls`; None without one.
 
     Raises:
         RuntimeError: Torch cannot compute the product, which the bound needs.
@@ -215,24 +236,39 @@ def run(
         each = [made(of_set) for of_set in sets]
         return {name: in_turn([calls[name] for calls in each]) for name in each[0]}
 
-    calls = taking_turns(lambda of_set: baselines(workload, of_set, group))
-    calls |= taking_turns(lambda of_set: {name: workload.by(name, of_set, group) for name in backends})
+    others = taking_turns(lambda of_set: baselines(workload, of_set, group))
+    made = None if epilogue is None else EpilogueCalls(epilogue, workload)
+
+    def by(names: Sequence[str], of_set: OpTensors) -> dict[str, Call]:
+        if made is not None:
+            return made.by(of_set, group, names)
+        return {name: workload.by(name, of_set, group) for name in names}
+
+    if made is not None:
+        others |= {name: made.followed(others[name], operands, group) for name in OTHERS if name in others}
+    ours = taking_turns(lambda of_set: by(backends, of_set))
+    calls = others | ours
     usable, skipped = _those_that_work(workload, calls, group)
     if "product" not in usable:
         raise RuntimeError(f"{workload.op}: the bound needs torch's product, which failed: {skipped[0].why}")
     link = workload.facts(group.size).bytes_out / max(rates.values()) if rates else None
-    measured = Measured([name for name in backends if name in usable], link=link, skipped=skipped)
+    measured = Measured([name for name in ours if name in usable], link=link, skipped=skipped)
+    measured.epilogue = None if epilogue is None else epilogue.name
     for mode in modes:
-        variants, taken = usable, {}
+        variants, taken, places = usable, {}, {}
         for name in measured.backends:
-            taken[name] = _taken(workload, name, operands, group, mode)
+            applied = made.inputs(made.epilogue, operands, group) if made and name in backends else None
+            choice = _choice(workload, backend_of(name), operands, group, mode, applied)
+            taken[name] = choice.backend.name
+            if choice.epilogue is not None:
+                places[name] = choice.epilogue
         if mode == GRAPH:
             # Under capture `auto` may select another backend, whose kernels must be compiled before.
-            first = {name: workload.by(name, operands, group) for name in taken.values()}
+            first = by(list(dict.fromkeys(taken.values())), operands)
             _those_that_work(workload, first, group)
             variants, failed = _those_that_work(workload, usable, group, captured)
             measured.skipped += [Skipped(f"{one.name}, captured,", one.shape, one.why) for one in failed]
-        measured.taken[mode] = taken
+        measured.taken[mode], measured.places[mode] = taken, places
         loads = measured.loads[mode] = []
         timings = measure(
             variants,
@@ -246,7 +282,8 @@ def run(
             link = measured.link = timings.median("collective")
         measured.timings[mode] = timings.with_bound(link or 0.0)
         facts = workload.facts(group.size)
-        if device.type == "cuda" and facts.dtype != "f32" and (arch := this_arch()) is not None:
+        is_predicted = device.type == "cuda" and facts.dtype != "f32" and epilogue is None
+        if is_predicted and (arch := this_arch()) is not None:
             sms = torch.cuda.get_device_properties(device).multi_processor_count
             measured.predicted[mode] = predict(facts, arch, sms, mode == GRAPH)
     return measured
@@ -266,13 +303,15 @@ def _note_load(loads: list[Load], device: torch.device) -> None:
         loads.append(now)
 
 
-def _taken(workload: Workload, name: str, operands: OpTensors, group: Group, mode: Mode) -> str:
-    """Returns the backend that runs for `name`; for "auto" it may depend on whether the call is captured."""
+def _choice(
+    workload: Workload, name: str, operands: OpTensors, group: Group, mode: Mode, epilogue: Applied | None
+) -> Choice:
+    """Returns the choice of a backend; for "auto" it may depend on whether the call is captured."""
     if mode == EAGER:
-        return workload.taken_by(name, operands, group)
+        return workload.explained(name, operands, group, epilogue)
     with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
         torch.zeros(1, device=operands.x.device)  # torch warns about an empty graph
-        return workload.taken_by(name, operands, group)
+        return workload.explained(name, operands, group, epilogue)
 
 
 def _those_that_work(

@@ -6,7 +6,7 @@ Two ratios are reported, as medians over the rounds with their quartiles:
 - `against`: time of a backend / time of the best baseline; a backend that is faster has less than 1.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -18,6 +18,8 @@ from overlap_gemm.testing.workload import Workload
 from overlap_gemm.tuning.driver import Load
 from overlap_gemm.tuning.prediction import Prediction
 from overlap_gemm.tuning.timing import Timings
+
+from .epilogue_calls import AFTER, ALONE, COMPILED, backend_of
 
 Mode = Literal["eager", "graph"]
 EAGER: Mode = "eager"
@@ -60,6 +62,8 @@ class Measured:
         timings: For each mode, times of all variants, "product" and "bound" among them.
         predicted: For each mode, the model's times; None if it has no constants of this machine.
         loads: For each mode, the state of rank 0's GPU after each round.
+        epilogue: Name of the epilogue, or None.
+        places: For each mode, where the epilogue of a call is applied, as `explain` states it.
     """
 
     backends: list[str]
@@ -69,6 +73,8 @@ class Measured:
     timings: dict[Mode, Timings] = field(default_factory=dict)
     predicted: dict[Mode, Prediction | None] = field(default_factory=dict)
     loads: dict[Mode, list[Load]] = field(default_factory=dict)
+    epilogue: str | None = None
+    places: dict[Mode, dict[str, str]] = field(default_factory=dict)
 
 
 def row(workload: Workload, measured: Measured, ranks: int) -> dict[str, Any]:
@@ -78,6 +84,7 @@ def row(workload: Workload, measured: Measured, ranks: int) -> dict[str, Any]:
         "dtype": str(workload.dtype).removeprefix("torch."),
         "ranks": ranks,
         "link": measured.link,
+        **({} if measured.epilogue is None else {"epilogue": measured.epilogue}),
         **{mode: _mode(workload, measured, mode, ranks) for mode in measured.timings},
     }
 
@@ -87,7 +94,7 @@ def _mode(workload: Workload, measured: Measured, mode: Mode, ranks: int) -> dic
     predicted = measured.predicted.get(mode)
     others = [name for name in OTHERS if name in timings.seconds]
     best = min(others, key=timings.median) if others else None
-    ours = {}
+    ours: dict[str, dict[str, Any]] = {}
     for name in measured.backends:
         if name not in timings.seconds:  # could not be captured
             continue
@@ -103,6 +110,10 @@ def _mode(workload: Workload, measured: Measured, mode: Mode, ranks: int) -> dic
             "error": None if expected is None else expected / seconds - 1,
             "tflops": workload.flops(ranks) / seconds / 1e12,
         }
+        if measured.epilogue is not None and (alone := backend_of(name) + ALONE) in timings.seconds:
+            ours[name]["epilogue"] = measured.places[mode].get(name)
+            ours[name]["of_alone"] = timings.ratio(name, alone)
+            ours[name]["of_alone_quartiles"] = timings.ratio_range(name, alone)
     return {
         "seconds": {name: timings.median(name) for name in timings.seconds},
         "unsteady": sorted(name for name in timings.seconds if timings.spread(name) > UNSTEADY),
@@ -117,8 +128,13 @@ def _mode(workload: Workload, measured: Measured, mode: Mode, ranks: int) -> dic
 
 
 def summary(report: Mapping[str, Any]) -> list[str]:
-    """Returns a line per mode: speed of `auto` relative to the best variant, and errors of the model."""
+    """Returns a line per mode: speed of `auto` relative to the best variant, and errors of the model.
+
+    With an epilogue a line per shape, mode and backend: times relative to the op alone.
+    """
     lines = []
+    if any("epilogue" in result for result in report["results"]):
+        return [line for result in report["results"] for line in _of_alone(result)]
     for mode in (GRAPH, EAGER):
         shares, errors = [], []
         for result in report["results"]:
@@ -139,6 +155,23 @@ def summary(report: Mapping[str, Any]) -> list[str]:
                 line += f"; the model errs by {middle:.0%}, at most {max(errors)[0]:.0%} ({max(errors)[1]})"
             lines.append(line)
     return lines
+
+
+def _of_alone(result: Mapping[str, Any]) -> Iterator[str]:
+    shape = f"{OPS[result['op']].label} {result['m']},{result['n']},{result['k']}"
+    for mode in (GRAPH, EAGER):
+        ours = result.get(mode, {}).get("ours", {})
+        for name in (name for name in ours if name == backend_of(name)):
+            ratios = [
+                f"{ours[one]['of_alone']:.3f} {what}"
+                for one, what in (
+                    (name, f"with {result['epilogue']}"),
+                    (name + COMPILED, "compiled after"),
+                    (name + AFTER, "eager after"),
+                )
+                if "of_alone" in ours.get(one, ())
+            ]
+            yield f"{mode}: {shape} {name}: of the time alone {', '.join(ratios)}; {ours[name]['epilogue']}"
 
 
 def table(report: Mapping[str, Any]) -> Table:

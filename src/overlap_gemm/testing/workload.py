@@ -16,7 +16,9 @@ from ..backends.autotuning import num_sets
 from ..backends.fused.plan_cache import DTYPES
 from ..backends.scales.mx_scales import WIDTH
 from ..backends.scales.scaling import BLOCK, FLOAT8, NAMED_BLOCKS, OUT_DTYPES, Block
+from ..backends.select import Choice
 from ..config.scale_blocks import Blocks
+from ..epilogues import Applied
 from ..runtime.group import Group
 from ..spec import OPS, OpSpec
 from ..spec.sharding import Shards
@@ -198,17 +200,26 @@ class Workload:
         """Returns the op's keyword arguments besides tensors: extents over all ranks, and `block`."""
         return {**self.spec.arguments(self.m, self.n, self.k), "block": self.block}
 
-    def by(self, backend: str, operands: OpTensors, group: Group) -> Call:
+    def by(self, backend: str, operands: OpTensors, group: Group, epilogue: Applied | None = None) -> Call:
         """Returns a call of the op with a backend's name, which may be "auto"; each call runs the op."""
         op, how = getattr(overlap_gemm, self.op), {**self.arguments, **operands.scales}
+        if epilogue is not None:
+            how["epilogue"] = epilogue
         x, weight = operands.x, operands.weight
         return lambda: op(x, weight, group=group.process_group, backend=backend, **how)
 
-    def taken_by(self, backend: str, operands: OpTensors, group: Group) -> str:
-        """Returns the name of the backend that runs the op if `backend` (also "auto") is requested.
+    def explained(
+        self, backend: str, operands: OpTensors, group: Group, epilogue: Applied | None = None
+    ) -> Choice:
+        """Returns the choice of a backend if `backend` (also "auto") is requested.
 
         Calls `overlap_gemm.explain`, which does not run the op. For "auto" it communicates once per group.
         """
         how: dict[str, Any] = {"backend": backend, **self.arguments, **operands.scales}
-        choice = overlap_gemm.explain(self.op, operands.x, operands.weight, group=group.process_group, **how)
-        return choice.backend.name
+        if epilogue is not None:
+            how["epilogue"] = epilogue
+        return overlap_gemm.explain(self.op, operands.x, operands.weight, group=group.process_group, **how)
+
+    def taken_by(self, backend: str, operands: OpTensors, group: Group) -> str:
+        """Returns the name of the backend that runs the op if `backend` is requested, by `explained`."""
+        return self.explained(backend, operands, group).backend.name
