@@ -97,6 +97,7 @@ def make_gather_kernel(
     keep: bool = False,
     cooperative: bool = False,
     op: OpSpec = ALL_GATHER_GEMM,
+    joins: bool = False,
 ) -> FusedGemm:
     """Returns the kernel of an op that gathers x; not compiled. Its ``exchange`` is a :class:`Gathering`.
 
@@ -107,9 +108,11 @@ def make_gather_kernel(
         keep: Whether the kernel also copies the gathered x to a tensor of the caller.
         cooperative: Whether to launch cooperatively: CUDA then refuses a grid that is not co-resident.
         op: Definition of the op.
+        joins: Whether tiles have rows of several shards (`gather.few_rows`); needs ``push``.
     """
     (pattern,) = patterns_of(op.name)
-    kernel = _named(PATTERNS[pattern].kernel)(config, transport, push, keep)
+    name = "overlap_gemm.gather.few_rows:AllGatherFewRows" if joins else PATTERNS[pattern].kernel
+    kernel = _named(name)(config, transport, push, keep)
     return FusedGemm(_mainloop(config), kernel, cooperative)
 
 

@@ -147,8 +147,8 @@ def test_lint_notices(config, broken, finding, compiled):
     assert any(finding in f for f in ptx_findings(broken(ptx), exchanges=True))
 
 
-GATHERS = [(True, True), (False, False)]
-"""(push, keep) of all-gather GEMMs."""
+GATHERS = [(True, True, False), (True, True, True), (False, False, False)]
+"""(push, keep, joins) of all-gather GEMMs."""
 
 
 @pytest.mark.parametrize(
@@ -156,10 +156,13 @@ GATHERS = [(True, True), (False, False)]
     [c if c.mma in ("cooperative", "2cta") else pytest.param(c, marks=pytest.mark.slow) for c in SMALLEST],
     ids=lambda c: c.name,
 )
-@pytest.mark.parametrize(("push", "keep"), [GATHERS[0], pytest.param(*GATHERS[1], marks=pytest.mark.slow)])
-def test_gather_compiles_and_is_clean(config, push, keep):
+@pytest.mark.parametrize(
+    ("push", "keep", "joins"),
+    [GATHERS[0], *(pytest.param(*one, marks=pytest.mark.slow) for one in GATHERS[1:])],
+)
+def test_gather_compiles_and_is_clean(config, push, keep, joins):
     """By default what test_figures.py does not compile."""
-    kernel = make_gather_kernel(config, PeerBulk(), push=push, keep=keep, cooperative=True)
+    kernel = make_gather_kernel(config, PeerBulk(), push=push, keep=keep, cooperative=True, joins=joins)
     is_clean(inspect(partial(compile_kernel, kernel)))
 
 

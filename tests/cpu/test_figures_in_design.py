@@ -51,10 +51,6 @@ def slices(many_columns):
     return ratios("h200x2-k-slices", "slices", where=lambda one: (one["n"] == 28672) == many_columns)
 
 
-def few_columns(result):
-    return result["m"] <= 128 and result["n"] == 5120
-
-
 def constants():
     return json.loads((ROOT / "src/overlap_gemm/tuning/machines/h200.json").read_text())
 
@@ -126,7 +122,6 @@ FIGURES = {
         lambda: f"it takes {said(decomposed())} of the fused kernel's time in graphs",
         lambda: f"A gate costs about {constants()['gate'] * 1e6:.0f} us between",
         lambda: f"it pays {constants()['shard_host'] * 1e6:.0f} us of host time a shard (`shard_host`)",
-        lambda: f"takes {said(ratios('h200x2-k-slices', 'torch', where=few_columns))} of the fused kernel's",
     ],
     "docs/design/not-adopted.md": [
         lambda: f"{said(ratios('h200x2-symmetric-output', 'symmetric'))} of the default's time on two H200",

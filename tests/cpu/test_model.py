@@ -8,17 +8,12 @@ from pathlib import Path
 import pytest
 
 from overlap_gemm.config.gemm_config import GemmConfig
+from overlap_gemm.config.orders import joins_shards
 from overlap_gemm.config.scale_blocks import MX, PROMOTED
 from overlap_gemm.tuning.machine import load, machine_for, save
 from overlap_gemm.tuning.prediction import predict, predict_on
 from overlap_gemm.tuning.settings import configured
-from overlap_gemm.tuning.space import (
-    candidates,
-    choose_config,
-    lower_small_rs_to_ar,
-    pattern_of,
-    seconds_of,
-)
+from overlap_gemm.tuning.space import candidates, choose_config, lower_small_rs_to_ar, pattern_of, seconds_of
 from overlap_gemm.tuning.time_model import (
     Facts,
     collective_seconds,
@@ -107,7 +102,10 @@ def test_the_choice_is_nearly_the_fastest_kernel_that_was_measured():
         pattern = pattern_of(call, machine, "sm_90a", 132)
         config = choose_config(call, machine, "sm_90a", 132, pattern)
         measured = row["kernels"].get(efficiency_key(config))
-        if measured is None or config.k_split > 1:
+        joined = row["op"] == "all_gather_gemm" and joins_shards(
+            config, row["m"], row["m"] // 2
+        )  # written later
+        if measured is None or config.k_split > 1 or joined:
             continue
         slower.append(measured / min(row["kernels"].values()) - 1)
         wrong.append(seconds_of(config, call, machine, 132, pattern).total * 1e6 / measured - 1)

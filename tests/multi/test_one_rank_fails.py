@@ -72,7 +72,7 @@ def made_up():
             (symm_mem, "rendezvous", rendezvous),
             (torch.cuda, "synchronize", lambda device: None),
             (plans, "compiled_kernel", lambda *_: "kernel"),
-            (gather, "compiled_gather", lambda *_: "kernel"),
+            (gather, "compiled_gather", lambda *_, **__: "kernel"),
             (gather, "compiled_gate", lambda *_: "gate"),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))

@@ -17,9 +17,10 @@ from rich.table import Table
 from overlap_gemm.api import all_to_all as _  # noqa: F401 (registers its ops)
 from overlap_gemm.cli.console import rank_zero_console
 from overlap_gemm.config.gemm_config import GemmConfig
+from overlap_gemm.config.orders import joins_shards
 from overlap_gemm.config.scale_blocks import BLOCKS
 from overlap_gemm.config.visitors import SCALES
-from overlap_gemm.spec import ALL_GATHER_GEMM, ALL_TO_ALL_GEMM, PATTERNS
+from overlap_gemm.spec import ALL_GATHER_GEMM, ALL_TO_ALL_GEMM, PATTERNS, OpSpec
 from overlap_gemm.tuning.space import every_config
 
 from .lint import PtxasReport, count_instructions, inner_loop_instructions, inspect
@@ -28,21 +29,27 @@ ARCHS = ("sm_90a", "sm_100a")
 
 EXCHANGES = {p.label: name for name, p in PATTERNS.items() if not p.spec.operand_is_sent}
 GATHERS = {
-    f"{op.label}{' sending' * sends}": (op, sends)
+    f"{op.label}{' sending' * sends}": (op, sends, False)
     for op in (ALL_GATHER_GEMM, ALL_TO_ALL_GEMM)
     for sends in (False, True)
 }
+GATHERS[f"{ALL_GATHER_GEMM.label} sending few rows"] = (ALL_GATHER_GEMM, True, True)
 KERNELS = ("GEMM", *EXCHANGES, *GATHERS)
 """Names of the kernels of a configuration: the plain GEMM, one for each pattern, one for each gather.
 
-A name with "sending" is that of a kernel whose warps send the local shard, and copy what is gathered.
+A name with "sending" is that of a kernel whose warps send the local shard, and copy what is gathered. With
+"few rows" tiles have rows of several shards (`gather.few_rows`).
 """
 
 
 def kernels_of(config: GemmConfig) -> list[str]:
     """Returns the kernels that a configuration has."""
     in_slices = not (config.has_bytes or config.k_split > 1 or config.loads_weights_early)
-    return [name for name in KERNELS if in_slices or name not in GATHERS or GATHERS[name][0].gathers_operand]
+
+    def has(op: OpSpec, sends: bool, joins: bool) -> bool:
+        return joins_shards(config, 2, 1) if joins else in_slices or op.gathers_operand
+
+    return [name for name in KERNELS if name not in GATHERS or has(*GATHERS[name])]
 
 
 @dataclass(frozen=True)
@@ -72,8 +79,8 @@ def check(config: GemmConfig, op: str) -> Checked:
     from overlap_gemm.transports import LL, PeerBulk
 
     if op in GATHERS:
-        spec, sends = GATHERS[op]  # and keeps
-        kernel = make_gather_kernel(config, PeerBulk(), push=sends, keep=sends, op=spec)
+        spec, sends, joins = GATHERS[op]  # what sends also keeps
+        kernel = make_gather_kernel(config, PeerBulk(), push=sends, keep=sends, op=spec, joins=joins)
     elif op in EXCHANGES:
         # The transport that calls use by default.
         transport = LL() if config.sends_ll else PeerBulk()

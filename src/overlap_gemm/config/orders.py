@@ -11,7 +11,12 @@ runs on Python integers (tests, performance model) and on a kernel's ``Int32``.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from overlap_gemm.spec.sharding import ceil_div, num_owners
+
+if TYPE_CHECKING:
+    from overlap_gemm.config.gemm_config import GemmConfig
 
 Int = Any  # int on the host, Int32 in a kernel
 
@@ -53,6 +58,25 @@ def grouped_raster(index: Int, grid: TileGrid, group: Int) -> tuple[Int, Int]:
     height = group - is_last * (num_bands * group - grid.rows)
     inside = index - band * group * grid.cols
     return band * group + inside % height, inside // height
+
+
+def joins_shards(config: GemmConfig, rows: int, shard: int) -> bool:
+    """Returns whether an all-gather GEMM's tiles have rows of several shards (`gather.few_rows`).
+
+    They do if there are at most half as many tiles then: the weight is read less often, but no tile begins
+    before all shards have arrived. Scales of rows lie between the shards in the gather buffer, so rows that
+    have scales are not joined.
+
+    Args:
+        config: Configuration of the kernel.
+        rows: Rows of all shards together.
+        shard: Rows of a full shard.
+    """
+    if config.has_bytes or config.visits_rows:
+        return False
+    tile = config.cluster_tile[0]
+    apart = num_owners(rows, shard) * ceil_div(shard, tile)
+    return 2 * ceil_div(rows, tile) <= apart
 
 
 class WorkList(NamedTuple):

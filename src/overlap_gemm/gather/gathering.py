@@ -197,12 +197,14 @@ class ShardRole:
         transport: Transport that raises flags at peers.
         push: Whether the role sends the local shard.
         keep: Whether the role copies all shards.
+        to_itself: Whether the role sends the local shard to this rank, too, as last (`gather.few_rows`).
     """
 
     config: GemmConfig
     transport: Transport
     push: bool
     keep: bool
+    to_itself: bool = False
 
     with_epilogue = False
 
@@ -238,7 +240,7 @@ class ShardRole:
                     target = peers[(rank + world - i) % world] + exchange.slots_offset + offset
                     copy_units(size, target + call.full_rows, scales.address, scales.nbytes, first, stride)
             flag = call.call.flag(Int64(0), 0, rank)
-            for i in cutlass.range(1, world, unroll=1):
+            for i in cutlass.range(1, world + int(self.to_itself), unroll=1):
                 peer = (rank + world - i) % world
                 target = peers[peer] + exchange.slots_offset + offset
                 copy_units(size, target, call.arguments.local_shard, nbytes, first, stride)

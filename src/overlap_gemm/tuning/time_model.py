@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 from ..config.gemm_config import DTYPE_BYTES, GemmConfig
 from ..config.naming import blocks_name, by
+from ..config.orders import joins_shards
 from ..config.scale_blocks import PROMOTED, Blocks
 from ..exchange.geometry import FLAG_BYTES, ExchangeShape, chunk_rows
 from ..spec import OPS, PATTERNS, OpSpec, patterns_of
@@ -372,29 +373,33 @@ def fused_all_gather(config: GemmConfig, facts: Facts, machine: Machine, sms: in
     """Returns the time of a fused all-gather GEMM by the kernel of `config`, shard after shard.
 
     The local shard is present; the others arrive one after the other at the link's full rate. The tiles of a
-    shard begin when it has arrived, and the waves of its and all later tiles follow. `tail` is the part of
-    the arrivals that the product does not hide.
+    shard begin when it has arrived, and the waves of its and all later tiles follow. Tiles of several shards
+    (`joins_shards`) begin when all have arrived. `tail` is the part of the arrivals that the product does not
+    hide.
     """
     m, n, k = facts.local
     world = facts.world
     shard = facts.shard or shard_rows(m, world)
     owners = num_owners(m, shard)
     tile_m, tile_n = config.cluster_tile
-    per_shard = ceil_div(shard, tile_m) * ceil_div(n, tile_n)
+    joins = joins_shards(config, m, shard)
+    parts = 1 if joins else owners  # of the tiles, each of which waits for its own shards
+    per_part = ceil_div(m if joins else shard, tile_m) * ceil_div(n, tile_n)
     resident = max(1, sms // config.cluster_ctas)
-    num_waves = ceil_div(owners * per_shard, resident)
+    num_waves = ceil_div(parts * per_part, resident)
     wave = _wave_seconds(config, _mainloop_seconds(config, k, machine, num_waves), machine)
     waves = done = num_waves * wave
     arrival = shard * k * DTYPE_BYTES[facts.dtype] / machine.link_rate
     for step in range(1, owners):
-        left = ceil_div((owners - step) * per_shard, resident)
+        left = ceil_div((parts if joins else owners - step) * per_part, resident)
         done = max(done, step * arrival + machine.arrival + left * wave)
+    tail = done - waves
     return FusedTime(
         waves=waves,
         link=(owners - 1) * arrival,
-        memory=_memory_seconds(facts, machine),
+        memory=_memory_seconds(facts, machine) + (tail if joins else 0.0),
         fill=0.0,
-        tail=done - waves,
+        tail=tail,
         receive=0.0 if world == 1 else machine.arrival,
         launch=machine.launch,
     )

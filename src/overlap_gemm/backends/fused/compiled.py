@@ -83,6 +83,7 @@ def compiled_gather(
     keep: bool,
     puts: bool,
     op: OpSpec = ALL_GATHER_GEMM,
+    joins: bool = False,
 ) -> Any:
     """Returns the kernel of an op whose operand x is sent.
 
@@ -94,6 +95,7 @@ def compiled_gather(
         keep: Whether the kernel also copies the gathered x to a tensor of the caller.
         puts: Whether a relay kernel puts the shards by NVSHMEM.
         op: Definition of the op.
+        joins: Whether tiles have rows of several shards (`gather.few_rows`).
 
     Raises:
         ValueError: A dependent launch is configured, and `puts` is True.
@@ -104,10 +106,12 @@ def compiled_gather(
         from ...transports import PeerBulk, Staged
 
         transport = Staged() if puts else PeerBulk()
-        return compile_kernel(make_gather_kernel(config, transport, push, keep, cooperative, op), OPTIONS)
+        return compile_kernel(
+            make_gather_kernel(config, transport, push, keep, cooperative, op, joins), OPTIONS
+        )
 
     cooperative = _is_cooperative(executor, config, puts)
-    return _from_cache(executor, (config, op.name, push, keep, puts, cooperative), build, puts=False)
+    return _from_cache(executor, (config, op.name, push, keep, puts, cooperative, joins), build, puts=False)
 
 
 def compiled_relay(executor: Executor) -> Any:

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...config.gemm_config import GemmConfig
+from ...config.orders import joins_shards
 from ...config.scale_blocks import Blocks
 from ...config.visitors import Visitor
 from ...exchange.geometry import (
@@ -141,20 +143,25 @@ def _make_plan(
     push = is_pushed(peers, nbytes, requested) and not puts
     owners = num_owners(shards.total, chunk)
 
-    def product(columns: int, b_major: str, weight_dtype: torch.dtype) -> Product:
+    def config_of(columns: int, b_major: str, weight_dtype: torch.dtype) -> GemmConfig:
         name, fields = kind_of(dtype, out_dtype, epilogue, blocks, weight_dtype)
         extents = shards.total, columns * group.size, depth
         facts = Facts(ALL_GATHER_GEMM.name, *extents, name, group.size, chunk, blocks)
-        config = choose_config(facts, constants(arch), arch, peers.agreed.num_sms, b_major=b_major, **fields)
-        tile_m, tile_n = config.cluster_tile
-        work = owners * ceil_div(chunk, tile_m) * ceil_div(columns, tile_n)
-        resident = resident_clusters(executor, config.cluster_ctas, reserve, puts)
-        gemm = compiled_gather(executor, config, push, keep, puts)
-        return Product(config, gemm, min(resident, work))
+        return choose_config(facts, constants(arch), arch, peers.agreed.num_sms, b_major=b_major, **fields)
 
-    def compiled() -> tuple[tuple[Product, ...], Any]:
+    def product(config: GemmConfig, columns: int, joins: bool) -> Product:
+        tile_m, tile_n = config.cluster_tile
+        rows = ceil_div(shards.total, tile_m) if joins else owners * ceil_div(chunk, tile_m)
+        resident = resident_clusters(executor, config.cluster_ctas, reserve, puts)
+        gemm = compiled_gather(executor, config, push, keep, puts, joins=joins)
+        return Product(config, gemm, min(resident, rows * ceil_div(columns, tile_n)))
+
+    def compiled() -> tuple[tuple[Product, ...], Any, bool]:
         relay = compiled_relay(executor) if puts else None
-        return tuple(product(*kind) for kind in kinds), relay
+        configs = [config_of(*kind) for kind in kinds]
+        joins = push and all(joins_shards(config, shards.total, chunk) for config in configs)
+        pairs = zip(configs, kinds, strict=True)
+        return tuple(product(config, columns, joins) for config, (columns, *_) in pairs), relay, joins
 
     # The key excludes local columns: ranks may have different ones, and different kernels.
     kind = (
@@ -170,13 +177,14 @@ def _make_plan(
         puts,
         settings().fields,
     )
-    products, relay = peers.prepare(kind, "compiling the kernels of an all-gather GEMM", compiled)
+    products, relay, joins = peers.prepare(kind, "compiling the kernels of an all-gather GEMM", compiled)
 
     size, memory = workspace.size, workspace.memory
     buffer = memory.local[size.zeroed :].view(dtype)
     pitch = row_bytes // dtype.itemsize
     strides = (pitch, 1, full // dtype.itemsize)
-    gathered = buffer.as_strided((chunk, depth, owners), strides, buffer.storage_offset())
+    extents = (shards.total, depth, 1) if joins else (chunk, depth, owners)
+    gathered = buffer.as_strided(extents, strides, buffer.storage_offset())
     exchange = exchange_arguments(workspace, transport, chunk, peers.agreed.timeout_ns, executor)
     exchange = exchange._replace(buffer_bytes=0)  # one buffer, whatever the epoch
     scales = gathered_scales(buffer, owners, chunk, depth, full, blocks) if blocks else None
