@@ -1,6 +1,7 @@
 """Epilogues on virtual ranks of one GPU: the cases of the emulator, many times."""
 
 import pytest
+import torch
 
 from overlap_gemm import epilogues
 from overlap_gemm.runtime.virtual import VirtualWorld
@@ -35,3 +36,51 @@ def test_pairs_of_columns(device, ranks):
         for seed in range(8):
             case = Called("all_gather_gemm", ranks, epilogues.swiglu, (1000, 1024, 520), seed, device)
             assert worst(case, world) <= 1
+
+
+def copy_inputs(target, source):
+    """Copies operands and epilogue inputs of all ranks in place, from one `Called` to another."""
+    for (x, weight, inputs), (new_x, new_weight, new_inputs) in zip(target.given, source.given, strict=True):
+        for old, new in zip((x, weight, *inputs), (new_x, new_weight, *new_inputs), strict=True):
+            old.copy_(new)
+
+
+def captured(case, world, device):
+    """Returns a CUDA graph of one call on every rank, and the tensors that it writes."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        outs = [case.call(rank, name) for rank, name in enumerate(world.names)]
+        for rank in range(len(world.names)):  # each rank's stream was forked from the captured one
+            torch.cuda.current_stream(device).wait_stream(world.executor(rank).stream)
+    return graph, outs
+
+
+CAPTURED = {
+    "reduce-scatter-residual": ("gemm_reduce_scatter", epilogues.add_residual, "ragged"),
+    "reduce-scatter-statistics": ("gemm_reduce_scatter", epilogues.add_residual_squared, "even"),
+    "all-reduce-residual": ("gemm_all_reduce", epilogues.add_residual, "even"),
+    "all-reduce-statistics": ("gemm_all_reduce", epilogues.add_residual_squared, "few-rows"),
+    "all-gather-swiglu": ("all_gather_gemm", epilogues.swiglu, "ragged"),
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("case", CAPTURED)
+def test_a_captured_call_reads_operands_and_inputs_at_each_replay(device, case, ranks):
+    op, one, sizes = CAPTURED[case]
+    if ranks == 1 and one is epilogues.add_residual_squared:
+        pytest.skip("a rank alone has no kernel with outputs")
+    with VirtualWorld(ranks, device=device) as world:
+        first = Called(op, ranks, one, SIZES[sizes], 0, device)
+        assert worst(first, world) <= 1  # compiles and allocates
+        graph, outs = captured(first, world, device)
+        for seed in (1, 2, 2, 3):
+            source = Called(op, ranks, one, SIZES[sizes], seed, device)
+            copy_inputs(first, source)
+            for out in outs:
+                for tensor in out if isinstance(out, tuple) else (out,):
+                    tensor.fill_(torch.nan)
+            torch.cuda.synchronize(device)
+            graph.replay()
+            world.synchronize()
+            assert source.worst(outs) <= 1, seed
