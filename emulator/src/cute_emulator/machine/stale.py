@@ -24,7 +24,6 @@ from itertools import permutations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from cute_emulator.machine.access import Access
@@ -111,27 +110,29 @@ class OldValues:
             return now
         cells = (spread.offsets + (low - allocation.base))[:, None] + np.arange(access.size)
         widths = kept.widths[_words(allocation, low, spread)].reshape(late.shape)
-        new, old = np.array(now).view(np.uint8).reshape(len(cells), access.size), set()
-        for at in {
-            int(row[0]): n for n, row in enumerate(cells)
-        }.values():  # lanes at one address read together
-            if late[at].any():
-                place = allocation.base, int(cells[at, 0])
+        starts, masks = cells[:, 0].tolist(), dict.fromkeys(cells[:, 0].tolist(), bytes(access.size))
+        late_lanes = np.logical_or.reduce(late, 1).tolist()
+        for start, at in dict(zip(starts, range(len(starts)), strict=True)).items():  # once for each address
+            if late_lanes[at]:
                 width = access.size if access.is_single else access.width
                 if self._random is not None:
                     width = min(width, int(widths[at][late[at]].min()))
-                hidden = self._hidden(access, place, epochs[at].tobytes(), access.size // width)
-                hide = np.repeat(hidden, access.size // len(hidden)) & np.repeat(late[at], WORD)
-                same = cells[:, 0] == cells[at, 0]
-                new[same] = np.where(hide, kept.raw[cells[at]], new[same])
-                if hide.any():
-                    old.add(allocation.base + int(cells[at, 0]))
+                place = allocation.base, start
+                masks[start] = self._hidden(access, place, epochs[at].tobytes(), access.size // width)
+        hide = np.frombuffer(b"".join([masks[start] for start in starts]), np.bool_).reshape(cells.shape)
+        hide = hide & np.repeat(late, WORD, axis=1)
+        new = np.where(hide, kept.raw[cells], np.array(now).view(np.uint8).reshape(cells.shape))
         if access.strong:
+            is_old = np.logical_or.reduce(hide, 1).tolist()
+            old = [allocation.base + start for start, hidden in zip(starts, is_old, strict=True) if hidden]
             group.warp.agent.stale = frozenset(old)
         return new.view(now.dtype).reshape(now.shape)
 
-    def _hidden(self, access: Access, place: tuple[int, int], epochs: bytes, parts: int) -> NDArray[np.bool_]:
-        """Returns which parts of a load are still old; neighbouring places become new in different orders."""
+    def _hidden(self, access: Access, place: tuple[int, int], epochs: bytes, parts: int) -> bytes:
+        """Returns for each byte of a load whether it is still old.
+
+        Neighbouring places become new in different orders.
+        """
         polled = access.polls and access.count == 1 and access.size < VECTOR  # a part of the polled vector
         size = VECTOR if polled else access.size
         of = size // (access.size // parts)
@@ -139,10 +140,25 @@ class OldValues:
         if stored != epochs:
             looks = self._random.randint(0, of) if self._random is not None else 0
         self._looks[place] = epochs, looks + 1
-        orders = _orders(of)
-        order = orders[(place[1] // size + self._seed) % len(orders)]
         first = place[1] % size * of // size if polled else 0
-        return np.array(order[first : first + parts]) >= looks
+        number = (place[1] // size + self._seed) % len(_orders(of))
+        return _mask(of, number, first, parts, min(looks, of), access.size // parts)
+
+
+@lru_cache(maxsize=4096)
+def _mask(of: int, number: int, first: int, parts: int, looks: int, nbytes: int) -> bytes:
+    """Returns for each byte whether its part is new later than after `looks` loads.
+
+    Args:
+        of: Number of parts that become new one after the other.
+        number: Number of their order.
+        first: First part of the load.
+        parts: Number of parts of the load.
+        looks: Number of loads before this one, at most `of`.
+        nbytes: Bytes of a part.
+    """
+    order = _orders(of)[number][first : first + parts]
+    return b"".join([bytes([n >= looks]) * nbytes for n in order])
 
 
 @lru_cache
