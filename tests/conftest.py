@@ -50,11 +50,11 @@ def folder_of_this_run() -> Iterator[str]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Lets processes that tests start import the tools; gives a run without a GPU a folder of kernels.
+    """Lets processes that tests start import the tools; gives a run without a GPU two folders of its own.
 
-    One for all its processes, and no other run's.
-
-    Processes side by side, and those that tests start, then compile an op's kernel once between them.
+    All its processes, and those that tests start, share them: one has the kernels of ops by configuration and
+    source, the other has what the emulator compiled, by the text of the traced module. So each is compiled
+    once.
     """
     if not hasattr(config, "workerinput"):
         paths = [str(config.rootpath / "tools"), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -62,8 +62,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput") and not torch.cuda.is_available():
         run = contextlib.ExitStack()
         config.add_cleanup(run.close)
-        folder = run.enter_context(folder_of_this_run())
-        run.enter_context(pytest.MonkeyPatch.context()).setenv("OVERLAP_GEMM_CACHE_DIR", folder)
+        for variable in ("OVERLAP_GEMM_CACHE_DIR", "CUTE_EMULATOR_COMPILES"):
+            folder = run.enter_context(folder_of_this_run())
+            run.enter_context(pytest.MonkeyPatch.context()).setenv(variable, folder)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

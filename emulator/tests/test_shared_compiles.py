@@ -1,4 +1,7 @@
-"""Runs of a script share compiles: an equal module is compiled once, and runs the same."""
+"""Equal modules are compiled once, for all runs of a script, and run the same."""
+
+import subprocess
+import sys
 
 import cutlass
 import pytest
@@ -68,3 +71,51 @@ def test_ptx_that_is_asked_for_is_written_each_time(compiles, tmp_path, monkeypa
         texts.append([file.read_text() for file in sorted((tmp_path / name).glob("*.ptx"))])
     assert len(compiles) == 1
     assert texts[0] == texts[1] and len(texts[0]) == 1
+
+
+def test_a_damaged_result_is_compiled_again(compiles, tmp_path):
+    run(3.0)
+    (file,) = tmp_path.iterdir()
+    content = file.read_bytes()
+    for number, damaged in enumerate((content[:-1], content[:-1] + b"?", b"", b"\xff\n" + content)):
+        file.write_bytes(damaged)
+        run(3.0)
+        assert len(compiles) == number + 2
+        assert file.read_bytes() == content, "the result was not replaced"
+
+
+SCRIPT = """
+import cutlass
+from cutlass import cute
+from cutlass.base_dsl.compiler import Compiler
+from cuda.bindings.driver import CUstream
+from cute_emulator import Emulator
+
+compile_module, compiles = Compiler.compile, []
+Compiler.compile = lambda *args, **kwargs: compiles.append(1) or compile_module(*args, **kwargs)
+
+@cute.kernel
+def say():
+    cute.printf("{}", 7)
+
+@cute.jit
+def launch(stream: CUstream):
+    say().launch(grid=(1, 1, 1), block=(1, 1, 1), stream=stream)
+
+with Emulator("sm_90a"):
+    cute.compile(launch, CUstream(0))(CUstream(0))
+print("compiles", len(compiles))
+"""
+
+
+def test_processes_share_the_folder_of_the_variable_until_a_line_changes(tmp_path, monkeypatch):
+    folder, script = tmp_path / "compiles", tmp_path / "script.py"
+    folder.mkdir()
+    monkeypatch.setenv("CUTE_EMULATOR_COMPILES", str(folder))
+    outputs = []
+    for text in (SCRIPT, SCRIPT, SCRIPT.replace("7)", "8)")):
+        script.write_text(text)
+        command = [sys.executable, str(script)]
+        outputs.append(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split())
+    assert outputs == [["7", "compiles", "1"], ["7", "compiles", "0"], ["8", "compiles", "1"]]
+    assert len(list(folder.iterdir())) == 2

@@ -45,9 +45,10 @@ def test_a_run_removes_what_killed_runs_have_left_and_leaves_nothing(tmp_path):
 
 
 @without_gpu
-def test_this_run_holds_its_folder():
+@pytest.mark.parametrize("variable", ["OVERLAP_GEMM_CACHE_DIR", "CUTE_EMULATOR_COMPILES"])
+def test_this_run_holds_its_folders(variable):
     with pytest.raises(BlockingIOError):
-        lock(os.environ["OVERLAP_GEMM_CACHE_DIR"])
+        lock(os.environ[variable])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")

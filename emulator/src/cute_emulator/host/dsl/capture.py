@@ -42,7 +42,8 @@ def keep_ptx(compile_module: Callable[..., Any]) -> Callable[..., Any]:
         wanted = _DUMP_OPTION.search(pipeline)
         path = wanted[1] if wanted else ""
         pipeline = _DUMP_OPTION.sub("", pipeline)
-        key = shared_compiles.key_of(module, pipeline, args, sorted(kwargs.items()))
+        text = module.operation.get_asm(enable_debug_info=True)
+        key = shared_compiles.key_of(text, pipeline, args, sorted(kwargs.items()))
         known = None if getattr(compiler, "_post_compile_hook", None) else shared_compiles.load(key)
         if known is not None:
             shared_compiles.replace(module, known)
@@ -51,8 +52,9 @@ def keep_ptx(compile_module: Callable[..., Any]) -> Callable[..., Any]:
         with tempfile.TemporaryDirectory(prefix="overlap_gemm_ptx_") as folder:
             option = f"dump-ptx-path='{Path(folder) / 'module'}'"
             pipeline = pipeline.replace(_PIPELINE, f"{_PIPELINE}{option} ")
-            names = comments_of(module)
-            compiled = compile_module(compiler, module, pipeline, *args, **kwargs)
+            names = comments_of(text)
+            # 4.6 compiles the module in place and returns nothing.
+            compiled = compile_module(compiler, module, pipeline, *args, **kwargs) or module
             files = sorted(Path(folder).glob("module*.ptx"))
             texts = {file.name.removeprefix("module"): file.read_text() for file in files}
         _dump(texts, path)

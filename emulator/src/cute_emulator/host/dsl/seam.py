@@ -132,7 +132,7 @@ class Seam:
         yield replaced(function, "num_devices", 1)
         trace = _linking_nvshmem(BaseDSL.generate_mlir)
         yield replaced(BaseDSL, "generate_mlir", self._ending(trace, called))
-        yield replaced(Compiler, "compile", keep_ptx(self._checked(Compiler.compile)))
+        yield replaced(Compiler, "compile", self._checked(keep_ptx(Compiler.compile)))
         for made in (function, tvm_ffi.LoadedFunction):
             yield replaced(made, "__init__", _marking_bound(made.__init__))
         yield replaced(function, "__call__", _refusing_unbound(function.__call__))
@@ -185,8 +185,7 @@ class Seam:
     def _checked(self, compile_module: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(compile_module)
         def compile_and_check(compiler: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
-            # 4.6 compiles the module in place and returns nothing.
-            compiled = compile_module(compiler, module, *args, **kwargs) or module
+            compiled = compile_module(compiler, module, *args, **kwargs)
             missing = missing_symbols(compiled, set(self.api.symbols()) | set(_real_helpers()))
             if missing:
                 self.api.fail(

@@ -8,7 +8,6 @@ compute addresses in Python, so that nothing has a name. A view of a part determ
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from cute_emulator.ptx.shared_names import Part, View, as_comment
 
@@ -26,9 +25,12 @@ _LAYOUT = re.compile(r'"([^"]*)">$')
 _FIELD = re.compile(r'"([^":]+):(\d+):(\d+)"')
 
 
-def comments_of(module: Any) -> str:
-    """Returns comments for the PTX of a module before its compilation, one for each kernel."""
-    text = module.operation.get_asm(enable_debug_info=True)
+def comments_of(text: str) -> str:
+    """Returns comments for the PTX of a module, one for each kernel.
+
+    Args:
+        text: Text of the module before its compilation, with debug information.
+    """
     aliases, sources = {}, {}
     for kind, meaning, place, source in _ALIAS.findall(text):
         aliases[kind], sources[place] = meaning, source
