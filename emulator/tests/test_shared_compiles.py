@@ -1,5 +1,6 @@
-"""Equal modules are compiled once, for all runs of a script, and run the same."""
+"""Equal modules are compiled once, for all runs of a script, and run the same; ptxas does not optimise."""
 
+import re
 import subprocess
 import sys
 
@@ -119,3 +120,11 @@ def test_processes_share_the_folder_of_the_variable_until_a_line_changes(tmp_pat
         outputs.append(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split())
     assert outputs == [["7", "compiles", "1"], ["7", "compiles", "0"], ["8", "compiles", "1"]]
     assert len(list(folder.iterdir())) == 2
+
+
+def test_ptxas_does_not_optimise_unless_the_caller_sets_its_options_or_dumps_the_binary(compiles, tmp_path):
+    run(3.0)
+    run(3.0, options="--ptxas-options=-O2")
+    run(3.0, options=f"--keep-cubin --dump-dir={tmp_path}")
+    options = [re.findall(r"ptx-options='([^']*)'", pipeline) for pipeline in compiles]
+    assert options == [["-O0"], ["-O2"], []]
