@@ -1,55 +1,68 @@
 """Microseconds of host time that one eager call takes, with everything cached.
 
-    python benchmarks/host_time.py                                   # one CPU process: our own share of it
+    python benchmarks/host_time.py [WORD ...]                        # one CPU process: our own share of it
     bash launch/torchrun.sh -n 4 python benchmarks/host_time.py      # GPUs: whole calls, launches included
 
-On a CPU the kernel of `fused` is replaced by one that does nothing, in an emulated world of two ranks. The
-portable backends multiply small matrices; their `torch.mm` is printed as the lower bound. On GPUs
-calls are issued without waiting for the device, few enough that its queue does not fill up.
+On a CPU the kernels and copies of `fused` are replaced by functions that do nothing, in an emulated world of
+two ranks; times are of the calling thread. Autograd records "recorded" calls; "and backward" includes the
+gradients of all operands. The portable backends multiply small matrices; their `torch.mm` is printed as the
+lower bound. Only rows whose name contains a WORD are measured. On GPUs calls are issued without waiting for
+the device, few enough that its queue does not fill up.
 """
 
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from statistics import median
+from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 import overlap_gemm
 from cute_emulator import Emulator
-from overlap_gemm.backends.fused import plan_cache as plans
+from overlap_gemm.api import layer_epilogues
+from overlap_gemm.api.float8 import PLAIN
+from overlap_gemm.backends.fused import gather_plans, plan_cache
+from overlap_gemm.dispatch import gather_gradients
+from overlap_gemm.epilogues import add_residual, swiglu
 from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.spec import OPS
 
-CALLS, ROUNDS = 50, 20
+CALLS, ROUNDS = 10, 100
 
 
-def host_seconds(call: Callable[[], object], synchronize: Callable[[], None]) -> tuple[float, float]:
-    """Returns the least and the median time of a call over the rounds."""
-    rounds = []
+def host_seconds(call: Callable[[], object], synchronize: Callable[[], object]) -> tuple[float, float]:
+    """Returns the least and the median time of a call over the rounds; on CPUs that of the calling thread."""
+    rounds, clock = [], time.perf_counter if torch.cuda.is_initialized() else time.thread_time
     for _ in range(ROUNDS):
         synchronize()
-        begin = time.perf_counter()
+        begin = clock()
         for _ in range(CALLS):
             call()
-        rounds.append((time.perf_counter() - begin) / CALLS)
+        rounds.append((clock() - begin) / CALLS)
     synchronize()
     return min(rounds), median(rounds)
 
 
-def report(name: str, call: Callable[[], object], synchronize: Callable[[], None]) -> None:
-    """Warms up, measures and prints; on rank 0."""
+def report(name: str, call: Callable[[], object], synchronize: Callable[[], object]) -> None:
+    """Warms up, measures and prints; on rank 0. Rows that the command line excludes are not measured."""
+    if sys.argv[1:] and not any(word in name for word in sys.argv[1:]):
+        return
     for _ in range(3):
         call()
     least, middle = host_seconds(call, synchronize)
     if not dist.is_initialized() or dist.get_rank() == 0:
-        print(f"{name:58} {least * 1e6:8.1f} {middle * 1e6:8.1f}", flush=True)
+        print(f"{name:70} {least * 1e6:8.1f} {middle * 1e6:8.1f}", flush=True)
 
 
 def time_ops(backends: tuple[str, ...], x: torch.Tensor, weight: torch.Tensor, **options: object) -> None:
     """Times every op by every backend that has it, without and with a gradient of the weight."""
-    wait = torch.cuda.synchronize if x.is_cuda else (lambda: None)
+    wait: Callable[[], object] = torch.cuda.synchronize if x.is_cuda else int
     ranks = dist.get_world_size() if x.is_cuda else 1
     wanting = weight.detach().clone().requires_grad_()
     report("torch.mm", lambda: torch.mm(x, weight.t()), wait)
@@ -61,11 +74,99 @@ def time_ops(backends: tuple[str, ...], x: torch.Tensor, weight: torch.Tensor, *
             wide = weight.repeat(1, ranks)
             weights = (wide, wide.clone().requires_grad_())
         for backend in backends:
-            if backend == "fused" and op != "gemm_reduce_scatter":
-                continue
             for name, w in zip(("", ", weight wants a gradient"), weights, strict=True):
                 how = {"backend": backend, **extents, **options}
-                report(f"{op}, {backend}{name}", lambda c=call, o=w, h=how: c(x, o, **h), wait)
+                report(f"{op}, {backend}{name}", partial(call, x, w, **how), wait)
+
+
+@contextmanager
+def world_without_kernels() -> Iterator[str]:
+    """Yields the group of one of two emulated ranks, whose kernels, copies and transfers do nothing."""
+
+    def nothing(*_: object) -> None:
+        pass
+
+    def gathered(x: torch.Tensor, shards: Any, group: object) -> torch.Tensor:
+        return x.new_empty(shards.total, x.shape[1])
+
+    with ExitStack() as stack:
+        for module, name in (
+            (plan_cache, "compiled_kernel"),
+            (gather_plans, "compiled_gather"),
+            (gather_plans, "compiled_gate"),
+        ):
+            stack.enter_context(mock.patch.object(module, name, lambda *_: nothing))
+        stack.enter_context(mock.patch.object(gather_gradients, "gather_rows", gathered))
+        emulator = stack.enter_context(Emulator("sm_90a", 2))
+        for name in ("copy", "wait_stream"):
+            stack.enter_context(mock.patch.object(emulator, name, nothing))
+        yield stack.enter_context(VirtualWorld(2, emulator=emulator)).names[0]
+
+
+def time_fused(x: torch.Tensor, weight: torch.Tensor, ranks: int, group: str | None = None) -> None:
+    """Times fused calls of each kind: forward, forward that autograd records, forward and backward."""
+    wait: Callable[[], object] = torch.cuda.synchronize if x.is_cuda else int
+    shard, pair = x[: len(x) // ranks], (weight, weight.clone())
+    residual = x.new_zeros(len(shard), len(weight))
+    how: dict[str, Any] = {"group": group, "backend": "fused"}
+    scatter = partial(overlap_gemm.gemm_reduce_scatter, k="equal", **how)
+    reduce = partial(overlap_gemm.gemm_all_reduce, k="equal", **how)
+    gather = partial(overlap_gemm.all_gather_gemm, rows="equal", columns="equal", **how)
+
+    def gated(shard: torch.Tensor, *pair: torch.Tensor) -> torch.Tensor:
+        gate, up = gather(shard, pair)
+        return F.silu(gate) * up
+
+    def by_layer(shard: torch.Tensor, *pair: torch.Tensor) -> torch.Tensor:
+        more = {"rows": "equal", "columns": "equal", **how}
+        return layer_epilogues.gated(shard, pair, None, *layer_epilogues.GATINGS["silu"], None, **more)
+
+    residual_of_layer = partial(layer_epilogues.plus_residual, PLAIN, "gemm_reduce_scatter")
+    kinds: dict[str, tuple[Callable[..., torch.Tensor], tuple[torch.Tensor, ...]]] = {
+        "gemm_reduce_scatter": (scatter, (x, weight)),
+        "gemm_all_reduce": (reduce, (x, weight)),
+        "all_gather_gemm": (gather, (shard, weight)),
+        "gemm_reduce_scatter, then add": (lambda x, w, r: scatter(x, w) + r, (x, weight, residual)),
+        "gemm_reduce_scatter of add_residual": (
+            lambda x, w, r: scatter(x, w, epilogue=add_residual(residual=r)),
+            (x, weight, residual),
+        ),
+        "gemm_reduce_scatter of a layer with a residual": (
+            lambda x, w, r: residual_of_layer(x, w, r, None, k="equal", **how),
+            (x, weight, residual),
+        ),
+        "all_gather_gemm, then silu and mul": (gated, (shard, *pair)),
+        "all_gather_gemm of swiglu": (lambda x, *w: gather(x, w, epilogue=swiglu()), (shard, *pair)),
+        "all_gather_gemm of a layer with gate and up": (by_layer, (shard, *pair)),
+    }
+    for name, (call, tensors) in kinds.items():
+        time_passes(f"fused {name}", call, tensors, wait)
+    (x8, of_x), (shard8, of_shard), (weight8, of_weight) = map(overlap_gemm.quantize_rows, (x, shard, weight))
+    reduce_scaled = partial(reduce, x8, weight8, scale_x=of_x, scale_w=of_weight)
+    report("fused gemm_all_reduce, fp8", reduce_scaled, wait)
+    gather_scaled = partial(gather, shard8, weight8, scale_x=of_shard, scale_w=of_weight)
+    report("fused all_gather_gemm, fp8", gather_scaled, wait)
+    with overlap_gemm.configured(shard_transport="copy_engine"):
+        time_passes("fused all_gather_gemm by copies", gather, (shard, weight), wait)
+        report("fused all_gather_gemm by copies, fp8", gather_scaled, wait)
+
+
+def time_passes(
+    name: str,
+    call: Callable[..., torch.Tensor],
+    tensors: tuple[torch.Tensor, ...],
+    wait: Callable[[], object],
+) -> None:
+    """Times a call without a gradient, one that autograd records, and one with the gradients of all tensors."""
+    wanting = tuple(tensor.detach().clone().requires_grad_() for tensor in tensors)
+    grad = torch.ones_like(call(*tensors))
+
+    def both() -> None:
+        torch.autograd.grad(call(*wanting), wanting, grad)
+
+    report(name, partial(call, *tensors), wait)
+    report(f"{name}, recorded", partial(call, *wanting), wait)
+    report(f"{name}, and backward", both, wait)
 
 
 def main() -> None:
@@ -76,17 +177,14 @@ def main() -> None:
     if world.device.type == "cuda":
         x = torch.randn(512, 1024 // world.size, device=world.device, dtype=torch.bfloat16)
         weight = torch.randn(1024, 1024 // world.size, device=world.device, dtype=torch.bfloat16)
-        time_ops(("auto", "torch", "sequential", "fused"), x, weight)
+        time_ops(("auto", "torch", "sequential"), x, weight)
+        time_fused(x, weight, world.size)
     else:
         torch.set_num_threads(1)
         x, weight = torch.randn(16, 16).bfloat16(), torch.randn(16, 16).bfloat16()
         time_ops(("torch", "sequential"), x, weight)
-        nothing = mock.patch.object(plans, "compiled_kernel", lambda *_: lambda *_: None)
-        with nothing, Emulator("sm_90a", 2) as emulator, VirtualWorld(2, emulator=emulator) as ranks:
-            call = overlap_gemm.gemm_reduce_scatter
-            how = {"group": ranks.names[0], "backend": "fused"}
-            for name, w in (("", weight), (", weight wants a gradient", weight.clone().requires_grad_())):
-                report(f"gemm_reduce_scatter, fused, no kernel{name}", lambda o=w: call(x, o, **how), int)
+        with world_without_kernels() as group:
+            time_fused(torch.randn(8, 16).bfloat16(), torch.randn(32, 16).bfloat16(), 2, group)
     overlap_gemm.finalize()
 
 
