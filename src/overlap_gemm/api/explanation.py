@@ -12,7 +12,6 @@ from ..backends.base import Problem
 from ..backends.op_call import OpCall
 from ..backends.select import Choice, explained
 from ..dispatch.autocast import autocast
-from ..dispatch.bound import with_scales
 from ..dispatch.lowering import lower
 from ..epilogues import Applied
 from ..runtime.group import GroupLike, group_name, resolve
@@ -142,7 +141,8 @@ def explain(
     known_options = {name: value for name, value in options.items() if name in OpCall._fields}
     if "m" not in (spec.x, spec.out):
         known_options.pop("dim", None)
-    call, scales = with_scales(OpCall(**known_options).without_exchange(spec), scale_x, scale_w)
+    call = OpCall(**known_options).without_exchange(spec)
+    scales = () if scale_x is None and scale_w is None else (scale_x, scale_w)
     if not scales:
         x, weights, _biases = autocast(x, weights, [])
     lists, name = spec.takes_lists, group_name(group)

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from ..backends.op_call import OpCall
-from ..backends.scales.scaling import OUT_DTYPES
 from ..runtime import agree
 from ..runtime.group import Group, GroupLike, find, group_name
 from ..runtime.order import is_capturing
@@ -17,18 +16,6 @@ from .lowering import Lowered, lower
 from .operands import Scales
 from .ops import NO_GRADIENT, GemmOp
 from .registered import Bound
-
-
-def with_scales(call: OpCall, scale_x: Any, scale_w: Any) -> tuple[OpCall, Scales]:
-    """Returns the call and `(scale_x, scale_w)`; the call gets the default `out_dtype` if it has none.
-
-    Returns the unchanged call and `()` if both scales are None.
-    """
-    if scale_x is None and scale_w is None:
-        return call, ()
-    if call.out_dtype is None:
-        call = call._replace(out_dtype=OUT_DTYPES[0])
-    return call, (scale_x, scale_w)
 
 
 class _Prepared(NamedTuple):
@@ -113,9 +100,7 @@ def call_op(
         TypeError: A type, dtype, layout or device is not supported. Or operands have scales, and one of them
             requires a gradient: scales have none.
     """
-    scales: Scales = ()
-    if scale_x is not None or scale_w is not None:
-        call, scales = with_scales(call, scale_x, scale_w)
+    scales = () if scale_x is None and scale_w is None else (scale_x, scale_w)
     if is_plain(x, weight, bias, *scales):
         ranks = find(group)
         return enter(ranks, op.name, x, _run, op, ranks, x, weight, bias, call, scales)

@@ -127,8 +127,14 @@ def is_plain(
         or torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
         or type(x) not in _PLAIN
-        or (where := x.device.type) not in ("cpu", "cuda")
-        or (as_op and (torch.autograd._profiler_enabled() or torch.is_autocast_enabled(where)))
+        or not (x.is_cuda or x.is_cpu)
+        or (
+            as_op
+            and (
+                torch.autograd._profiler_enabled()
+                or torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu")
+            )
+        )
     ):
         return False
     for argument in (weight, *others):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..backends.op_call import Length, OpCall
+from ..backends.scales.scaling import OUT_DTYPES
 from ..backends.select import check_name
 from ..config.scale_blocks import MX
 from ..runtime import agree
@@ -73,25 +74,30 @@ class Lowered(NamedTuple):
         """
         if self.call.blocks == MX:
             return scale_x, scale_w
-        if scale_x.dtype is not torch.float32:
-            scale_x = scale_x.float()
         if self.dim is not None and scale_x.numel() != 1:
             scale_x = scale_x.movedim(self.dim, 0)
-        is_one = isinstance(scale_w, Tensor)
-        of_weights = [
-            w if w.dtype is torch.float32 else w.float() for w in ([scale_w] if is_one else scale_w)
-        ]
         if self.call.blocks:
-            of_x = scale_x.reshape(self.flat[0], scale_x.shape[-1])
+            of_x, of_weight = _float32(scale_x).reshape(self.flat[0], scale_x.shape[-1]), _float32
         else:
-            of_x, *of_weights = (one if one.ndim == 1 else one.reshape(-1) for one in (scale_x, *of_weights))
-        return of_x, of_weights[0] if is_one else of_weights
+            of_x, of_weight = _vector(scale_x), _vector
+        return of_x, of_weight(scale_w) if isinstance(scale_w, Tensor) else [*map(of_weight, scale_w)]
+
+
+def _float32(scale: Tensor) -> Tensor:
+    return scale if scale.dtype is torch.float32 else scale.float()
+
+
+def _vector(scale: Tensor) -> Tensor:
+    scale = _float32(scale)
+    return scale if scale.ndim == 1 else scale.reshape(-1)
 
 
 def lower(
     spec: OpSpec, group: str, x: Tensor, weight: Any, bias: Any, call: OpCall, scales: Scales = ()
 ) -> Lowered:
     """Returns the lowered call. Collective if ranks must compare or exchange a sharded extent.
+
+    With scales, `out_dtype` gets its default.
 
     Args:
         spec: Definition of the op.
@@ -112,6 +118,8 @@ def lower(
             is K's dimension, out of range, or no integer.
         InvarianceError: The promises of the call contradict each other.
     """
+    if scales and call.out_dtype is None:
+        call = call._replace(out_dtype=OUT_DTYPES[0])
     weights = weight if spec.takes_lists else [weight]
     biases = bias if spec.takes_lists else [] if bias is None else [bias]
     dim = _check(spec, group, x, weights, biases, call, scales)

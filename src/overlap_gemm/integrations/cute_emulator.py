@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -140,7 +141,7 @@ class EmulatorExecutor:
         return self.num_sms // size
 
     @contextmanager
-    def active(self, *used: torch.Tensor | None) -> Iterator[int]:
+    def active(self, *used: Any) -> Iterator[int]:
         """Yields the handle of the current stream; the emulator keeps the tensors of a launch itself."""
         with self.emulator.rank(self.rank):
             yield self.streams.current().cuda_stream

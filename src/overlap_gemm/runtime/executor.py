@@ -52,12 +52,12 @@ class Executor(Protocol):
     def max_clusters(self, size: int) -> int:
         """Returns the number of clusters of `size` CTAs that are resident at once, one CTA per SM."""
 
-    def active(self, *used: torch.Tensor | None) -> AbstractContextManager[int]:
+    def active(self, *used: Any) -> AbstractContextManager[int]:
         """Makes this executor the target of kernel launches; yields the stream handle for them.
 
         Args:
-            *used: Tensors of the caller that the launches read or write; their memory is not reused before
-                the launches have ended.
+            *used: Tensors of the caller that the launches read or write, sequences of them, or None; their
+                memory is not reused before the launches have ended.
         """
 
     def fork(self) -> AbstractContextManager[int]:
@@ -133,20 +133,19 @@ class CudaExecutor:
         """Returns the number of clusters of `size` CTAs that are resident at once in this share."""
         return _resident_clusters(self.device.index or 0, size) // self.shares
 
-    def active(self, *used: torch.Tensor | None) -> AbstractContextManager[int]:
+    def active(self, *used: Any) -> AbstractContextManager[int]:
         """Yields the handle of torch's current stream, or of ``stream``."""
         if self.stream is None:
             return nullcontext(torch._C._cuda_getCurrentRawStream(self.device.index))
         return self._on_stream(used)
 
     @contextmanager
-    def _on_stream(self, used: Sequence[torch.Tensor | None]) -> Iterator[int]:
+    def _on_stream(self, used: Sequence[Any]) -> Iterator[int]:
         """Yields ``stream`` after torch's current one, and keeps ``used`` alive on it."""
         assert self.stream is not None
         self.stream.wait_stream(torch.cuda.current_stream(self.device))  # the operands are computed on it
-        for tensor in used:
-            if tensor is not None:
-                tensor.record_stream(self.stream)
+        for tensor in _tensors(used):
+            tensor.record_stream(self.stream)
         with torch.cuda.stream(self.stream):
             yield self.stream.cuda_stream
 
@@ -168,6 +167,15 @@ class CudaExecutor:
         (error,) = runtime.cudaMemcpyAsync(target, source, nbytes, kind, stream)
         if int(error):
             raise RuntimeError(f"cudaMemcpyAsync of {nbytes} bytes: {error!r}")
+
+
+def _tensors(used: Sequence[Any]) -> Iterator[torch.Tensor]:
+    """Yields the tensors in nested sequences, which may contain None."""
+    for one in used:
+        if isinstance(one, torch.Tensor):
+            yield one
+        elif one is not None:
+            yield from _tensors(one)
 
 
 @cache

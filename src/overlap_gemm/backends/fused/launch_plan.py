@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
-from itertools import chain
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from torch import Tensor
@@ -225,9 +224,7 @@ class Plan:
                 failed.
         """
         executor = self.executor
-        flat: Any = chain(*weights) if isinstance(weights[0], tuple) else weights
-        used = a, *flat, *outs, *chain(*filter(None, extras)), kept
-        with executor.active(*used) as stream:
+        with executor.active(a, weights, outs, extras, kept) as stream:
             operands = tuple(zip(weights, outs, extras, strict=True))
             if self.workspace is None:  # it waits for no peer, so no order is needed
                 for product, tensors in zip(self.products, operands, strict=True):
@@ -284,12 +281,7 @@ class Plan:
         arguments, last = exchange, len(self.products) - 1
         if self.gathering is not None:
             flat = None if kept is None else kept.view(-1)
-            after = self.gathering.after
-            if after is not None:
-                after = type(after)(scales, *after[1:])
-            arguments = self.gathering._replace(
-                exchange=exchange, local_shard=a.data_ptr(), kept=flat, after=after
-            )
+            arguments = self.gathering.of_call(exchange, a.data_ptr(), flat, scales)
         is_launched = False
         try:
             for i, (product, tensors) in enumerate(zip(self.products, operands, strict=True)):
