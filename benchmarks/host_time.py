@@ -157,7 +157,7 @@ def time_passes(
     tensors: tuple[torch.Tensor, ...],
     wait: Callable[[], object],
 ) -> None:
-    """Times a call without a gradient, one that autograd records, and one with the gradients of all tensors."""
+    """Times a call without a gradient, one that autograd records, and one with all gradients."""
     wanting = tuple(tensor.detach().clone().requires_grad_() for tensor in tensors)
     grad = torch.ones_like(call(*tensors))
 

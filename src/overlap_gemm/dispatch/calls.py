@@ -103,12 +103,7 @@ def keep(group: Group, key: Hashable, value: T) -> T:
     return value
 
 
-def is_plain(
-    x: Tensor,
-    weight: Tensor | Sequence[Tensor],
-    *others: Tensor | Sequence[Tensor] | None,
-    as_op: bool = True,
-) -> bool:
+def is_plain(x: Tensor, *others: Tensor | Sequence[Tensor] | None, as_op: bool = True) -> bool:
     """Returns whether a call can run without torch's dispatcher, because only autograd observes it.
 
     Returns False under torch.compile, make_fx, FakeTensorMode, torch.func and forward-mode AD, and for
@@ -116,7 +111,6 @@ def is_plain(
 
     Args:
         x: First tensor of the call.
-        weight: Weight, or a list.
         *others: Tensors, lists of tensors, and None.
         as_op: Whether the dispatcher must be used under the profiler, which shows ops by name, and under
             autocast, which casts there.
@@ -137,7 +131,7 @@ def is_plain(
         )
     ):
         return False
-    for argument in (weight, *others):
+    for argument in others:
         kind = type(argument)
         if argument is None or kind in _PLAIN:
             continue

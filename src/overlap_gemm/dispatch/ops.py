@@ -56,15 +56,6 @@ from .shard_ops import (
 
 NO_GRADIENT = "operands with scales have no gradients: call under torch.no_grad(), or with detached tensors"
 
-_KEEP = OpCall._fields.index("keep")
-
-NO_SCALES = None, None
-"""Arguments scale_x and scale_w of a call without scales."""
-
-
-def _without_no_scales(tensors: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tensors[:3] if len(tensors) > 3 and tensors[3] is None else tensors
-
 
 class GemmOp(Registered):
     """An op with a product, registered as a custom op and in `GEMM_OPS`.
@@ -126,12 +117,11 @@ class GemmOp(Registered):
         return rows, weight.shape[1]
 
     def _run(self, tensors: tuple[Any, ...], arguments: tuple[Any, ...]) -> Any:
-        return super()._run(_without_no_scales(tensors), arguments)
+        if len(tensors) > 3 and tensors[3] is None:  # torch's dispatcher passes scales that are None
+            tensors = tensors[:3]
+        return super()._run(tensors, arguments)
 
-    def _run_with_gradient(self, tensors: tuple[Any, ...], arguments: tuple[Any, ...]) -> Any:
-        return super()._run_with_gradient(_without_no_scales(tensors), arguments)
-
-    def keep(self, ctx: Any, tensors: Sequence[Any], arguments: tuple[Any, ...], output: Any) -> None:
+    def keep(self, ctx: Any, tensors: Sequence[Any], arguments: OpCall, output: Any) -> None:
         """Saves x, or the communicated operand if it is kept, and the weights."""
         x, weight, *_ = tensors
         ctx.rest, ctx.is_scaled = arguments, len(tensors) > 3 and tensors[3] is not None
@@ -139,7 +129,7 @@ class GemmOp(Registered):
             ctx.save_for_backward(x, weight)
             return
         ctx.out_rows = output[1].shape[0]
-        ctx.save_for_backward(output[0] if arguments[_KEEP] else x, *weight)
+        ctx.save_for_backward(output[0] if arguments.keep else x, *weight)
         ctx.set_materialize_grads(False)
 
     def gradients(self, ctx: Any, needs: Any, *grads: Any) -> tuple[Any, ...]:
@@ -199,10 +189,10 @@ class GemmOp(Registered):
         if not needs_x:
             return None, _redistribute(grad, dual.spec, how, weight.t())
         if not dual.takes_lists:
-            grad_x = dual(grad, weight.t(), None, *NO_SCALES, *how)
+            grad_x = dual.call((grad, weight.t(), None), how)
             return grad_x, _redistribute(grad, dual.spec, how, weight.t()) if needs_moved else None
         how = how._replace(keep=needs_moved and dual.spec.operand_is_sent)
-        kept, grad_x = dual(grad, [weight.t()], None, *NO_SCALES, *how)
+        kept, grad_x = dual.call((grad, [weight.t()], None), how)
         return grad_x, kept if how.keep else grad
 
     def _sum(self, grad: Tensor, multiplied: Tensor, call: OpCall) -> Tensor:
@@ -210,7 +200,7 @@ class GemmOp(Registered):
         extents = grad.shape[1], multiplied.shape[1]
         chunk = -(-extents[0] // group_size(call.group))
         how = call.backward(rows=extents[0], columns=extents[1], k=call.rows, chunk=chunk, keep=False)
-        summed: Tensor = gemm_all_reduce(grad.t(), multiplied.t(), None, *NO_SCALES, *how)
+        summed: Tensor = gemm_all_reduce.call((grad.t(), multiplied.t(), None), how)
         return summed
 
 
@@ -303,7 +293,7 @@ def sum_of_rows(x: Tensor, how: Any) -> Tensor:
 
 def _dual(call: OpCall, **changes: Any) -> OpCall:
     """Returns the call of `grad @ weight`, whose N is the op's K."""
-    return call.backward(columns=call.k, k=call.columns, keep=False, **changes)
+    return call.backward(**{"columns": call.k, "k": call.columns, "keep": False, **changes})
 
 
 # --- all_gather_gemm: x [m_r, K], weights [N_i, K] -> gathered x [rows, K], products [rows, N_i] ---
@@ -328,25 +318,25 @@ def _backward_all_gather_gemm(
         grad_biases = [sum_of_rows(grad, call) if needed else None for grad, needed in pairs]
     are_separate = call.promises.has_tree and len(weights) > 1
     if needs_x and all(needs_weights) and not (kept or are_separate or torch.is_grad_enabled()):
-        grad_x, *grads_of_weights = all_gather_gemm_gradients(x, grad_outs, weights, *dual)
+        grad_x, *grads_of_weights = all_gather_gemm_gradients.call((x, grad_outs, weights), dual)
         return grad_x, grads_of_weights, grad_biases
     if needs_x and are_separate and grad_gathered is None:  # joined columns would be cut into other leaves
         of_each = zip(grad_outs, weights, strict=True)
         grad_x = sum(
-            gemm_reduce_scatter(grad, weight.t(), None, *NO_SCALES, *dual._replace(k=None))
+            gemm_reduce_scatter.call((grad, weight.t(), None), dual._replace(k=None))
             for grad, weight in of_each
         )
     elif needs_x:
         stacked, weight = joined(grad_outs, 1), joined(weights, 0)
         if grad_gathered is None:
-            grad_x = gemm_reduce_scatter(stacked, weight.t(), None, *NO_SCALES, *dual)
+            grad_x = gemm_reduce_scatter.call((stacked, weight.t(), None), dual)
         elif call.promises.has_tree:
             raise InvarianceError(
                 f"invariant={call.promises.invariant!r} cannot be kept for the gradient of gathered rows "
                 "(return_gathered=True), because ranks use them differently; detach them, or omit invariant="
             )
         elif call.promises.leaves:
-            grad_x = gemm_reduce_scatter(stacked, weight.t(), None, *NO_SCALES, *dual)
+            grad_x = gemm_reduce_scatter.call((stacked, weight.t(), None), dual)
             local_rows = reduce_scatter_rows(grad_gathered, dual.chunk, dual.group, dual.backend, True)
             grad_x = grad_x + local_rows
         else:
@@ -374,8 +364,8 @@ def _backward_gemm_reduce_scatter(ctx: Any, call: OpCall, needs: Any, grad: Tens
     needs_gathered = needs_weight or needs_bias
     grad_x = gathered = None
     if needs_x:
-        dual = _dual(call)._replace(keep=needs_gathered)
-        gathered, grad_x = all_gather_gemm(grad, [weight.t()], None, *NO_SCALES, *dual)
+        dual = _dual(call, keep=needs_gathered)
+        gathered, grad_x = all_gather_gemm.call((grad, [weight.t()], None), dual)
     elif needs_gathered:
         gathered = all_gather_rows(grad, x.shape[0], call.chunk, call.group)
     grad_bias = None
@@ -399,9 +389,8 @@ gemm_reduce_scatter = GemmOp(GEMM_REDUCE_SCATTER, _backward_gemm_reduce_scatter)
 def _backward_gemm_all_reduce(ctx: Any, call: OpCall, needs: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, weight = ctx.saved_tensors
     needs_x, needs_weight, needs_bias = needs
-    arguments = grad, weight.t(), None, *NO_SCALES
     return (
-        column_parallel_gemm(*arguments, *_dual(call)) if needs_x else None,
+        column_parallel_gemm.call((grad, weight.t(), None), _dual(call)) if needs_x else None,
         along_rows(each(grad, call.group), x, call) if needs_weight else None,
         sum_of_rows(grad, call) if needs_bias else None,
     )
@@ -415,7 +404,7 @@ def _backward_column_parallel_gemm(
     grad_x = None
     if needs_x:
         chunk = Shards.even(x.shape[0], resolve(call.group).size).chunk
-        grad_x = gemm_all_reduce(grad, weight.t(), None, *NO_SCALES, *_dual(call, chunk=chunk))
+        grad_x = gemm_all_reduce.call((grad, weight.t(), None), _dual(call, chunk=chunk))
     return (
         grad_x,
         along_rows(grad, each(x, call.group), call) if needs_weight else None,

@@ -66,7 +66,7 @@ class Registered:
             return enter(self._ranks(rest), self.name, operands[0], self._run, operands, rest)
 
         def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-            self.keep(ctx, inputs[:tensors], inputs[tensors:], output)
+            self.keep(ctx, inputs[:tensors], self._named(*inputs[tensors:]), output)
 
         def gradients(ctx: Any, *grads: Any) -> tuple[Any, ...]:
             grads_of_tensors = self.gradients(ctx, ctx.needs_input_grad[:tensors], *grads)
@@ -78,13 +78,13 @@ class Registered:
         torch.library.register_fake(name, fake, lib=_library)
         torch.library.register_autograd(name, gradients, setup_context=setup, lib=_library)
 
-    def keep(self, ctx: Any, tensors: Sequence[Any], arguments: tuple[Any, ...], output: Any) -> None:
+    def keep(self, ctx: Any, tensors: Sequence[Any], arguments: Any, output: Any) -> None:
         """Saves in autograd's `ctx` the values that `gradients` reads.
 
         Args:
             ctx: Context of autograd.
             tensors: Tensors of the call.
-            arguments: Arguments after the tensors.
+            arguments: Arguments after the tensors, a named tuple.
             output: Result of the call.
         """
         ctx.rest, ctx.shape = arguments, tensors[0].shape
@@ -99,16 +99,24 @@ class Registered:
             needs: Flag for each tensor (a list of flags for a list of tensors): whether it needs a gradient.
             *grads: Gradient of the result; a list if the result is one.
         """
-        return self.backward(ctx, self._named(*ctx.rest), needs, *grads)
+        return self.backward(ctx, ctx.rest, needs, *grads)
 
     def __call__(self, *arguments_of: Any) -> Any:
-        """Calls the op with its tensors and arguments; a plain call does not use torch's dispatcher.
+        """Returns `call` of the op's tensors and the arguments after them."""
+        return self.call(arguments_of[: self.tensors], arguments_of[self.tensors :])
+
+    def call(self, tensors: tuple[Any, ...], arguments: tuple[Any, ...]) -> Any:
+        """Calls the op; a plain call does not use torch's dispatcher.
 
         Backward passes call ops this way: in eager mode the dispatcher takes more host time than the call.
+
+        Args:
+            tensors: Tensors and lists of tensors; trailing ones that are None may be omitted.
+            arguments: Arguments after the tensors.
         """
-        tensors, arguments = arguments_of[: self.tensors], arguments_of[self.tensors :]
-        if not is_plain(tensors[0], *tensors):
-            return getattr(torch.ops.overlap_gemm, self.name)(*arguments_of)
+        if not is_plain(*tensors):
+            omitted = [None] * (self.tensors - len(tensors))
+            return getattr(torch.ops.overlap_gemm, self.name)(*tensors, *omitted, *arguments)
         run = self._run_with_gradient if needs_grad(*tensors) else self._run
         return enter(self._ranks(arguments), self.name, tensors[0], run, tensors, arguments)
 
@@ -133,7 +141,8 @@ class Registered:
         if (bound := ranks.calls.get(key)) is None:
             counts = tuple([len(tensor) if isinstance(tensor, (list, tuple)) else None for tensor in tensors])
             lists = any(count is not None for count in counts)
-            bound = keep(ranks, key, Bound(self, self.bind(*tensors, *arguments), arguments, lists, counts))
+            run, named = self.bind(*tensors, *arguments), self._named(*arguments)
+            bound = keep(ranks, key, Bound(self, run, named, lists, counts))
         return bound
 
 
@@ -143,7 +152,7 @@ class Bound(NamedTuple):
     Attributes:
         op: Op that is bound.
         bare: Function from tensors to the result, returned by `Registered.bind`.
-        arguments: Arguments after the tensors.
+        arguments: Arguments after the tensors, a named tuple.
         lists: Whether some tensors are passed in lists; the result then is a list, too.
         counts: Number of tensors of each list argument; None for a single tensor.
     """
