@@ -167,15 +167,48 @@ def test_a_capture_is_known_by_what_cuda_says_of_the_stream(monkeypatch, status,
 
 
 def test_a_fork_begins_behind_the_current_stream_and_is_joined_whatever_happens(monkeypatch):
-    log = []
-    current, second = FakeStream("current", 1, log), FakeStream("second", 2, log)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
-    monkeypatch.setattr(executor, "_second_stream", lambda device, first: second)
-    cpu = torch.device("cpu")
-    with (
-        pytest.raises(RuntimeError, match="launch"),
-        CudaExecutor("sm_90a", cpu, 132, None, None).fork() as handle,
-    ):
-        log.append(handle)
-        raise RuntimeError("launch")
-    assert log == [("second", "current"), 2, ("current", "second")]
+    log, events = [], []
+
+    class Event:
+        def __init__(self):
+            events.append(self)
+
+        def record(self, stream):
+            self.recorded = stream
+
+        def wait(self, stream):
+            stream.wait_stream(self.recorded)
+
+    streams = {handle: FakeStream(name, handle, log) for handle, name in ((1, "current"), (3, "other"))}
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: FakeStream("second", 2, log))
+    caches = executor._current_stream, executor._second_stream
+    for cache in caches:
+        cache.cache_clear()
+    run_by = CudaExecutor("sm_90a", torch.device("cpu"), 132, None, None)
+    for handle, name in ((1, "current"), (3, "other"), (1, "current")):
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device, handle=handle: streams[handle])
+        with pytest.raises(RuntimeError, match="launch"), run_by.fork(handle) as second:
+            log.append(second)
+            raise RuntimeError("launch")
+        assert log == [("second", name), 2, (name, "second")]
+        log.clear()
+    assert len(events) == 3, "one for each stream, not for each call"
+    for cache in caches:  # of streams that are none
+        cache.cache_clear()
+
+
+def test_copies_raise_the_error_of_the_runtime(monkeypatch):
+    from cuda.bindings import runtime
+
+    calls, answers = [], iter([(0,), (1,)])
+    monkeypatch.setattr(
+        runtime, "cudaMemcpyAsync", lambda *arguments: calls.append(arguments) or next(answers)
+    )
+    executor._copy_of_runtime.cache_clear()
+    run_by = CudaExecutor("sm_90a", torch.device("cpu"), 132, None, None)
+    run_by.copy(7, 0x2000, 0x1000, 48)
+    assert calls == [(0x2000, 0x1000, 48, runtime.cudaMemcpyKind.cudaMemcpyDeviceToDevice, 7)]
+    with pytest.raises(RuntimeError, match="cudaMemcpyAsync of 48 bytes"):
+        run_by.copy(7, 0x2000, 0x1000, 48)
+    executor._copy_of_runtime.cache_clear()

@@ -155,7 +155,7 @@ class ByShards:
         with plan.executor.order.lock:
             plan.workspace.captured |= plan.executor.order.follow(stream)
         plan.workspace.group.progress.events += 1
-        with plan.executor.fork() as second:
+        with plan.executor.fork(stream) as second:
             plan.side_work.send(plan.executor, second, (shard.data_ptr(), 0), plan.exchange)
             yield second
 

@@ -147,10 +147,10 @@ class EmulatorExecutor:
             yield self.streams.current().cuda_stream
 
     @contextmanager
-    def fork(self) -> Iterator[int]:
+    def fork(self, stream: int) -> Iterator[int]:
         """Yields the handle of a second stream that runs concurrently."""
-        current = self.streams.current()
-        second = replace(current, cuda_stream=SECOND_STREAM + current.cuda_stream)
+        current = EmulatedStream(self.emulator, self.rank, stream)
+        second = replace(current, cuda_stream=SECOND_STREAM + stream)
         second.wait_stream(current)
         yield second.cuda_stream
         current.wait_stream(second)

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, Protocol
+from functools import cache, lru_cache
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -60,11 +60,14 @@ class Executor(Protocol):
                 memory is not reused before the launches have ended.
         """
 
-    def fork(self) -> AbstractContextManager[int]:
+    def fork(self, stream: int) -> AbstractContextManager[int]:
         """Yields the handle of a second stream for kernels that run concurrently with the block's launches.
 
         Used within `active`. The second stream starts after the current stream's work at the entry of the
         block. At the exit the current stream waits for both.
+
+        Args:
+            stream: Handle of the current stream, from `active`.
         """
 
     def copy(self, stream: int, target: int, source: int, nbytes: int) -> None:
@@ -150,21 +153,19 @@ class CudaExecutor:
             yield self.stream.cuda_stream
 
     @contextmanager
-    def fork(self) -> Iterator[int]:
+    def fork(self, stream: int) -> Iterator[int]:
         """Yields a second stream, forked and joined by events, so that graphs capture both branches."""
-        current, second = torch.cuda.current_stream(self.device), _second_stream(self.device, self.stream)
-        second.wait_stream(current)
+        current, second = _current_stream(self.device, stream), _second_stream(self.device, self.stream)
+        second.wait_for(current)
         try:
-            yield second.cuda_stream
+            yield second.stream.cuda_stream
         finally:
-            current.wait_stream(second)
+            current.wait_for(second)
 
     def copy(self, stream: int, target: int, source: int, nbytes: int) -> None:
         """Queues a copy by a copy engine."""
-        from cuda.bindings import runtime
-
-        kind = runtime.cudaMemcpyKind.cudaMemcpyDeviceToDevice
-        (error,) = runtime.cudaMemcpyAsync(target, source, nbytes, kind, stream)
+        copy, kind = _copy_of_runtime()
+        (error,) = copy(target, source, nbytes, kind, stream)
         if int(error):
             raise RuntimeError(f"cudaMemcpyAsync of {nbytes} bytes: {error!r}")
 
@@ -178,10 +179,40 @@ def _tensors(used: Sequence[Any]) -> Iterator[torch.Tensor]:
             yield from _tensors(one)
 
 
+class MarkedStream(NamedTuple):
+    """A stream with an event for all waits for its work: a new event in every call takes longer than its use.
+
+    If another thread records the event between a record and its wait, the wait includes later work of the
+    same stream.
+    """
+
+    stream: torch.cuda.Stream
+    event: torch.cuda.Event
+
+    def wait_for(self, other: MarkedStream) -> None:
+        """Makes later work of this stream wait for the work of `other` so far."""
+        other.event.record(other.stream)
+        other.event.wait(self.stream)
+
+
+@lru_cache(maxsize=64)
+def _current_stream(device: torch.device, handle: int) -> MarkedStream:
+    """Returns torch's current stream of a device, whose handle is `handle`."""
+    return MarkedStream(torch.cuda.current_stream(device), torch.cuda.Event())
+
+
 @cache
-def _second_stream(device: torch.device, first: torch.cuda.Stream | None) -> torch.cuda.Stream:
+def _second_stream(device: torch.device, first: torch.cuda.Stream | None) -> MarkedStream:
     """Returns the second stream of a device, or of a virtual rank's first stream."""
-    return torch.cuda.Stream(device)
+    return MarkedStream(torch.cuda.Stream(device), torch.cuda.Event())
+
+
+@cache
+def _copy_of_runtime() -> tuple[Any, Any]:
+    """Returns `cudaMemcpyAsync` and the kind of copies within and between devices."""
+    from cuda.bindings import runtime
+
+    return runtime.cudaMemcpyAsync, runtime.cudaMemcpyKind.cudaMemcpyDeviceToDevice
 
 
 @cache

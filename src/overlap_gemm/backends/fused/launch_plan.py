@@ -238,7 +238,7 @@ class Plan:
                     failure = self._multiply(exchange, a, scales, operands, kept, stream)
                 else:
                     addresses, side_work = (a.data_ptr(), scales), self.side_work
-                    with executor.fork() as second:
+                    with executor.fork(stream) as second:
                         side_work.stage(executor, second, addresses)
                         send = partial(side_work.send, executor, second, addresses, exchange)
                         failure = self._multiply(exchange, a, scales, operands, kept, stream, send)
