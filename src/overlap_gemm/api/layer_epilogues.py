@@ -121,9 +121,7 @@ def plus_residual(
         return call(x, weight, **how)  # type: ignore[no-any-return]
     why = why_not_fused(products, fuse, how.get("partials"), how.get("invariant"))
     if why is None and residual.dtype == result_dtype(x):
-        applied = add_residual(residual=residual)
-        if not fuse:
-            applied = applied._replace(otherwise=lambda out: residual + out)
+        applied = Applied(add_residual, (residual,), None if fuse else lambda out: residual + out)
         return call(x, weight, epilogue=applied, **how)  # type: ignore[no-any-return]
     return residual + call(x, weight, **how)  # type: ignore[no-any-return]
 
@@ -148,7 +146,5 @@ def gated(
         fuse: `fuse` of the layer.
         **how: Other arguments of `all_gather_gemm`.
     """
-    applied: Applied = epilogue()
-    if not fuse:
-        applied = applied._replace(otherwise=lambda gate, up: activate(gate) * up)
+    applied = Applied(epilogue, (), None if fuse else lambda gate, up: activate(gate) * up)
     return all_gather_gemm(x, list(weights), bias=biases, epilogue=applied, **how)  # type: ignore[no-any-return]

@@ -243,18 +243,19 @@ def read_by_kernel(visitor: Visitor, inputs: Sequence[Tensor], rows: int, column
         rows: Rows of the sums, at least 1.
         columns: Columns of the sums.
     """
-    shapes = {"element": (rows, columns), "rows": (rows,), "columns": (columns,), "scalar": (1,)}
     read = []
     for operand, tensor in zip(visitor.reads, inputs, strict=True):
-        shape = shapes[operand.kind]
-        if tensor.numel() == 0:
-            read.append(tensor.new_zeros(shape))
-        elif operand.is_matrix:
-            read.append(
-                tensor if _is_aligned(tensor) else tensor.clone(memory_format=torch.contiguous_format)
-            )
+        if operand.is_matrix and tensor.numel():
+            if not _is_aligned(tensor):
+                tensor = tensor.clone(memory_format=torch.contiguous_format)
         else:
-            read.append(aligned_vector(tensor.reshape(-1), *shape))
+            shape = {"element": (rows, columns), "rows": (rows,), "columns": (columns,), "scalar": (1,)}
+            extents = shape[operand.kind]
+            if tensor.numel():
+                tensor = aligned_vector(tensor.reshape(-1), *extents)
+            else:
+                tensor = tensor.new_zeros(extents)
+        read.append(tensor)
     return tuple(read)
 
 

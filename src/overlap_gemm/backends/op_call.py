@@ -130,11 +130,11 @@ class OpCall(NamedTuple):
         )
 
     def backward(self, **changes: Any) -> "OpCall":
-        """Returns the call for an op of the backward pass, with these fields changed.
+        """Returns the call for an op of the backward pass, with these fields changed, without an epilogue.
 
         Its weight may be a copy, because several weights may be joined.
         """
-        changes = {"backend": with_fallback(self.backend), "copied_weight": True, **changes}
+        changes = {"backend": with_fallback(self.backend), "copied_weight": True, "epilogue": None, **changes}
         return self._replace(**changes)
 
     def without_exchange(self, op: OpSpec) -> "OpCall":

@@ -76,22 +76,22 @@ class EpilogueOp(Registered):
             return made
         return [x.new_empty(*self.plain.kept_extents(call, x, weight[0])), *made]
 
-    def keep(self, ctx: Any, tensors: Sequence[Any], arguments: tuple[Any, ...], output: Any) -> None:
+    def keep(self, ctx: Any, tensors: Sequence[Any], arguments: OpCall, output: Any) -> None:
         """Saves x, or the part of it that is kept, the weights, and the tensors that the gradient reads."""
         x, weight, _, inputs = tensors
-        call, made = OpCall(*arguments), output[1:] if self.takes_lists else output
+        made = output[1:] if self.takes_lists else output
         weights = weight if self.takes_lists else [weight]
-        assert call.epilogue is not None
-        epilogue = epilogue_of(call.epilogue)
+        assert arguments.epilogue is not None
+        epilogue = epilogue_of(arguments.epilogue)
         read = [*(inputs if epilogue.reads_inputs else ()), *(made if epilogue.reads_outputs else ())]
         ctx.rest, ctx.weights = arguments, len(weights)
         ctx.inputs, ctx.outputs = TensorKind.of(inputs), TensorKind.of(made)
-        ctx.save_for_backward(output[0] if call.keep else x, *weights, *read)
+        ctx.save_for_backward(output[0] if arguments.keep else x, *weights, *read)
         ctx.set_materialize_grads(False)
 
     def gradients(self, ctx: Any, needs: Any, *grads: Any) -> tuple[Any, ...]:
         """Returns the gradients of x, weight, bias (by the plain op) and inputs (by `author_gradient`)."""
-        (returned,), call = grads, OpCall(*ctx.rest)
+        (returned,), call = grads, ctx.rest
         assert call.epilogue is not None
         epilogue = epilogue_of(call.epilogue)
         x, *others = ctx.saved_tensors
@@ -107,7 +107,7 @@ class EpilogueOp(Registered):
         of_products: Any = of_sums
         if self.takes_lists:
             of_products = [of_moved, *(epilogue.operands(of_sums) if len(weights) > 1 else [of_sums])]
-        grads_of_operands = self.plain.backward(saved, call._replace(epilogue=None), needs[:3], of_products)
+        grads_of_operands = self.plain.backward(saved, call, needs[:3], of_products)
         return *grads_of_operands, of_inputs
 
 
@@ -172,11 +172,12 @@ class _PreparedApplied(NamedTuple):
     bound: Bound
     shapes: _Shapes
 
-    def __call__(self, x: Tensor, weight: Any, bias: Any, inputs: Sequence[Tensor]) -> list[Tensor]:
+    def __call__(self, x: Tensor, weight: Any, bias: Any, inputs: list[Tensor]) -> list[Tensor]:
         shapes = self.shapes
-        tensors = shapes.lowered.flatten(x), weight, bias, shapes.flat(inputs)
-        run = self.bound.with_gradient if needs_grad(*tensors) else self.bound.run
-        return shapes.shaped(run(*tensors))
+        if shapes.lowered.dim is not None:
+            x, inputs = shapes.lowered.flatten(x), shapes.flat(inputs)
+        run = self.bound.with_gradient if needs_grad(x, weight, bias, inputs) else self.bound.run
+        return shapes.shaped(run(x, weight, bias, inputs))
 
 
 def call_with_epilogue(
@@ -187,7 +188,8 @@ def call_with_epilogue(
     group: GroupLike,
     call: OpCall,
     applied: Any,
-    *scales: Any,
+    scale_x: Any = None,
+    scale_w: Any = None,
 ) -> list[Tensor]:
     """Calls an op and applies an epilogue to its sums.
 
@@ -199,7 +201,8 @@ def call_with_epilogue(
         group: Process group, device mesh, name of a group, or None for the default group.
         call: Options and extents of the caller.
         applied: Epilogue with its inputs (`epilogues.Applied`).
-        *scales: Scales of the operands, which must be None.
+        scale_x: Scales of x, which must be None.
+        scale_w: Scales of the weight, which must be None.
 
     Returns:
         A list: the operand that was communicated, if the op takes lists of weights; the result; the outputs.
@@ -209,30 +212,45 @@ def call_with_epilogue(
             operands have scales.
         ValueError: Shapes of weights or inputs do not fit, or the call has `invariant=`.
     """
-    epilogue, inputs, otherwise = _checked(op, x, weight, applied, scales)
-    if (promised := call.promises.invariant) is not None:
-        raise ValueError(
-            f"{op.name}: invariant={promised!r} allows no epilogue, because some backends apply epilogues to "
-            "rounded sums; omit epilogue=, and apply the function to the result"
+    if not isinstance(applied, Applied):
+        got = f"{applied.name} without" if isinstance(applied, Epilogue) else type(applied).__name__
+        raise TypeError(
+            f"{op.name}: epilogue must be an epilogue with its inputs, as add_bias(bias=b) or apply_silu(); "
+            f"got {got}"
         )
+    if scale_x is not None or scale_w is not None:
+        raise TypeError(
+            f"{op.name}: an epilogue does not support operands with scales; pass x and weight without scales"
+        )
+    epilogue, otherwise = applied.epilogue, applied.otherwise
+    inputs = [
+        torch.full((1,), value, dtype=torch.float32, device=x.device)
+        if kind == "scalar" and isinstance(value, (int, float))
+        else value
+        for (_, kind), value in zip(epilogue.inputs, applied.inputs, strict=True)
+    ]
     if op.takes_lists and not bias:
         bias = None
+    is_seen_by_autograd_alone = is_plain(x, weight, bias, inputs)
+    has_gradient = epilogue.gradient is not None or not needs_grad(x, weight, bias, inputs)
+    if not (is_seen_by_autograd_alone and has_gradient) or epilogue.has_gathered_rows:
+        _check(op, x, weight, call, epilogue, inputs)  # prepared calls have been checked
     if epilogue.has_gathered_rows:
         call, inputs = _with_gathered_rows(op, x, weight, bias, group, call, epilogue, inputs)
         epilogue = epilogue.with_rows
     after = op, x, weight, bias, group, call, epilogue, inputs, otherwise
-    if epilogue.gradient is None and needs_grad(x, weight, bias, inputs):
+    if not has_gradient:
         if epilogue.is_partial(op.spec.sums):
             raise TypeError(f"{op.name}: epilogue {epilogue.name} of partial sums has no gradient")
         return _function_after(*after)
-    fused = call._replace(epilogue=epilogue.key)
-    if is_plain(x, weight, bias, inputs):
+    if is_seen_by_autograd_alone:
         ranks = find(group)
-        called = op, ranks, x, weight, bias, inputs, fused, otherwise is not None
+        called = op, ranks, x, weight, bias, inputs, call, epilogue, otherwise is not None
         made: list[Tensor] | None = enter(ranks, op.name, x, _run, *called)
         return _function_after(*after) if made is None else made
     if otherwise is not None and not is_plain(x, weight, bias, inputs, as_op=False):  # compilers fuse, too
         return _function_after(*after)
+    fused = call._replace(epilogue=epilogue.key)
     x, weight, bias, fused = autocast_call(x, weight, (bias or []) if op.takes_lists else bias, fused)
     bias = None if isinstance(bias, list) and not bias else bias  # as above
     shapes = _shapes_of(op, group_name(group), x, weight, bias, inputs, fused)
@@ -287,13 +305,15 @@ def _run(
     bias: Any,
     inputs: list[Tensor],
     call: OpCall,
+    epilogue: Epilogue,
     in_kernel: bool,
 ) -> list[Tensor] | None:
     """Returns the op's results; None if `in_kernel` is set and no kernel can apply the epilogue."""
-    of_op = WITH_EPILOGUE[op.name]
-    key = (of_op.name, in_kernel, layouts(x, weight, bias, inputs), call, state(x))
+    key = (op.name, epilogue.key, in_kernel, layouts(x, weight, bias, inputs), call, state(x))
     prepared: _PreparedApplied | str | None = ranks.calls.get(key)
     if prepared is None:
+        _check(op, x, weight, call, epilogue, inputs)
+        call, of_op = call._replace(epilogue=epilogue.key), WITH_EPILOGUE[op.name]
         shapes = _shapes_of(op, ranks.name, x, weight, bias, inputs, call)
         lowered = shapes.lowered
         operands = lowered.flatten(x), weight, bias, shapes.flat(inputs)
@@ -353,21 +373,13 @@ def _shapes_of(
     return shapes
 
 
-def _checked(
-    op: GemmOp, x: Tensor, weight: Any, applied: Any, scales: Sequence[Any]
-) -> tuple[Epilogue, list[Tensor], Callable[..., Any] | None]:
-    """Returns the epilogue, its inputs as tensors, and `Applied.otherwise`."""
-    if not isinstance(applied, Applied):
-        got = f"{applied.name} without" if isinstance(applied, Epilogue) else type(applied).__name__
-        raise TypeError(
-            f"{op.name}: epilogue must be an epilogue with its inputs, as add_bias(bias=b) or apply_silu(); "
-            f"got {got}"
-        )
-    if any(scale is not None for scale in scales):
-        raise TypeError(
-            f"{op.name}: an epilogue does not support operands with scales; pass x and weight without scales"
-        )
-    epilogue, values, otherwise = applied
+def _check(
+    op: GemmOp, x: Tensor, weight: Any, call: OpCall, epilogue: Epilogue, inputs: Sequence[Any]
+) -> None:
+    """Raises TypeError or ValueError for inputs, weights or promises that no call with the epilogue supports.
+
+    It reads what is in the key of a prepared call.
+    """
     if op.takes_lists and len(weight) != 1:
         shapes = [shape_of(one) for one in weight]
         if not (epilogue.pairs and len(weight) == 2 and shapes[0] == shapes[1]):
@@ -376,19 +388,18 @@ def _checked(
                 f"{', or two of equal shape' * epilogue.pairs}, "
                 f"got {len(weight)}: {', '.join(map(str, shapes))}"
             )
-    inputs = []
-    for (name, kind), value in zip(epilogue.inputs, values, strict=True):
-        if kind == "scalar" and isinstance(value, (int, float)):
-            inputs.append(torch.full((1,), value, dtype=torch.float32, device=x.device))
-            continue
+    for (name, _), value in zip(epilogue.inputs, inputs, strict=True):
         if not isinstance(value, Tensor) or value.dtype not in DTYPES or value.device != x.device:
             got = f"{value.dtype} on {value.device}" if isinstance(value, Tensor) else type(value).__name__
             raise TypeError(
                 f"{op.name}: input {name} of epilogue {epilogue.name} must be a Tensor of one of "
                 f"{', '.join(map(str, DTYPES))} on {x.device}, got {got}"
             )
-        inputs.append(value)
-    return epilogue, inputs, otherwise
+    if (promised := call.promises.invariant) is not None:
+        raise ValueError(
+            f"{op.name}: invariant={promised!r} allows no epilogue, because some backends apply epilogues to "
+            "rounded sums; omit epilogue=, and apply the function to the result"
+        )
 
 
 def _check_shapes(
