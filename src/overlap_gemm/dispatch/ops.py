@@ -60,8 +60,8 @@ NO_GRADIENT = "operands with scales have no gradients: call under torch.no_grad(
 class GemmOp(Registered):
     """An op with a product, registered as a custom op and in `GEMM_OPS`.
 
-    An op that takes lists returns a list: the operand that was communicated, which is empty unless it is
-    kept, then a result for each weight. Other ops return one tensor.
+    An op that takes lists returns a list: the operand that was communicated, then a result for each weight.
+    Unless that operand is kept, it is None in a plain call, and else empty. Other ops return one tensor.
 
     Args:
         spec: Definition of the op.
@@ -93,9 +93,9 @@ class GemmOp(Registered):
             return chosen(self.spec, call, x, weight, bias).run
         run_op, keep = chosen(self.spec, call, x, weight, bias or ()).run, call.keep
 
-        def run(x: Tensor, weights: Any, biases: Any, *scales: Any) -> list[Tensor]:
+        def run(x: Tensor, weights: Any, biases: Any, *scales: Any) -> list[Tensor | None]:
             moved, outs = run_op(x, weights, biases or (), *scales)
-            return [new(x, moved) if keep else x.new_empty(0, x.shape[1]), *outs]
+            return [new(x, moved) if keep else None, *outs]
 
         return run
 
@@ -116,10 +116,11 @@ class GemmOp(Registered):
             rows = local_rows(call.chunk, rows, call.group)
         return rows, weight.shape[1]
 
-    def _run(self, tensors: tuple[Any, ...], arguments: tuple[Any, ...]) -> Any:
-        if len(tensors) > 3 and tensors[3] is None:  # torch's dispatcher passes scales that are None
+    def dispatched(self, tensors: tuple[Any, ...], arguments: tuple[Any, ...]) -> Any:
+        """Returns the result; the dispatcher passes scales that are None, and takes no None in lists."""
+        if tensors[3] is None:
             tensors = tensors[:3]
-        return super()._run(tensors, arguments)
+        return without_none(super().dispatched(tensors, arguments), tensors[0])
 
     def keep(self, ctx: Any, tensors: Sequence[Any], arguments: OpCall, output: Any) -> None:
         """Saves x, or the communicated operand if it is kept, and the weights."""
@@ -202,6 +203,13 @@ class GemmOp(Registered):
         how = call.backward(rows=extents[0], columns=extents[1], k=call.rows, chunk=chunk, keep=False)
         summed: Tensor = gemm_all_reduce.call((grad.t(), multiplied.t(), None), how)
         return summed
+
+
+def without_none(results: Any, x: Tensor) -> Any:
+    """Returns an op's result; the first tensor of a list is empty if it is None."""
+    if isinstance(results, list) and results[0] is None:
+        results[0] = x.new_empty(0, x.shape[1])
+    return results
 
 
 GEMM_OPS: dict[str, GemmOp] = {}

@@ -62,8 +62,8 @@ class Registered:
         def run(*arguments: Any) -> Any:
             operands, rest = arguments[:tensors], arguments[tensors:]
             if torch.compiler.is_dynamo_compiling():  # Dynamo cannot trace `enter`'s check of the thread
-                return self._run(operands, rest)
-            return enter(self._ranks(rest), self.name, operands[0], self._run, operands, rest)
+                return self.dispatched(operands, rest)
+            return enter(self._ranks(rest), self.name, operands[0], self.dispatched, operands, rest)
 
         def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
             self.keep(ctx, inputs[:tensors], self._named(*inputs[tensors:]), output)
@@ -120,6 +120,10 @@ class Registered:
         run = self._run_with_gradient if needs_grad(*tensors) else self._run
         return enter(self._ranks(arguments), self.name, tensors[0], run, tensors, arguments)
 
+    def dispatched(self, tensors: tuple[Any, ...], arguments: tuple[Any, ...]) -> Any:
+        """Returns the result of a call by torch's dispatcher, as the schema declares it."""
+        return self.bound(tensors, arguments).run(*tensors)
+
     def _ranks(self, arguments: Sequence[Any]) -> Group:
         return resolve(arguments[self._group])
 
@@ -164,7 +168,7 @@ class Bound(NamedTuple):
     counts: tuple[int | None, ...]
 
     def run(self, *tensors: Any) -> Any:
-        """Returns the result, a tensor or a list of tensors, without recording a gradient.
+        """Returns the result, a tensor or a list of tensors and None, without recording a gradient.
 
         A backend may return a part of a larger buffer. This method returns an alias that autograd does not
         treat as a view, so a caller may write to the result in place. With uneven shards only some ranks get
@@ -174,7 +178,7 @@ class Bound(NamedTuple):
         if not isinstance(result, list):
             return result.data if result._is_view() else result
         for i, part in enumerate(result):
-            if part._is_view():
+            if part is not None and part._is_view():
                 result[i] = part.data
         return result
 

@@ -23,7 +23,7 @@ from .calls import enter, is_plain, keep, layouts, needs_grad, state
 from .choosing import chosen, why_after
 from .lowering import Lowered, lower
 from .operands import DTYPES, shape_of
-from .ops import GEMM_OPS, GemmOp, result_extents
+from .ops import GEMM_OPS, GemmOp, result_extents, without_none
 from .registered import Bound, Registered, Run
 from .shard_ops import all_gather_rows, new
 
@@ -32,7 +32,7 @@ class EpilogueOp(Registered):
     """An op with an epilogue, of one weight or of a pair of weights.
 
     It returns a list: result, epilogue's outputs. If it takes lists of weights, the communicated operand is
-    first; it is empty unless it is kept.
+    first, as in `GemmOp`.
 
     Args:
         plain: Op without an epilogue.
@@ -56,11 +56,15 @@ class EpilogueOp(Registered):
             return chosen(self.spec, call, x, weight, bias, inputs).run
         run_op, keeps = chosen(self.spec, call, x, weight, bias or (), inputs).run, call.keep
 
-        def run(x: Tensor, weights: Any, biases: Any, inputs: Any) -> list[Tensor]:
+        def run(x: Tensor, weights: Any, biases: Any, inputs: Any) -> list[Tensor | None]:
             moved, outs = run_op(x, weights, biases or (), inputs)
-            return [new(x, moved) if keeps else x.new_empty(0, x.shape[1]), *outs]
+            return [new(x, moved) if keeps else None, *outs]
 
         return run
+
+    def dispatched(self, tensors: tuple[Any, ...], arguments: tuple[Any, ...]) -> Any:
+        """Returns the result; torch's dispatcher takes no None in lists."""
+        return without_none(super().dispatched(tensors, arguments), tensors[0])
 
     def _fake(self, x: Tensor, weight: Any, bias: Any, inputs: Any, *arguments: Any) -> list[Tensor]:
         call = OpCall(*arguments)
