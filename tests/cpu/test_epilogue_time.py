@@ -1,5 +1,6 @@
 """The model's times of epilogues: next to measured ones, in `auto`, `explain` and `plan`."""
 
+import importlib
 import json
 import re
 from dataclasses import replace
@@ -201,6 +202,18 @@ def test_plan_adds_the_epilogue_to_every_backend():
             more * 1e6, abs=0.2
         )
     assert f"epilogue add_residual: in fused kernels; {model}" in text
+
+
+def test_plan_and_auto_decide_in_one_place(on_hopper, monkeypatch):
+    """Checks that a kernel slower than operations is not used by either."""
+    slower = EpilogueTime(3e-5, 2e-5, 1e-5)
+    monkeypatch.setattr(select, "predicted_epilogue", lambda _: slower)
+    monkeypatch.setattr(importlib.import_module("overlap_gemm.cli.plan"), "epilogue_time", lambda *_: slower)
+    with_residual = of(epilogues.add_residual, 8192)
+    why = select.why_after(select.choose(with_residual), with_residual, 8192)
+    assert why == "which takes 20.0 us, and the kernel 30.0 us (predicted)"
+    how = ("gemm_reduce_scatter", 8192, 8192, 8192, "--ranks", 2, "--machine", "h200")
+    assert f"add_residual: by torch after the op, {why}" in plan(*how, "--epilogue", "add_residual")[1]
 
 
 def test_plan_states_why_no_kernel_applies_an_epilogue():

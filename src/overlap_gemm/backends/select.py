@@ -146,9 +146,7 @@ def choose(problem: Problem, requested: str = "auto") -> Choice:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in verdicts.items())
         raise ValueError(f"no backend can run {problem}: {reasons}")
     if times and (with_epilogue := predicted_epilogue(problem)) is not None:
-        columns = problem.local_columns
-        kernels = [backend.name for backend in BACKENDS if backend.why_after(problem, columns) is None]
-        times = with_epilogue.added(times, kernels)
+        times = added_epilogue(times, problem, with_epilogue)
     best = min(
         worth, key=lambda backend: times.get(backend.name, math.inf)
     )  # the first where none has a time
@@ -229,11 +227,37 @@ def why_after(choice: Choice, problem: Problem, columns: int, one_pass: bool = F
         one_pass: Whether the operations after the op are one pass over memory, and not one operation for each
             of the epilogue's function.
     """
-    reason = choice.backend.why_after(problem, columns)
-    if reason is not None or choice.requested != "auto":
-        return reason
-    times = predicted_epilogue(problem)
-    return None if times is None else times.why_after(one_pass)
+    times = predicted_epilogue(problem) if choice.requested == "auto" else None
+    return why_after_by(choice.backend, problem, columns, times, one_pass)
+
+
+def why_after_by(
+    backend: Backend, problem: Problem, columns: int, times: EpilogueTime | None, one_pass: bool = False
+) -> str | None:
+    """Returns the reason torch applies the epilogue after the op; the arguments are those of `why_after`.
+
+    Args:
+        backend: Backend that runs the op.
+        problem: Problem of the call, with its epilogue.
+        columns: Rows of this rank's weight.
+        times: Times of the epilogue that decide if the backend can apply it; None: it then does.
+        one_pass: As in `why_after`.
+    """
+    reason = backend.why_after(problem, columns)
+    return reason if reason is not None or times is None else times.why_after(one_pass)
+
+
+def added_epilogue(seconds: Mapping[str, float], problem: Problem, times: EpilogueTime) -> dict[str, float]:
+    """Returns the times of backends with a problem's epilogue.
+
+    Args:
+        seconds: Times without it, by backend.
+        problem: Problem with an epilogue.
+        times: Times of the epilogue.
+    """
+    columns = problem.local_columns
+    kernels = [backend.name for backend in BACKENDS if backend.why_after(problem, columns) is None]
+    return times.added(seconds, kernels)
 
 
 def _epilogue_line(choice: Choice, problem: Problem, columns: int, one_pass: bool) -> str:

@@ -12,6 +12,7 @@ from ..backends.epilogues import usual_dtypes
 from ..backends.fused.fused_backend import Fused, why_no_blocks
 from ..backends.op_call import OpCall
 from ..backends.scales.scaling import FLOAT8, OUT_DTYPES, blocks_named
+from ..backends.select import added_epilogue, why_after_by
 from ..config.arch import ARCHS
 from ..spec import OPS
 from ..spec.promises import NO_PROMISES, Invariant, Promises
@@ -86,13 +87,11 @@ def plan(
         dtypes = usual_dtypes(applied, kind)
         problem = problem.with_epilogue(applied, dtypes)
         times = epilogue_time(applied, [one.itemsize for one in dtypes], facts, constants, arch, sms)
-        why_after = Fused().why_after(problem, problem.local_columns)
+        why_after = why_after_by(Fused(), problem, problem.local_columns, times)
     if times is not None:
-        kernels = [] if why_after else ["fused"]
         eager, captured = (
-            replace(one, seconds=times.added(one.seconds, kernels)) for one in (eager, captured)
+            replace(one, seconds=added_epilogue(one.seconds, problem, times)) for one in (eager, captured)
         )
-        why_after = why_after or times.why_after(one_pass=False)
     why_not_timed = constants.why_uncalibrated_bytes(blocks) if problem.is_scaled else None
     if problem.is_scaled:  # copy engines do not send scales
         eager, captured = (_without(prediction, "decomposed") for prediction in (eager, captured))
