@@ -3,11 +3,14 @@
 import dataclasses
 import functools
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from cute_emulator.execution.launch import Machine
+from cute_emulator.machine.lane_plan import spread
+from cute_emulator.machine.stale import OldValues
 
 from .handwritten import aligned, launch, module
 from .test_order import MODES, RIGHT, WRONG, exchange
@@ -158,3 +161,27 @@ def test_a_reader_without_acquire_finds_old_data_behind_a_new_flag(name):
         assert mode == "random" or all((out != 7).all() for out in old)
         for right in RIGHT.values():
             assert all((exchange(*right, mode=mode, seed=seed)[2][:32] == 7).all() for seed in range(8))
+
+
+def test_only_words_whose_store_is_unordered_are_old_and_lanes_at_one_address_read_alike():
+    memory = SimpleNamespace(base=4096, nbytes=32, kind="symmetric", rank=0, raw=np.full(32, 1, np.uint8))
+    vector = SimpleNamespace(
+        size=16, width=4, count=4, is_single=False, polls=True, strong=True, publishes=False
+    )
+    half = SimpleNamespace(**{**vars(vector), "size": 8, "count": 2})
+    agent = SimpleNamespace(stale=None)
+    launched = SimpleNamespace(launch=SimpleNamespace(rank=0))
+    group = SimpleNamespace(warp=SimpleNamespace(grid=launched, agent=agent))
+    values = OldValues("lazy", 0)
+    ordered, unordered = 7, 8
+    for first, epoch in ((4096, ordered), (4104, ordered), (4112, ordered), (4120, unordered)):
+        values.replace(half, memory, *spread(np.array([first], np.uint64), 8), epoch)
+    lanes = spread(np.array([4096, 4112, 4112], np.uint64), 16)
+    now = np.full((3, 4), 0x02020202, np.uint32)
+    old, new = 0x01010101, 0x02020202
+    seen = values.loaded(vector, group, memory, *lanes, [unordered], now)
+    assert seen.tolist() == [[new] * 4, [new, new, old, old], [new, new, old, old]]
+    assert agent.stale == {4112}
+    for _ in range(4):
+        seen = values.loaded(vector, group, memory, *lanes, [unordered], now)
+    assert seen.tolist() == now.tolist() and agent.stale == frozenset()
