@@ -36,9 +36,9 @@ def small_chunks(monkeypatch):
 
 @pytest.mark.parametrize(("ranks", "transport", "arch"), in_turn([1, 2, 3, 4], WAYS, KINDS))
 def test_every_world(arch, ranks, transport):
-    """Rows are uneven, and no multiple of a tile, nor are the columns."""
+    """Rows are uneven, and no multiple of a tile, nor are the columns, nor K of a rank."""
     with World(arch, ranks, transport=transport) as world:
-        world.call(300 * ranks - 1, 136, 64 * ranks, OP)
+        world.call(300 * ranks - 1, 136, 72 * ranks, OP)
         world.run()
 
 
@@ -52,7 +52,7 @@ OTHERS |= {
 def test_every_kernel(kind, transport):
     arch, fields = OTHERS[kind]
     with World(arch, 2, transport=transport, fields=fields, mode="random") as world:
-        world.call(530, 272, 256, OP)
+        world.call(530, 272, 272, OP)
         world.run()
 
 
@@ -63,6 +63,8 @@ SHAPES = {
     "a row for each rank": (3, 264, 192),
     "N no multiple of 8": (130, 39, 192),
     "several k tiles in a slice": (130, 64, 9 * 64),
+    "a slice ends inside a k tile": (130, 64, 3 * 136),
+    "a slice is smaller than a k tile": (258, 64, 3 * 8),
 }
 
 
@@ -121,7 +123,7 @@ def test_weights_share_an_exchange(arch, transport):
 @pytest.mark.parametrize(("transport", "arch"), in_turn(WAYS, KINDS))
 def test_gradients_by_the_dual(arch, transport):
     """Compares that of x, the other op's result, and that of the weight, which reads the kept x."""
-    x, weight, upstream, outs, grads = draw(300, 128), draw(64, 128) / 8, draw(300, 64), [], []
+    x, weight, upstream, outs, grads = draw(300, 144), draw(64, 144) / 8, draw(300, 64), [], []
     with World(arch, 2, transport=transport) as world, poisoned_allocations():
         for rank, group in enumerate(world.world.names):
             local = x.chunk(2, 1)[rank].clone().requires_grad_(), weight.clone().requires_grad_()
@@ -140,7 +142,7 @@ def test_gradients_by_the_dual(arch, transport):
 
 @pytest.mark.parametrize(("transport", "arch"), in_turn(WAYS, KINDS))
 def test_its_dual_s_gradient_is_this_op(arch, transport):
-    x, weight, upstream, grads = draw(200, 72), draw(128, 72) / 8, draw(200, 128), []
+    x, weight, upstream, grads = draw(200, 72), draw(144, 72) / 8, draw(200, 144), []
     with World(arch, 2, transport=transport) as world, poisoned_allocations():
         for rank, group in enumerate(world.world.names):
             local = x.chunk(2)[rank].clone().requires_grad_()
@@ -173,7 +175,7 @@ def test_a_call_takes_what_was_reserved_and_no_plan_after_a_warm_up(monkeypatch)
 @pytest.mark.parametrize(
     ("sizes", "options", "reason"),
     [
-        ((32, 16, 96), {}, "K=96 in 2 parts must be a multiple of 64 a rank"),
+        ((32, 16, 104), {}, "K=104 in 2 parts must be a multiple of 8 a rank"),
         ((1, 16, 128), {}, "1 rows or columns in shards of 1 leave some of the ranks without any"),
         ((32, 16, 128), {"invariant": "batch"}, "kernels sum K from a rank's own columns on"),
     ],

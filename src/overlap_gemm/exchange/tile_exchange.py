@@ -57,6 +57,11 @@ class TileExchange(ABC):
         """Returns this rank's share of the product; see `protocols.KernelOp.share`."""
 
     @final
+    def view_of_b(self, b: cute.Tensor, exchange: Any) -> cute.Tensor:
+        """Returns B."""
+        return b
+
+    @final
     def more_sources(self, mainloop: Any, exchange: Any) -> None:
         """Returns None: A is the only source."""
         assert self.gate is None

@@ -47,6 +47,7 @@ from overlap_gemm.kernel.operand_views import OperandViews
 from overlap_gemm.kernel.plain_gemm import OutputSender
 from overlap_gemm.kernel.product import OutputOp
 from overlap_gemm.kernel.protocols import Output
+from overlap_gemm.kernel.split import num_k_tiles
 from overlap_gemm.kernel.work import Share, Work
 from overlap_gemm.spec import ALL_TO_ALL_GEMM
 from overlap_gemm.spec.sharding import ceil_div
@@ -86,6 +87,13 @@ class InputExchange(AllGather):
         if not (self.push or self.keep):
             return None
         return SliceRole(self.config, self.transport, self.push, self.keep)
+
+    def view_of_b(self, b: cute.Tensor, gathering: Gathering) -> cute.Tensor:
+        """Returns B cut into the ranks' slices: loads after the end of a slice, too, are zeros."""
+        depth, world = cute.size(gathering.gathered, mode=[1]), gathering.exchange.world
+        between = cute.assume(Int64(depth) * b.stride[1], divby=128 // b.element_type.width)
+        layout = cute.make_layout((cute.size(b, mode=[0]), depth, world), stride=(*b.stride, between))
+        return cute.make_tensor(b.iterator, layout)
 
     def share(self, gathering: Gathering, rows: Scalar, cols: Scalar, out: Any) -> Share:
         """Returns this rank's rows, as one shard."""
@@ -128,7 +136,7 @@ class SliceGate:
         Args:
             mainloop: Mainloop that loads.
             res: Resources of the mainloop.
-            ops: Operands, whose A is the local slice of all rows.
+            ops: Operands, whose A is the local slice of all rows; of B all slices.
             buffer: View of the gather buffer.
             state: State of the load pipeline.
             place: Place of the tile.
@@ -142,9 +150,8 @@ class SliceGate:
         cfg, exchange = self.op.config, call.call.exchange
         tile_m, tile_n = cfg.cluster_tile
         row, column = place.m * tile_m, place.n * tile_n
-        depth = cute.size(ops.a, mode=[1])
-        k_tiles, rank = depth // cfg.tile_k, exchange.rank
-        local = ops._replace(b=cute.domain_offset((0, rank * depth), ops.b))
+        rank, k_tiles = exchange.rank, num_k_tiles(cfg, ops.b[(None, None, exchange.rank)])
+        local = ops._replace(b=ops.b[(None, None, rank)])
         state = load_k_tiles(
             res.ab,
             state,
@@ -158,10 +165,8 @@ class SliceGate:
             if chunk > opened:
                 await_chunk(call, chunk, source)
                 order_async_writes()
-            arrived, slice_of_b = buffer.tensor[(None, None, source)], (0, source * depth)
-            sent = OperandViews(
-                ops.mma, buffer.tma, arrived, ops.tma_b, cute.domain_offset(slice_of_b, ops.b)
-            )
+            arrived, of_b = (tensor[(None, None, source)] for tensor in (buffer.tensor, ops.b))
+            sent = OperandViews(ops.mma, buffer.tma, arrived, ops.tma_b, of_b)
             state = load_k_tiles(
                 res.ab, state, *mainloop.loads(res, sent, row, column)[:2], Int32(0), k_tiles
             )

@@ -70,6 +70,7 @@ class FusedGemm:
         is_swapped = None
         if cutlass.const_expr(cfg.has_two_weights):
             b, is_swapped = interleaved(*b)
+        b = self.op.view_of_b(b, exchange)
         ops = self.mainloop.operands(a, b, extras)._replace(is_swapped=is_swapped)
         more = self.op.more_sources(self.mainloop, exchange)
         self.kernel(ops, more, self.op.output(out, exchange), out, extras, exchange).launch(

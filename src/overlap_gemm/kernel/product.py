@@ -42,6 +42,10 @@ class OutputOp:
         """Returns the order of the tiles: linear, all tiles of this rank as one shard."""
         return LinearOrder(self.config.raster_group)
 
+    def view_of_b(self, b: cute.Tensor, exchange: Any) -> cute.Tensor:
+        """Returns B."""
+        return b
+
     def more_sources(self, mainloop: Any, exchange: Any) -> Any:
         """Returns None: A is the only source of the load role."""
 

@@ -132,6 +132,9 @@ class KernelOp(Protocol):
     def share(self, exchange: Any, rows: Scalar, cols: Scalar, out: Any) -> Share:
         """Returns this rank's share of the product; ``rows`` and ``cols`` are those of A and B."""
 
+    def view_of_b(self, b: cute.Tensor, exchange: Any) -> cute.Tensor:
+        """Returns B, or B cut along K for the gate, ``(N, K of a slice, slices)``; on the host."""
+
     def more_sources(self, mainloop: Mainloop, exchange: Any) -> Any:
         """Returns sources of the gate in addition to A; on the host."""
 

@@ -90,9 +90,12 @@ def setup(config: cutlass.Constexpr, barriers: Any, smem: Any) -> Parts:
 def num_k_tiles(config: GemmConfig, b: Any) -> Any:
     """Returns the number of k tiles of one part, or one leaf: equal for all, in full steps of ``k_step``.
 
-    The last k tiles may load zeros. ``b``: View of B, which has all of K; peers may have parts of A's.
+    The last k tiles may load zeros. ``b``: View of B, which has all of K; peers may have parts of A's. If K
+    is cut into slices (`KernelOp.view_of_b`), each slice has its own last k tile.
     """
     number = cute.ceil_div(cute.size(b, mode=[1]), config.tile_k * config.k_split * config.k_step)
+    if config.accumulations == 1 and cute.rank(b) > 2:
+        number *= cute.size(b, mode=[2])
     return number * config.k_step
 
 

@@ -416,7 +416,8 @@ def fused_input_exchange(config: GemmConfig, facts: Facts, machine: Machine, sms
     world, (tile_m, tile_n) = facts.world, config.cluster_tile
     resident = max(1, sms // config.cluster_ctas)
     num_waves = ceil_div(ceil_div(m, tile_m) * ceil_div(n, tile_n), resident)
-    wave = _wave_seconds(config, _mainloop_seconds(config, k, machine, num_waves), machine)
+    padded = world * ceil_div(k // world, config.tile_k) * config.tile_k  # each slice has its own last k tile
+    wave = _wave_seconds(config, _mainloop_seconds(config, padded, machine, num_waves), machine)
     waves = done = num_waves * wave
     row_bytes = k // world * DTYPE_BYTES[facts.dtype]
     chunk = min(chunk_rows(m, row_bytes, machine.copy_bytes), m)

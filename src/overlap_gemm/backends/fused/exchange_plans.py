@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...config.gemm_config import TILE_K_BYTES
 from ...config.visitors import Visitor
 from ...exchange.geometry import CONTROL_BYTES, FLAG_BYTES, NEXT_EPOCH_OFFSET, ExchangeShape, chunk_rows
 from ...runtime.executor import Executor
@@ -42,9 +41,6 @@ from .plan_cache import (
     resident_clusters,
 )
 from .transport_hosts import obtain_transport, requested_transport
-
-BLOCK_K = TILE_K_BYTES // 2
-"""Elements of K in a K tile of 16-bit operands. K / P must be a multiple of it: a K tile is of one rank."""
 
 
 @dataclass(frozen=True)

@@ -174,10 +174,10 @@ class Fused:
     def why_no_exchange(self, problem: Problem) -> str | None:
         """Returns the reason K or the promises allow no all-to-all of x in a kernel; None if they do."""
         world, promises = problem.world_size, problem.promises
-        if problem.width % (world * exchange.BLOCK_K):
+        if problem.width % (world * ROW_ELEMENTS):
             return (
-                f"K={problem.width} in {world} parts must be a multiple of {exchange.BLOCK_K} a rank: "
-                f"kernels load so many columns of x at a time"
+                f"K={problem.width} in {world} parts must be a multiple of {ROW_ELEMENTS} a rank: "
+                f"TMA rows are whole 16 bytes"
             )
         if promises.leaves and world > 1:
             return (
