@@ -95,7 +95,7 @@ def world_without_kernels() -> Iterator[str]:
             (gather_plans, "compiled_gather"),
             (gather_plans, "compiled_gate"),
         ):
-            stack.enter_context(mock.patch.object(module, name, lambda *_: nothing))
+            stack.enter_context(mock.patch.object(module, name, lambda *_, **__: nothing))
         stack.enter_context(mock.patch.object(gather_gradients, "gather_rows", gathered))
         emulator = stack.enter_context(Emulator("sm_90a", 2))
         for name in ("copy", "wait_stream"):

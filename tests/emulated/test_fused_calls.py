@@ -67,7 +67,7 @@ def test_a_call_with_an_epilogue_enters_few_python_functions(world, launched, mo
 def test_recorded_calls_and_gradients_enter_few_python_functions(
     world, launched, monkeypatch, one, budget, both
 ):
-    monkeypatch.setattr(gathers, "compiled_gather", lambda *_: lambda *_: None)
+    monkeypatch.setattr(gathers, "compiled_gather", lambda *_, **__: lambda *_: None)
     shapes = X.shape, WEIGHT.shape, (len(X) // 2, len(WEIGHT))
     x, weight, residual = (torch.randn(shape).to(DTYPE).requires_grad_() for shape in shapes)
     wanting = (x, weight) if one is None else (x, weight, residual)
@@ -93,7 +93,9 @@ def test_a_call_of_8_bits_enters_few_python_functions(world, launched):
 
 def test_a_call_with_pairs_enters_few_python_functions(world, monkeypatch):
     launched: list = []
-    monkeypatch.setattr(gathers, "compiled_gather", lambda *_: lambda *arguments: launched.append(arguments))
+    monkeypatch.setattr(
+        gathers, "compiled_gather", lambda *_, **__: lambda *arguments: launched.append(arguments)
+    )
     x, *weights = torch.randn(64, 256).to(DTYPE), *torch.randn(2, 64, 256).to(DTYPE)
     how = {"group": world.names[0], "backend": "fused", "rows": 128, "columns": 256, "epilogue": swiglu()}
     entries = python_calls(lambda: overlap_gemm.all_gather_gemm(x, weights, **how))
@@ -114,7 +116,9 @@ def test_a_gather_enters_few_python_functions_and_copies_nothing(
     monkeypatch.setattr(Emulator, "copy", lambda *arguments: copied.append(arguments))
     monkeypatch.setattr(Emulator, "wait_stream", lambda *_: None)
     x, weight, launched, how = torch.randn(64, 256).to(DTYPE), torch.randn(24, 256).to(DTYPE), [], {}
-    monkeypatch.setattr(gathers, "compiled_gather", lambda *_: lambda *arguments: launched.append(arguments))
+    monkeypatch.setattr(
+        gathers, "compiled_gather", lambda *_, **__: lambda *arguments: launched.append(arguments)
+    )
     if block is not False:
         x, scale_x = overlap_gemm.quantize_rows(x, block=block)
         weight, scale_w = overlap_gemm.quantize_rows(weight)
@@ -315,7 +319,7 @@ def test_the_first_call_of_a_process_enters_few_python_functions():
 
 def test_a_shard_is_sent_after_the_first_product_and_before_the_next(world, monkeypatch):
     events = []
-    kernel = lambda *_: lambda *_: events.append("product")  # noqa: E731
+    kernel = lambda *_, **__: lambda *_: events.append("product")  # noqa: E731
     monkeypatch.setattr(gathers, "compiled_gather", kernel)
     monkeypatch.setattr(launch_plan.Copies, "send", lambda *_: events.append("send"))
     weights = [torch.randn(n, 16).to(DTYPE) for n in (24, 48, 8)]
@@ -326,7 +330,7 @@ def test_a_shard_is_sent_after_the_first_product_and_before_the_next(world, monk
 
 def test_a_call_whose_shard_cannot_be_sent_is_ended(world, monkeypatch):
     events = []
-    monkeypatch.setattr(gathers, "compiled_gather", lambda *_: lambda *_: None)
+    monkeypatch.setattr(gathers, "compiled_gather", lambda *_, **__: lambda *_: None)
     monkeypatch.setattr(gathers, "compiled_gate", lambda *_: lambda *_: events.append("end"))
     monkeypatch.setattr(launch_plan.Copies, "send", mock.Mock(side_effect=RuntimeError("no copy engine")))
     weights = [torch.randn(n, 16).to(DTYPE) for n in (24, 48)]
