@@ -208,3 +208,14 @@ def test_mutations_are_noticed(mutant, monkeypatch):
     monkeypatch.setattr(compiled, "_cache", lambda on_disk: CompileCache(folder=None))
     with world_of("sm_90a", 2) as ranks, suppress(EmulatorError):
         assert worst(Called(RS, 2, MUTANTS[mutant]), ranks) > 1
+
+
+def test_what_torch_would_apply_after_a_virtual_ranks_kernel_is_refused():
+    # The kernel runs at `synchronize`: torch would read memory that nothing has written.
+    with world_of("sm_90a", 2) as ranks:
+        x, weight = torch.ones(8, 64).bfloat16(), torch.ones(16, 64).bfloat16()
+        for name in ranks.names:
+            with pytest.raises(ValueError, match="virtual rank.*cannot apply the epilogue .*relu after it"):
+                overlap_gemm.gemm_all_to_all(
+                    x, weight, group=name, backend="fused", rows="equal", epilogue=epilogues.apply_relu()
+                )

@@ -117,9 +117,19 @@ def _first(weight: Any) -> Tensor:
 
 
 def _bound(choice: Choice, problem: Problem, x: Tensor, weight: Any, *others: Any) -> Run:
-    """Returns the bound function; the backend applies the epilogue if it can, else torch does after it."""
-    if problem.applying is None or select.why_after(choice, problem, len(_first(weight))) is None:
+    """Returns the bound function; the backend applies the epilogue if it can, else torch does after it.
+
+    Raises:
+        ValueError: The ranks are virtual, and torch would apply the epilogue after a fused kernel.
+    """
+    why = None if problem.applying is None else select.why_after(choice, problem, len(_first(weight)))
+    if problem.applying is None or why is None:
         return bind_as(choice.kernel, choice.backend, problem, x, weight, *others)
+    if choice.backend.name == "fused" and others[-1].is_virtual:
+        raise ValueError(
+            f"{problem.op}: a virtual rank's kernel runs later, so torch cannot apply the epilogue "
+            f"{problem.applying.visitor.name} after it; the kernel does not apply it: {why}"
+        )
     plain = bind_as(choice.kernel, choice.backend, problem.without_epilogue(), x, weight, *others)
     return applied_after(plain, problem.applying)
 
