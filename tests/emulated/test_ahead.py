@@ -194,7 +194,7 @@ def test_calls_with_scales_of_blocks_get_what_the_model_says_of_them(monkeypatch
     monkeypatch.setenv(MACHINE_VARIABLE, str(tmp_path / "mine.json"))
     for module in (plans, gather):
         for name in {"compiled_kernel", "compiled_gather", "compiled_gate"} & vars(module).keys():
-            monkeypatch.setattr(module, name, lambda *_: None)
+            monkeypatch.setattr(module, name, lambda *_, **__: None)
     machine_for.cache_clear()
     x, weights = torch.empty(8, 512, dtype=E4M3), [torch.empty(2048, 512, dtype=E4M3)]
     chosen = []

@@ -28,7 +28,7 @@ def launched(monkeypatch):
     """When the kernels of the calls begin; nothing is compiled or run."""
     found = []
 
-    def compiled(executor, config, *others):
+    def compiled(executor, config, *others, **options):
         return lambda *arguments: found.append(config.launch)
 
     monkeypatch.setattr(plans, "compiled_kernel", compiled)
