@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from cute_emulator.host.dsl.capture import keep_ptx
 from cute_emulator.host.dsl.seam import SEAM
 
 from .test_front_door import SOURCES, blocks
@@ -20,10 +21,9 @@ def test_a_compiler_that_changes_the_module_in_place_is_served():
     from cutlass._mlir import ir
 
     with ir.Context(), ir.Location.unknown():
-        module = ir.Module.parse("module {}")
-        assert SEAM._checked(lambda compiler, given: None)(None, module) is module
-        other = ir.Module.parse("module {}")
-        assert SEAM._checked(lambda compiler, given: other)(None, module) is other
+        in_place, given, other = map(ir.Module.parse, ("module @a {}", "module @b {}", "module @c {}"))
+        assert SEAM._checked(keep_ptx(lambda *_: None))(None, in_place, "") is in_place
+        assert SEAM._checked(keep_ptx(lambda *_: other))(None, given, "") is other
 
 
 @pytest.mark.slow

@@ -51,6 +51,12 @@ def slices(many_columns):
     return ratios("h200x2-k-slices", "slices", where=lambda one: (one["n"] == 28672) == many_columns)
 
 
+def joined(columns):
+    """Times of the fastest kernel that joins shards, of torch's."""
+    results = [one["us"] for one in report("h200x2-few-rows-gathers")["results"] if columns(one["n"])]
+    return [min(us for name, us in one.items() if name != "torch") / one["torch"] for one in results]
+
+
 def constants():
     return json.loads((ROOT / "src/overlap_gemm/tuning/machines/h200.json").read_text())
 
@@ -119,6 +125,8 @@ FIGURES = {
         lambda: "{:.2f} of the time with four virtual ranks".format(
             *ratios("h200-critical-path", "b-now", where=four_virtual_ranks)
         ),
+        lambda: f"these kernels takes {said(joined(lambda n: n >= 10240))} of `torch`'s time",
+        lambda: f"With 5120 it takes {said(joined(lambda n: n == 5120))}",
         lambda: f"it takes {said(decomposed())} of the fused kernel's time in graphs",
         lambda: f"A gate costs about {constants()['gate'] * 1e6:.0f} us between",
         lambda: f"it pays {constants()['shard_host'] * 1e6:.0f} us of host time a shard (`shard_host`)",

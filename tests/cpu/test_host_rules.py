@@ -68,7 +68,7 @@ class Device:
         yield 0
 
     @contextmanager
-    def fork(self):
+    def fork(self, stream):
         yield 1
 
 
@@ -81,7 +81,7 @@ class Given:
     exchange = property(lambda self: self)
     after = None
 
-    def of_call(self, number, signature):
+    def of_call(self, *_):
         return self
 
     def _replace(self, **_):

@@ -12,6 +12,7 @@ from typing import Any
 
 from ..config.arch import MmaKind, arch_of
 from ..config.gemm_config import DTYPE_BYTES, GemmConfig
+from ..config.orders import joins_shards
 from ..config.rules import K_SPLITS, may_split
 from ..config.scale_blocks import Blocks
 from ..exchange.geometry import ExchangeShape
@@ -243,10 +244,12 @@ def _choose(
     fields: tuple[tuple[str, Any], ...],
 ) -> GemmConfig:
     """Returns the fastest eligible configuration, with the configured fields."""
-    best = min(
-        _eligible(facts, machine, arch, num_sms, fields),
-        key=lambda config: seconds_of(config, facts, machine, num_sms, pattern).total,
-    )
+
+    def order(config: GemmConfig) -> tuple[float, float]:
+        time = seconds_of(config, facts, machine, num_sms, pattern)
+        return time.total, time.waves  # kernels that memory limits have equal times
+
+    best = min(_eligible(facts, machine, arch, num_sms, fields), key=order)
     chosen = replace(best, **dict(fields))
     # Slots contain the output, whatever type partial sums have.
     sends_results = facts.spec.gathers_output or facts.spec.weight is None
@@ -263,15 +266,23 @@ def _eligible(
 ) -> list[GemmConfig]:
     """Returns the configurations that a call of `facts` may get with these fields.
 
-    No table has swapped kernels of all-gather GEMMs: only a measurement chooses them. Kernels that exchange
-    x within a tile's K do not split it.
+    Of swapped kernels whose x is sent, only those of an all-gather GEMM that join shards, without parts of K,
+    were compared with the model: only a measurement chooses others. Kernels that exchange x within a
+    tile's K do not split it.
     """
+    spec = facts.spec
     fitting = _resident(_fitting(arch, facts.dtype, machine, fields, facts.blocks), num_sms)
-    if facts.spec.operand_is_sent and not facts.spec.gathers_operand:
+    if spec.operand_is_sent and not spec.gathers_operand:
         fitting = [c for c in fitting if c.k_split == 1] or fitting
-    if facts.m > machine.few_rows or (facts.spec.operand_is_sent and not is_measured):
-        fitting = [c for c in fitting if c.mma != "swap_ab"] or fitting
-    return fitting
+
+    def may_swap(config: GemmConfig) -> bool:
+        if not spec.operand_is_sent or is_measured:
+            return True
+        joins = spec.gathers_operand and joins_shards(config, facts.m, facts.full_shard)
+        return joins and config.k_split == 1
+
+    few = facts.m <= machine.few_rows
+    return [c for c in fitting if c.mma != "swap_ab" or (few and may_swap(c))] or fitting
 
 
 def proposals(facts: Facts, machine: Machine, arch: str, num_sms: int) -> list[tuple[Kernel, float]]:

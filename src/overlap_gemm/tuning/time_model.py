@@ -86,6 +86,11 @@ class Facts:
         """Returns (M, N, K) of a rank's product."""
         return self.spec.product(*self.extents, self.world)
 
+    @property
+    def full_shard(self) -> int:
+        """Returns the rows of a full shard, if rows are sharded."""
+        return self.shard or shard_rows(self.m, self.world)
+
     @cached_property
     def result_bytes(self) -> int:
         """Returns the bytes of an element of the result, and of the partial sums that are sent."""
@@ -180,7 +185,7 @@ def by_shards_seconds(facts: Facts, machine: Machine, sms: int) -> float:
 
     See `backends.by_shards`.
     """
-    shard = facts.shard or shard_rows(facts.m, facts.world)
+    shard = facts.full_shard
     _, _, k = facts.extents
     product = product_seconds(replace(facts, m=shard), machine, sms)
     copy, done = shard * k * DTYPE_BYTES[facts.dtype] / machine.copy_rate, product
@@ -194,7 +199,7 @@ def copies_seconds(facts: Facts, machine: Machine) -> float:
     if not facts.spec.operand_is_sent:
         return 0.0
     _, _, k = facts.extents
-    rows = facts.shard or shard_rows(facts.m, facts.world)
+    rows = facts.full_shard
     row_bytes, copies = k * DTYPE_BYTES[facts.dtype], 1
     if not facts.spec.gathers_operand:
         row_bytes //= facts.world
@@ -379,7 +384,7 @@ def fused_all_gather(config: GemmConfig, facts: Facts, machine: Machine, sms: in
     """
     m, n, k = facts.local
     world = facts.world
-    shard = facts.shard or shard_rows(m, world)
+    shard = facts.full_shard
     owners = num_owners(m, shard)
     tile_m, tile_n = config.cluster_tile
     joins = joins_shards(config, m, shard)
