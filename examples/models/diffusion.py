@@ -35,7 +35,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--video", type=int, nargs=3, default=(16, 64, 64), help="frames, height, width")
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--tp", type=int, default=1, help="ranks over which heads and weights are divided")
     return parser.parse_args()
