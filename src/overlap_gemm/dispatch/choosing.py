@@ -117,21 +117,23 @@ def _first(weight: Any) -> Tensor:
 
 
 def _bound(choice: Choice, problem: Problem, x: Tensor, weight: Any, *others: Any) -> Run:
-    """Returns the bound function; the backend applies the epilogue if it can, else torch does after it.
-
-    Raises:
-        ValueError: The ranks are virtual, and torch would apply the epilogue after a fused kernel.
-    """
+    """Returns the bound function; the backend applies the epilogue if it can, else torch does after it."""
     why = None if problem.applying is None else select.why_after(choice, problem, len(_first(weight)))
     if problem.applying is None or why is None:
         return bind_as(choice.kernel, choice.backend, problem, x, weight, *others)
     if choice.backend.name == "fused" and others[-1].is_virtual:
-        raise ValueError(
-            f"{problem.op}: a virtual rank's kernel runs later, so torch cannot apply the epilogue "
-            f"{problem.applying.visitor.name} after it; the kernel does not apply it: {why}"
-        )
+        _refuse_virtual(problem, why)
     plain = bind_as(choice.kernel, choice.backend, problem.without_epilogue(), x, weight, *others)
     return applied_after(plain, problem.applying)
+
+
+def _refuse_virtual(problem: Problem, why: str) -> None:
+    """Raises ValueError: torch would apply the epilogue before a virtual rank's kernel has run."""
+    assert problem.applying is not None
+    raise ValueError(
+        f"{problem.op}: a virtual rank's kernel runs later, so torch cannot apply the epilogue "
+        f"{problem.applying.visitor.name} after it; the kernel does not apply it: {why}"
+    )
 
 
 calls: dict[tuple[str, str], list[int]] = {}
