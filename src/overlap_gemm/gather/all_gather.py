@@ -62,7 +62,7 @@ from typing import Any, NamedTuple, cast
 import cutlass
 from cutlass import Int32, Int64, cute, pipeline
 
-from overlap_gemm.config.orders import LocalShardFirst, TilePlace
+from overlap_gemm.config.orders import LinearOrder, LocalShardFirst, TilePlace
 from overlap_gemm.device.memory import global_pointer, order_async_writes
 from overlap_gemm.device.traced import Extras, Scalar, Stages
 from overlap_gemm.exchange.call import Call, await_peers, await_readers, begin_warp, end_warp
@@ -129,7 +129,7 @@ class AllGather(OutputOp):
     has_chunks = False
 
     @property
-    def order(self) -> LocalShardFirst:
+    def order(self) -> Any:
         """Returns the order of the tiles: full shards in the order of their arrival."""
         return LocalShardFirst(self.config.raster_group)
 
@@ -199,6 +199,24 @@ class AllGather(OutputOp):
         """Ends a warp's access to the workspace, in the last launch of the call; see `KernelOp.end`."""
         if call.arguments.is_last != 0:
             end_warp(call.call, counters, warps)
+
+
+@dataclass(frozen=True)
+class GatherToOneShard(AllGather):
+    """Base of ops whose operand is sent and whose tiles are those of one shard, the output."""
+
+    @property
+    def order(self) -> Any:
+        """Returns the order of all tiles."""
+        return LinearOrder(self.config.raster_group)
+
+    def output(self, out: cute.Tensor, arguments: Gathering) -> Any:
+        """Returns the TMA store from the ring's stages."""
+        return OutputOp.output(self, out, arguments)
+
+    def sender(self, work: Work, output: Any, stages: Stages) -> OutputSender:
+        """Returns the sender of tiles to the output."""
+        return OutputSender(self, work, output, stages)
 
 
 @dataclass(frozen=True)

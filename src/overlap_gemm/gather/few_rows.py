@@ -20,27 +20,19 @@ from typing import Any
 import cutlass
 from cutlass import Int32, cute, pipeline
 
-from overlap_gemm.config.orders import LinearOrder, TilePlace
+from overlap_gemm.config.orders import TilePlace
 from overlap_gemm.device.memory import order_async_writes
-from overlap_gemm.device.traced import Scalar, Stages
-from overlap_gemm.gather.all_gather import AllGather, ArrivalGate, GatheredShards
+from overlap_gemm.device.traced import Scalar
+from overlap_gemm.gather.all_gather import ArrivalGate, GatheredShards, GatherToOneShard
 from overlap_gemm.gather.gathering import GatherCall, Gathering, ShardRole, await_piece, await_shard
 from overlap_gemm.kernel.loads import load_k_tiles
 from overlap_gemm.kernel.operand_views import OperandViews
-from overlap_gemm.kernel.plain_gemm import OutputSender
-from overlap_gemm.kernel.product import OutputOp
-from overlap_gemm.kernel.protocols import Output
-from overlap_gemm.kernel.work import Share, Work
+from overlap_gemm.kernel.work import Share
 
 
 @dataclass(frozen=True)
-class AllGatherFewRows(AllGather):
+class AllGatherFewRows(GatherToOneShard):
     """``out = concatenation of the ranks' a @ b.T (+ bias)``, sent by warps; attributes as in `AllGather`."""
-
-    @property
-    def order(self) -> Any:
-        """Returns the order of all tiles, of the rows of all shards."""
-        return LinearOrder(self.config.raster_group)
 
     @property
     def gate(self) -> AllShardsGate:
@@ -55,14 +47,6 @@ class AllGatherFewRows(AllGather):
     def share(self, arguments: Gathering, rows: Scalar, cols: Scalar, out: Any) -> Share:
         """Returns all rows, as one shard."""
         return Share.unsharded(arguments.rows, cols, cols)
-
-    def output(self, out: cute.Tensor, arguments: Gathering) -> Output:
-        """Returns the TMA store from the ring's stages."""
-        return OutputOp.output(self, out, arguments)
-
-    def sender(self, work: Work, output: Any, stages: Stages) -> OutputSender:
-        """Returns the sender of tiles to the output."""
-        return OutputSender(self, work, output, stages)
 
 
 class AllShardsGate(ArrivalGate):

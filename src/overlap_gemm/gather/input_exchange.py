@@ -25,14 +25,14 @@ from typing import Any
 import cutlass
 from cutlass import Int32, Int64, cute, pipeline
 
-from overlap_gemm.config.orders import LinearOrder, TilePlace
+from overlap_gemm.config.orders import TilePlace
 from overlap_gemm.device.failure import Role
 from overlap_gemm.device.flags import wait_flag
 from overlap_gemm.device.memory import order_async_writes
-from overlap_gemm.device.traced import Scalar, Stages
+from overlap_gemm.device.traced import Scalar
 from overlap_gemm.exchange.call import await_entry, count_grid
 from overlap_gemm.exchange.geometry import SENDER_BYTES, SENDERS_OFFSET
-from overlap_gemm.gather.all_gather import AllGather, GatheredShards
+from overlap_gemm.gather.all_gather import GatheredShards, GatherToOneShard
 from overlap_gemm.gather.gathering import (
     GatherCall,
     Gathering,
@@ -44,17 +44,14 @@ from overlap_gemm.gather.gathering import (
 )
 from overlap_gemm.kernel.loads import load_k_tiles
 from overlap_gemm.kernel.operand_views import OperandViews
-from overlap_gemm.kernel.plain_gemm import OutputSender
-from overlap_gemm.kernel.product import OutputOp
-from overlap_gemm.kernel.protocols import Output
 from overlap_gemm.kernel.split import num_k_tiles
-from overlap_gemm.kernel.work import Share, Work
+from overlap_gemm.kernel.work import Share
 from overlap_gemm.spec import ALL_TO_ALL_GEMM
 from overlap_gemm.spec.sharding import ceil_div
 
 
 @dataclass(frozen=True)
-class InputExchange(AllGather):
+class InputExchange(GatherToOneShard):
     """``out = (this rank's rows of all columns of a) @ b.T (+ bias)``; attributes as in `AllGather`."""
 
     code = ALL_TO_ALL_GEMM.code
@@ -70,11 +67,6 @@ class InputExchange(AllGather):
                 f"{ALL_TO_ALL_GEMM.name} sums K from the local columns of x on: k_split must be 1 and launch "
                 f"not 'dependent_weights', got k_split={self.config.k_split}, launch={self.config.launch!r}"
             )
-
-    @property
-    def order(self) -> Any:
-        """Returns the order of all tiles of this rank's rows."""
-        return LinearOrder(self.config.raster_group)
 
     @property
     def gate(self) -> SliceGate:
@@ -98,14 +90,6 @@ class InputExchange(AllGather):
     def share(self, gathering: Gathering, rows: Scalar, cols: Scalar, out: Any) -> Share:
         """Returns this rank's rows, as one shard."""
         return Share.unsharded(cute.size(out, mode=[0]), cols, cols)
-
-    def output(self, out: cute.Tensor, gathering: Gathering) -> Output:
-        """Returns the TMA store from the ring's stages."""
-        return OutputOp.output(self, out, gathering)
-
-    def sender(self, work: Work, output: Any, stages: Stages) -> OutputSender:
-        """Returns the sender of tiles to the output."""
-        return OutputSender(self, work, output, stages)
 
 
 @dataclass(frozen=True)
