@@ -113,6 +113,7 @@ def test_finalize_waits_for_torch_within_a_bound(monkeypatch):
     # NCCL waits for ever while a graph exists that has captured its collectives.
     overlap_gemm.init(device="cpu").mesh()
     monkeypatch.setattr(bootstrap, "DESTROY_SECONDS", 0.1)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
     destroy, held = dist.destroy_process_group, threading.Event()
     monkeypatch.setattr(dist, "destroy_process_group", held.wait)
     try:
@@ -124,8 +125,10 @@ def test_finalize_waits_for_torch_within_a_bound(monkeypatch):
         destroy()
 
 
-def test_finalize_raises_what_torch_raises(monkeypatch):
+@pytest.mark.parametrize("backends", ["cpu:gloo", "cpu:gloo,cuda:nccl"])
+def test_finalize_raises_what_torch_raises(monkeypatch, backends):
     overlap_gemm.init(device="cpu").mesh()
+    monkeypatch.setattr(dist, "get_backend_config", lambda: backends)
     destroy = dist.destroy_process_group
 
     def fail():

@@ -208,7 +208,10 @@ def finalize() -> None:
 
 
 def _destroy_process_group(world: World | None) -> None:
-    """Destroys the world's process group in a thread, since torch's call has no time-out."""
+    """Destroys the world's process group; NCCL's in a thread, since torch's call has no time-out."""
+    if "nccl" not in dist.get_backend_config():
+        dist.destroy_process_group()
+        return
     errors: list[BaseException] = []
 
     def destroy() -> None:
