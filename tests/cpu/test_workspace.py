@@ -219,6 +219,15 @@ def test_a_group_that_comes_again_shares_nothing_with_the_last_of_its_name(obtai
     assert workspace.workspace_bytes() == 2 * first.memory.local.numel()
 
 
+def test_workspaces_of_a_destroyed_group_stay(obtained, monkeypatch):
+    """Its ranks cannot be synchronized, and a barrier without a group would be the world's."""
+    space = obtained()
+    monkeypatch.setattr(Group, "is_destroyed", True)
+    workspace.close_workspaces()
+    assert peers.orphaned == [space] and space.memory.local is not None
+    assert workspace.workspaces() == [space] and peers.local_peers() == []
+
+
 # --- records ---
 
 

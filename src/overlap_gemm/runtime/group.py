@@ -58,6 +58,12 @@ class Group:
         return None if self._process_group is None else self._process_group()
 
     @property
+    def is_destroyed(self) -> bool:
+        """Returns whether the process group was destroyed, also if a reference to it remains."""
+        groups = dist.distributed_c10d._world.pg_map
+        return self._process_group is not None and self.process_group not in groups
+
+    @property
     def is_virtual(self) -> bool:
         """Returns whether this is a rank of a `runtime.virtual.VirtualWorld`."""
         return self.name in _virtual

@@ -110,9 +110,10 @@ class Peers:
 _lock = threading.Lock()
 _peers: dict[tuple[str, torch.device], Peers] = {}
 orphaned: list[Workspace] = []
-"""Workspaces of destroyed groups whose name a new group has: no `close_workspaces` freed them.
+"""Workspaces of destroyed groups: no `close_workspaces` freed them before.
 
-No call uses them, but their memory is not freed: a graph may still store into it. They count for the limit.
+No call uses them, but their memory is not freed: peers or a graph may still store into it. They count for the
+limit.
 """
 
 
@@ -138,7 +139,7 @@ def peers_of(group: Group, device: torch.device, constants: Callable[[str], str]
         peers = _peers.get(key)
         if peers is None or not peers.holds(group):
             if peers is not None and peers.executor.is_open:
-                orphaned.extend(dict.fromkeys(peers.workspaces.values()))
+                orphan(peers)
             peers = _peers[key] = _agree(group, device, constants)
         return peers
 
@@ -146,6 +147,12 @@ def peers_of(group: Group, device: torch.device, constants: Callable[[str], str]
 def local_peers(name: str | None = None) -> list[Peers]:
     """Returns the states of the group called ``name``, or of all groups, one per device."""
     return [peers for (group, _), peers in _peers.items() if name in (None, group)]
+
+
+def orphan(peers: Peers) -> None:
+    """Moves the workspaces of a state to `orphaned`."""
+    orphaned.extend(dict.fromkeys(peers.workspaces.values()))
+    peers.workspaces = {}
 
 
 def remove_peers(peers: Peers) -> None:

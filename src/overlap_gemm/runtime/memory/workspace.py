@@ -29,7 +29,7 @@ from ..agree import DisagreementError, differences, gather, together
 from ..group import Group, GroupLike, group_name
 from ..identity import describe
 from ..order import forbid_capture
-from ..peers import Peers, local_peers, orphaned, remove_peers
+from ..peers import Peers, local_peers, orphan, orphaned, remove_peers
 from ..watcher import watch
 from .symmetric import (
     NvshmemSymmetric,
@@ -339,7 +339,8 @@ def close_workspaces(group: GroupLike = None) -> None:
     """Frees the fused kernels' workspaces; later calls allocate new ones. `finalize` closes the rest.
 
     Workspaces used by captured calls of any rank stay and serve later calls, because CUDA graphs may be
-    replayed afterwards. They are freed with the process.
+    replayed afterwards. They are freed with the process; so are workspaces of destroyed groups, whose ranks
+    cannot be synchronized.
 
     Collective: every rank of the group calls it, after the same sequence of ops. It waits for the device. No
     other function frees a workspace, and the garbage collector does not.
@@ -348,7 +349,9 @@ def close_workspaces(group: GroupLike = None) -> None:
         group: Group, as for an op; None: all groups of this process.
     """
     for peers in _peers_of_group(group):
-        if peers.workspaces:
+        if peers.group.is_destroyed:
+            orphan(peers)
+        elif peers.workspaces:
             _close(peers)
         if not peers.workspaces:
             remove_peers(peers)
