@@ -107,6 +107,8 @@ def test_layers_and_styles():
                 "ColumnParallelLinear",
                 "RowParallelLinear",
                 "ParallelMLP",
+                "ParallelAttention",
+                "ParallelBlock",
                 "UlyssesAttention",
                 "full_state_dict",
                 "clip_grad_norm_",

@@ -62,3 +62,50 @@ def test_gradients_are_those_of_the_unsharded_model(tmp_path, arch, families, ro
     done = emulator_command("--arch", arch, "--ranks", 2, script, families, rows, env=support)
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(line for line in done.stdout.splitlines() if "RIGHT" in line) == ["RIGHT 0", "RIGHT 1"]
+
+
+BLOCK = """
+    import torch, overlap_gemm
+    from overlap_gemm.nn import ParallelBlock
+    from torch.distributed import new_group
+
+    world = overlap_gemm.init()
+    alone = [new_group([rank]) for rank in range(world.size)][world.rank]
+
+    def make(dtype, **options):
+        block = ParallelBlock(64, 4, 64, head_dim=16, num_kv_heads=2, dtype=dtype, **options)
+        block.load_state_dict(state)
+        return block
+
+    torch.manual_seed(0)
+    state = ParallelBlock(64, 4, 64, head_dim=16, num_kv_heads=2, tp_group=alone).state_dict()
+    x = torch.randn(20, 1, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    blocks = (
+        make(torch.float64, tp_group=alone),
+        make(torch.bfloat16, tp_group=alone),  # what bfloat16 costs without shards
+        make(torch.bfloat16, device=world.device, sequence_parallel=True, backend="fused", fuse=True),
+    )
+    inputs = x.double(), x, x.chunk(world.size)[world.rank].to(world.device)
+
+    def run(block, x):
+        with torch.no_grad():
+            inferred = block(x, is_causal=True)
+        out = block(x.requires_grad_(), is_causal=True)
+        out.backward(torch.cos(3 * x).detach())
+        return inferred, out.detach(), x.grad
+
+    for right, rounded, out in zip(*map(run, blocks, inputs)):
+        right, rounded = (one.chunk(world.size)[world.rank].double() for one in (right, rounded))
+        error, usual = ((one.cpu().double() - right).norm() for one in (out, rounded))
+        assert error < 1.5 * usual < 0.02 * right.norm(), (error, usual)
+    overlap_gemm.finalize()
+    print("RIGHT", world.rank)
+"""
+
+
+def test_block_with_epilogues_in_kernels_equals_the_unsharded_one(tmp_path):
+    script = tmp_path / "block.py"
+    script.write_text(textwrap.dedent(BLOCK))
+    done = emulator_command("--arch", "sm_90a", "--ranks", 2, script)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(line for line in done.stdout.splitlines() if "RIGHT" in line) == ["RIGHT 0", "RIGHT 1"]

@@ -34,6 +34,23 @@ class OpKeywords(TypedDict):
     invariant: Invariant | None
 
 
+class LayerOptions(TypedDict, total=False):
+    """Options that modules pass to all their linears; `nn.ColumnParallelLinear` describes them."""
+
+    bias: bool
+    init_method: InitMethod | None
+    sequence_parallel: bool
+    sequence_dim: int
+    tp_group: GroupLike
+    backend: BackendName
+    reserve_sms: int | None
+    partials: Partials | None
+    invariant: Invariant | None
+    float8: Float8 | None
+    device: torch.device | str | None
+    dtype: torch.dtype | None
+
+
 def check_options(
     sequence_dim: int, backend: BackendName, promises: Promises, reserve_sms: int | None
 ) -> None:

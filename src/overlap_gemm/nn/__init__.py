@@ -22,6 +22,7 @@ from ..api.norms import (
 )
 from ..api.random_numbers import Dropout, per_rank_random
 from .attention import UlyssesAttention
+from .block import ParallelAttention, ParallelBlock
 from .head_exchange import gather_heads, scatter_heads
 from .layers import ColumnParallelLinear, ParallelMLP, RowParallelLinear
 
@@ -30,6 +31,8 @@ __all__ = [
     "Dropout",
     "Float8",
     "LayerNorm",
+    "ParallelAttention",
+    "ParallelBlock",
     "ParallelMLP",
     "RMSNorm",
     "RowParallelLinear",

@@ -1,6 +1,6 @@
 """Attention between two all-to-all ops."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -165,18 +165,9 @@ class UlyssesAttention(nn.Module):
             rows=self.rows,
             **how,
         )
-        q, k, v = (one.unflatten(-1, (-1, self.head_dim)).transpose(-3, -2) for one in projected)
-        if self.sequence_dim == 0:  # [s, heads, b, d]
-            q, k, v = (one.permute(2, 1, 0, 3) for one in (q, k, v))
-        out = q
-        if q.shape[1]:
-            if self.attention is not None:
-                out = self.attention(q, k, v, **options)
-            else:
-                out = F.scaled_dot_product_attention(q, k, v, enable_gqa=True, **options)
-        out = out.permute(2, 0, 1, 3) if self.sequence_dim == 0 else out.transpose(1, 2)
+        out = attend(projected, self.head_dim, self.sequence_dim, self.attention, **options)
         bias = self.o_proj.bias
-        operands = out.flatten(2), self.o_proj.weight
+        operands = out, self.o_proj.weight
         if self.tp_group is None:
             return all_to_all_gemm(*operands, bias=bias, heads=self.heads[0], **how)  # type: ignore[no-any-return]
         total = shard_ops.sum_over_ranks(
@@ -217,3 +208,32 @@ class UlyssesAttention(nn.Module):
                 if linear.bias is not None:
                     linear.bias.zero_()
         return linear
+
+
+def attend(
+    projected: Sequence[Tensor],
+    head_dim: int,
+    sequence_dim: int,
+    attention: Callable[..., Tensor] | None,
+    **options: Any,
+) -> Tensor:
+    """Returns the heads' attention, in the shape of the projected queries.
+
+    Args:
+        projected: Queries, keys and values `[S, B, heads * head_dim]`, or `[B, S, ...]`.
+        head_dim: Columns of a head.
+        sequence_dim: Dimension of S, 0 or 1.
+        attention: Function as in `UlyssesAttention`, or None.
+        **options: Options of the function.
+    """
+    q, k, v = (one.unflatten(-1, (-1, head_dim)).transpose(-3, -2) for one in projected)
+    if sequence_dim == 0:  # [s, heads, b, d]
+        q, k, v = (one.permute(2, 1, 0, 3) for one in (q, k, v))
+    out = q
+    if q.shape[1]:
+        if attention is not None:
+            out = attention(q, k, v, **options)
+        else:
+            out = F.scaled_dot_product_attention(q, k, v, enable_gqa=True, **options)
+    out = out.permute(2, 0, 1, 3) if sequence_dim == 0 else out.transpose(1, 2)
+    return out.flatten(2)

@@ -1,7 +1,7 @@
 """Column- and row-parallel linear layers, and an MLP of them."""
 
-from collections.abc import Iterator
-from typing import Any, ClassVar
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -307,19 +307,14 @@ class ParallelMLP(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Multiplies, and adds a residual of the output's shape. The class describes the shapes."""
-        first, second, gating = self.gate_proj, self.up_proj, GATINGS[self.activation]
-        if is_bare(first) and is_bare(second) and first.sequence_parallel:
-            warn_unmarked_parameters(first, x)
-            biases = None if first.bias is None else [first.bias, second.bias]
-            operands, columns = (x, [first.weight, second.weight]), first.output_size + second.output_size
-            how: dict[str, Any] = {"dim": first.sequence_dim, "rows": first.rows, "columns": columns}
-            if why_not_fused(first.products, self.fuse, *first.promises) is None:
-                hidden = gated(*operands, biases, *gating, self.fuse, **how, **first.op_keywords)
-            else:
-                gate, up = first.products.all_gather_gemm(*operands, bias=biases, **how, **first.op_keywords)
-                hidden = gating.on_tensors(gate) * up
+        layers, gating = (self.gate_proj, self.up_proj), GATINGS[self.activation]
+        gather = shared_gather(layers, x)
+        if gather is not None and why_not_fused(layers[0].products, self.fuse, *layers[0].promises) is None:
+            weights, biases, how = gather
+            hidden = gated(x, weights, biases, *gating, self.fuse, **how)
         else:
-            hidden = gating.on_tensors(first(x)) * second(x)
+            gate, up = column_products(layers, x, gather)
+            hidden = gating.on_tensors(gate) * up
         return self.down_proj(hidden) if residual is None else self.down_proj(hidden, residual)
 
     def fusions(self, name: str) -> Iterator[Fusion]:
@@ -332,6 +327,47 @@ class ParallelMLP(nn.Module):
         else:
             why = why_not_fused(gate.products, self.fuse, *gate.promises)
         yield Fusion(name, gating_of(self.activation), ALL_GATHER_GEMM.name, why)
+
+
+class SharedGather(NamedTuple):
+    """Arguments of one `all_gather_gemm` for several layers: weights, biases or None, options."""
+
+    weights: list[Tensor]
+    biases: list[Tensor] | None
+    options: dict[str, Any]
+
+
+def shared_gather(layers: Sequence[ColumnParallelLinear], x: Tensor) -> SharedGather | None:
+    """Returns how layers share a gather of x; None if one is not bare, or x is not sharded by rows.
+
+    Args:
+        layers: Layers with the same options, all with a bias or none.
+        x: Input of the layers.
+    """
+    first = layers[0]
+    if not (all(map(is_bare, layers)) and first.sequence_parallel):
+        return None
+    warn_unmarked_parameters(first, x)
+    options: dict[str, Any] = {"dim": first.sequence_dim, "rows": first.rows, **first.op_keywords}
+    options["columns"] = sum(layer.output_size for layer in layers)
+    biases = [layer.bias for layer in layers if layer.bias is not None]
+    return SharedGather([layer.weight for layer in layers], biases or None, options)
+
+
+def column_products(
+    layers: Sequence[ColumnParallelLinear], x: Tensor, gather: SharedGather | None
+) -> Sequence[Tensor]:
+    """Returns each layer's product with x.
+
+    Args:
+        layers: Layers that `shared_gather` supports.
+        x: Input of the layers.
+        gather: Result of `shared_gather`; None: each layer is called.
+    """
+    if gather is None:
+        return [layer(x) for layer in layers]
+    weights, biases, options = gather
+    return layers[0].products.all_gather_gemm(x, weights, bias=biases, **options)
 
 
 def is_bare(layer: nn.Module) -> bool:

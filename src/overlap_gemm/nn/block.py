@@ -1,0 +1,148 @@
+"""A decoder block of tensor-parallel layers, and its attention."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from ..api.functional import Length
+from ..api.layer_epilogues import Activation
+from ..api.linears import LayerOptions
+from ..api.norms import RMSNorm
+from ..runtime.group import group_name, group_size
+from .attention import attend
+from .layers import ColumnParallelLinear, ParallelMLP, RowParallelLinear, column_products, shared_gather
+
+if TYPE_CHECKING:  # typing's own is newer than Python 3.10
+    from typing_extensions import Unpack
+
+
+class ParallelAttention(nn.Module):
+    """Attention whose heads are divided over the ranks, plus an optional residual.
+
+    With `sequence_parallel`, q, k and v share one gather of x, as gate and up do in `ParallelMLP`.
+
+    Input and output: `[S, B, hidden_size]`, or with `sequence_dim=1` `[B, S, hidden_size]`, replicated; with
+    `sequence_parallel` this rank's rows of it. The children have Llama's names: q_proj, k_proj, v_proj,
+    o_proj.
+
+    Args:
+        hidden_size: Width of input and output.
+        num_heads: Heads of queries over all ranks.
+        num_kv_heads: Heads of keys and values, which divides `num_heads`. Default: `num_heads`.
+        head_dim: Columns of a head. Default: `hidden_size // num_heads`.
+        qkv_bias: Add biases to queries, keys and values; `bias` is that of the output alone.
+        attention: Function of q, k and v, as in `UlyssesAttention`. Default: torch's
+            `scaled_dot_product_attention`.
+        rows: Total number of rows, as in `ColumnParallelLinear`.
+        fuse: Apply the residual as an epilogue, as in `RowParallelLinear`.
+        **options: Other options of `ColumnParallelLinear` and `RowParallelLinear`; `bias` is False by
+            default.
+
+    Raises:
+        ValueError: `num_kv_heads` does not divide `num_heads`, or the ranks do not divide `num_kv_heads`.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        qkv_bias: bool = False,
+        attention: Callable[..., Tensor] | None = None,
+        rows: Length = None,
+        fuse: bool | None = None,
+        **options: "Unpack[LayerOptions]",
+    ):
+        super().__init__()
+        kv_heads, world = num_kv_heads or num_heads, group_size(group_name(options.get("tp_group")))
+        if num_heads % kv_heads or kv_heads % world:
+            raise ValueError(
+                f"num_heads={num_heads} must be a multiple of num_kv_heads={kv_heads}, and that of the "
+                f"{world} ranks of tp_group"
+            )
+        self.num_heads, self.num_kv_heads = num_heads, kv_heads
+        self.head_dim, self.attention = head_dim or hidden_size // num_heads, attention
+        self.sequence_dim = options.get("sequence_dim", 0)
+        common: LayerOptions = {"bias": False, **options}
+        of_inputs: dict[str, Any] = {**common, "bias": qkv_bias, "rows": rows}
+        width, kv_width = (heads * self.head_dim for heads in (num_heads, kv_heads))
+        self.q_proj = ColumnParallelLinear(hidden_size, width, **of_inputs)
+        self.k_proj = ColumnParallelLinear(hidden_size, kv_width, **of_inputs)
+        self.v_proj = ColumnParallelLinear(hidden_size, kv_width, **of_inputs)
+        self.o_proj = RowParallelLinear(width, hidden_size, fuse=fuse, **common)
+
+    def forward(self, x: Tensor, residual: Tensor | None = None, **options: Any) -> Tensor:
+        """Attends, and adds a residual of the output's shape; options are passed to the function."""
+        layers = self.q_proj, self.k_proj, self.v_proj
+        projected = column_products(layers, x, shared_gather(layers, x))
+        out = attend(projected, self.head_dim, self.sequence_dim, self.attention, **options)
+        return self.o_proj(out) if residual is None else self.o_proj(out, residual)  # type: ignore[no-any-return]
+
+    def extra_repr(self) -> str:
+        """Returns the arguments for `print(module)`."""
+        return f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"
+
+
+class ParallelBlock(nn.Module):
+    """A decoder block: `x + attention(norm(x))`, then the same with a gated MLP.
+
+    Input and output are those of `ParallelAttention`. The children have Llama's names (input_layernorm,
+    self_attn, post_attention_layernorm, mlp): `load_state_dict` accepts the state of a `LlamaDecoderLayer`.
+    Its rotary positions belong in `attention`. Built from the same seed on every rank it is the shard of one
+    block.
+
+    Args:
+        hidden_size: Width of input and output.
+        num_heads: Heads of queries over all ranks.
+        ffn_hidden_size: Width between the products of the MLP, divided over the ranks.
+        num_kv_heads: Heads of keys and values, as in `ParallelAttention`.
+        head_dim: Columns of a head, as in `ParallelAttention`.
+        qkv_bias: Add biases to queries, keys and values; `bias` is that of the other linears.
+        attention: Function of q, k and v, as in `ParallelAttention`.
+        eps: Epsilon of both norms, `RMSNorm`.
+        activation: "silu" (SwiGLU), "gelu" or "gelu_tanh" (GeGLU).
+        rows: Total number of rows, as in `ColumnParallelLinear`.
+        fuse: Apply residuals and activation as epilogues, as in `ParallelMLP`.
+        **options: Other options of `ParallelMLP`.
+
+    Raises:
+        ValueError: The conditions of `ParallelAttention`.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        ffn_hidden_size: int,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        qkv_bias: bool = False,
+        attention: Callable[..., Tensor] | None = None,
+        eps: float = 1e-6,
+        activation: Activation = "silu",
+        rows: Length = None,
+        fuse: bool | None = None,
+        **options: "Unpack[LayerOptions]",
+    ):
+        super().__init__()
+        shared = "sequence_parallel", "tp_group", "device", "dtype"
+        of_norms: dict[str, Any] = {"eps": eps, "sequence_parallel": False}
+        of_norms |= {name: value for name, value in options.items() if name in shared}
+        self.input_layernorm = RMSNorm(hidden_size, **of_norms)
+        self.self_attn = ParallelAttention(
+            hidden_size, num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, qkv_bias=qkv_bias,
+            attention=attention, rows=rows, fuse=fuse, **options,
+        )  # fmt: skip
+        self.post_attention_layernorm = RMSNorm(hidden_size, **of_norms)
+        self.mlp = ParallelMLP(
+            hidden_size, ffn_hidden_size, activation=activation, rows=rows, fuse=fuse, **options
+        )
+
+    def forward(self, x: Tensor, **options: Any) -> Tensor:
+        """Computes the block; options are passed to the attention function, such as `is_causal=True`."""
+        x = self.self_attn(self.input_layernorm(x), x, **options)
+        return self.mlp(self.post_attention_layernorm(x), x)  # type: ignore[no-any-return]

@@ -1,0 +1,155 @@
+"""`nn.ParallelBlock` against transformers' LlamaDecoderLayer, whose state it loads, with gradients."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import (
+    LlamaDecoderLayer,
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+)
+
+import overlap_gemm
+from overlap_gemm.nn import ParallelBlock, full_state_dict
+from overlap_gemm.spec.sharding import Shards
+
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM, BATCH = 8, 8, 4, 2, 2
+
+
+def make_llama(bias, dtype=torch.float64):
+    """Returns a decoder layer, and a function that computes it for x `[B, S, hidden]`."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=HIDDEN, intermediate_size=12, num_attention_heads=HEADS, num_key_value_heads=KV_HEADS,
+        head_dim=HEAD_DIM, attention_bias=bias, mlp_bias=bias, attn_implementation="sdpa",
+    )  # fmt: skip
+    layer = LlamaDecoderLayer(config, 0).to(dtype)
+    for name in ("input_layernorm", "post_attention_layernorm"):  # Llama's own compute in float32
+        setattr(layer, name, torch.nn.RMSNorm(HIDDEN, eps=config.rms_norm_eps, dtype=dtype))
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+
+    rotary = LlamaRotaryEmbedding(config)
+
+    def call(x):
+        out = layer(x, position_embeddings=positions(x))
+        return out[0] if isinstance(out, tuple) else out
+
+    def positions(x):
+        return rotary(x, torch.arange(x.shape[1])[None])
+
+    def attention(q, k, v):
+        rotated = apply_rotary_pos_emb(q, k, *positions(q.transpose(1, 2)))
+        return F.scaled_dot_product_attention(*rotated, v, is_causal=True, enable_gqa=True)
+
+    return layer, call, attention
+
+
+def make_block(layer, attention, bias, **options):
+    dtype = layer.input_layernorm.weight.dtype
+    block = ParallelBlock(
+        HIDDEN, HEADS, 12, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, bias=bias, qkv_bias=bias,
+        attention=attention, dtype=dtype, **options,
+    )  # fmt: skip
+    block.load_state_dict(layer.state_dict())
+    return block
+
+
+def check_block(rank, size, rows, sequence_parallel, dim, fuse, how):
+    """Compares the result and the gradients of the input and of every parameter."""
+    torch._dynamo.reset()
+    bias = dim == 1
+    layer, llama, attention = make_llama(bias)
+    options = {"sequence_parallel": sequence_parallel, "sequence_dim": dim, "fuse": fuse}
+    block = make_block(layer, attention, bias, rows=rows, **options)
+    x = torch.randn(BATCH, rows, HIDDEN, dtype=torch.float64, requires_grad=True)
+    expected, grad = llama(x), torch.randn_like(x)
+    expected.backward(grad)
+
+    def part_of(tensor):
+        tensor = tensor.detach().transpose(0, 1 - dim)  # [S, B, hidden] or [B, S, hidden]
+        start, stop = Shards.even(rows, size).range(rank) if sequence_parallel else (0, rows)
+        return tensor.narrow(dim, start, stop - start).clone()
+
+    call = {
+        "eager": block,
+        "compiled": torch.compile(block, fullgraph=True, backend="aot_eager"),
+        "recomputed": lambda x: checkpoint(block, x, use_reentrant=False),
+    }[how]
+    with torch.no_grad():
+        torch.testing.assert_close(call(part_of(x)), part_of(expected))
+    local = part_of(x).requires_grad_()
+    out = call(local)
+    torch.testing.assert_close(out, part_of(expected))
+    out.backward(part_of(grad))
+    torch.testing.assert_close(local.grad, part_of(x.grad))
+    owners = {name: module for name, module in block.named_modules() if hasattr(module, "shard")}
+    gradients = dict(block.named_parameters())
+    for name, parameter in layer.named_parameters():
+        module, _, kind = name.rpartition(".")
+        full = parameter.grad
+        wanted = owners[module].shard(kind, full) if module in owners else full
+        torch.testing.assert_close(gradients.pop(name).grad, wanted, msg=name)
+    assert not gradients
+    assert all(torch.equal(full, layer.state_dict()[name]) for name, full in full_state_dict(block).items())
+
+
+@pytest.mark.parametrize(
+    ("world", "rows", "sequence_parallel", "dim", "fuse", "how"),
+    [
+        (1, 5, True, 0, None, "eager"),
+        (2, 7, True, 1, True, "eager"),
+        (2, 6, True, 0, None, "compiled"),
+        (2, 6, False, 1, True, "compiled"),
+        (2, 7, True, 0, True, "recomputed"),
+        (4, 9, True, 0, None, "eager"),  # the last rank has no rows
+        (4, 6, False, 0, None, "eager"),
+    ],
+)
+def test_block_equals_llamas_decoder_layer(ranks, world, rows, sequence_parallel, dim, fuse, how):
+    ranks(world).run(check_block, rows, sequence_parallel, dim, fuse, how)
+
+
+def check_autocast(rank, size):
+    layer, llama, attention = make_llama(bias=False, dtype=torch.float32)
+    block = make_block(layer, attention, bias=False, sequence_parallel=True)
+    x = torch.randn(BATCH, 6, HIDDEN)
+    local = x.transpose(0, 1).chunk(size)[rank]
+    exact = llama(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        out, wanted = block(local), llama(x)
+    assert out.dtype == wanted.dtype == torch.float32
+    wanted, exact = (one.transpose(0, 1).chunk(size)[rank] for one in (wanted, exact))
+    assert (out - exact).norm() < 1.5 * (wanted - exact).norm()
+
+
+def test_block_under_autocast_errs_as_much_as_the_unsharded_one(ranks):
+    ranks(2).run(check_autocast)
+
+
+def check_rest(rank, size):
+    torch.manual_seed(1)
+    block = ParallelBlock(8, 4, 6, sequence_parallel=True, dtype=torch.float64)
+    torch.manual_seed(1)
+    unsharded = ParallelBlock(8, 4, 6, tp_group=alone(rank, size), dtype=torch.float64)
+    x = torch.randn(6, 2, 8, dtype=torch.float64)
+    wanted = unsharded(x, is_causal=True)
+    torch.testing.assert_close(block(x.chunk(size)[rank], is_causal=True), wanted.chunk(size)[rank])
+    assert not torch.allclose(unsharded(x), wanted)
+    ops = ["mlp", "mlp.down_proj", "self_attn.o_proj"]
+    fusions = overlap_gemm.explain(block)
+    assert sorted(one.module for one in fusions if one.why_not is None) == ops
+    with pytest.raises(ValueError, match="num_heads=6 must be a multiple of num_kv_heads=3.* 2 ranks"):
+        ParallelBlock(12, 6, 8, num_kv_heads=3)
+
+
+def alone(rank, size):
+    """Returns a group of this rank."""
+    groups = [torch.distributed.new_group([one]) for one in range(size)]
+    return groups[rank]
+
+
+def test_block_drawn_from_a_seed_with_torchs_attention(ranks):
+    ranks(2).run(check_rest)
