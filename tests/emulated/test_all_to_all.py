@@ -10,6 +10,7 @@ from overlap_gemm.testing.emulated import judge, poisoned_allocations, run_launc
 from tests.support.emulated.chosen import in_turn
 from tests.support.emulated.mutated_words import FLAGS_AND_WAITS, REASONS, TWO_CALLS
 from tests.support.emulated.op_runs import LARGER, SMALL, lagging, name, run, world_of
+from tests.support.emulated.scaled_cases import Scaled, queue
 from tests.support.emulated.sequences import ARCHS, Call, run_sequence
 
 OP = "gemm_all_to_all"
@@ -111,24 +112,6 @@ def test_few_heads_are_replicated_and_no_head_is_cut():
             assert ((out.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-4).all()
 
 
-def test_operands_of_8_bits_with_scales_of_rows():
-    torch.manual_seed(0)
-    (x, scale_x), (weight, scale_w) = (
-        overlap_gemm.quantize_rows(torch.randn(rows, 128)) for rows in (96, 128)
-    )
-    with world_of("sm_90a", 2, {"mma": "pingpong", "tile": (64, 128)}) as world, poisoned_allocations():
-        outs = [
-            overlap_gemm.gemm_all_to_all(
-                shard, weight, group=group, rows=96, backend="fused", deterministic=False,
-                scale_x=shard_scale, scale_w=scale_w,
-            )
-            for shard, shard_scale, group in zip(x.chunk(2), scale_x.chunk(2), world.names, strict=True)
-        ]  # fmt: skip
-        world.synchronize()
-    exact = (x.double() * scale_x.double()) @ (weight.double() * scale_w.double()).t()
-    assert ((torch.cat(outs, 1).double() - exact).abs() <= 2**-7 * exact.abs() + 0.02).all()
-
-
 @pytest.mark.parametrize(
     ("rows", "columns", "dtype", "reason"),
     [
@@ -141,6 +124,13 @@ def test_what_it_does_not_take_is_named(rows, columns, dtype, reason):
     x, weight = torch.randn(rows, 16, dtype=dtype).chunk(2)[0], torch.randn(columns, 16, dtype=dtype)
     with world_of("sm_100a", 2) as world, pytest.raises(ValueError, match=reason):
         overlap_gemm.gemm_all_to_all(x, weight, group=world.names[0], rows=rows, backend="fused")
+
+
+def test_columns_that_do_not_begin_with_a_block_of_scales_are_refused():
+    """Checks a width for which a kernel would read the scales of the block before."""
+    case = Scaled(OP, 32, 2 * 136, 128, blocks=128)
+    with world_of("sm_90a", 2) as world, pytest.raises(ValueError, match="136 columns a rank, .* of 128: a"):
+        queue(case, world)
 
 
 def two_calls(options):

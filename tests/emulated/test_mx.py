@@ -160,7 +160,7 @@ class Case:
         spec, ranks = OPS[self.op], ranks or len(outs)
         wide = lambda a, scale: a.double() * scale.double().repeat_interleave(32, 1)[:, : a.shape[1]]  # noqa: E731
         every = [self.operands(rank, ranks) for rank in range(1 if spec.x is None else ranks)]
-        if spec.gathers_operand:
+        if spec.x == "m":
             rows = torch.cat([wide(x, scale) for x, _, scale, _ in every])
             products = [(rows, wide(every[0][1], every[0][3]))]
         else:
@@ -188,6 +188,7 @@ PAIR = {"mma": "2cta", "tile": (256, 128), "cluster": (2, 1)}
         pytest.param(2, Case(AR, 70, 264, 2 * 160), TILE, "one_shot", marks=pytest.mark.slow),
         (3, Case(AR, 133, 264, 3 * 64), TILE, "two_shot"),
         (2, Case(AG, 140, 272, 160), TILE, None),
+        (3, Case("gemm_all_to_all", 101, 3 * 72, 160), TILE, None),
         (3, Case(GATHER, 130, 72, 160), TILE, None),
         pytest.param(4, Case(GATHER, 3, 136, 32, torch.float8_e5m2), TILE, None, marks=pytest.mark.slow),
         (1, Case(GATHER, 66, 20, 288), TILE, None),

@@ -17,6 +17,7 @@ from overlap_gemm.tuning.settings import configured
 from tests.support.emulated.flag_order import with_flags_before_scales
 from tests.support.emulated.op_runs import SMALL, lagging, world_of
 from tests.support.emulated.scaled_cases import (
+    A2A,
     AG,
     AR,
     E4M3,
@@ -44,6 +45,8 @@ from tests.support.emulated.scaled_cases import (
         ("sm_100a", 2, Scaled(GATHER, 130, 40, 48)),
         pytest.param("sm_90a", 2, Scaled(RS, 70, 72, 96, E5M2, weight=E4M3), marks=pytest.mark.slow),
         ("sm_90a", 2, Scaled(GATHER, 70, 72, 48, E4M3, weight=E5M2)),
+        ("sm_90a", 2, Scaled(A2A, 101, 2 * 72, 144)),
+        ("sm_100a", 3, Scaled(A2A, 100, 3 * 72, 240)),
         ("sm_100a", 2, Scaled(AR, 70, 72, 96, E5M2, weight=E4M3)),
         ("sm_90a", 3, Scaled(RS, 70, 72, 3 * 145 - 1)),  # rank 2 has another K, padded as far
         pytest.param("sm_90a", 2, Scaled(AR, 20, 72, 2 * 17, E5M2), marks=pytest.mark.slow),
@@ -76,6 +79,7 @@ def test_every_partial_has_its_own_ranks_scales(arch, ranks, case):
         pytest.param(3, Scaled(RS, 70, 136, 3 * 144, blocks=32), marks=pytest.mark.slow),
         (2, Scaled(GATHER, 70, 2 * 160, 144, E5M2, blocks=32)),
         (2, Scaled(AR, 70, 264, 2 * 144, E5M2, torch.float16, bias=False, blocks=128)),
+        (2, Scaled(A2A, 101, 2 * 128, 272, blocks=128)),
         pytest.param(2, Scaled(RS, 70, 136, 2 * 270 - 1, blocks=128), marks=pytest.mark.slow),
         (2, Scaled(GATHER, 70, 2 * 128, 259, blocks=128)),
         pytest.param(2, Scaled(GATHER, 70, 2 * 32, 145, blocks=32), marks=pytest.mark.slow),
@@ -95,7 +99,7 @@ def test_scales_of_blocks(ranks, case):
         world.synchronize()
         for one, outs in zip(cases, queued, strict=True):
             assert share_of_bound(one, outs) <= 1
-        for which in (3, 4) if case.op in (RS, GATHER) and ranks > 1 else ():
+        for which in (3, 4) if case.op in (RS, GATHER, A2A) and ranks > 1 else ():
             spoil = lambda _, given, at=which: (*given[:at], given[at].roll(1, 1), *given[at + 1 :])  # noqa: E731
             changed = queue(case, world, spoil)
             world.synchronize()

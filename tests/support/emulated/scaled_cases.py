@@ -21,7 +21,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 RS, AR, AG = "gemm_reduce_scatter", "gemm_all_reduce", "gemm_all_gather"
 
 
-GATHER = "all_gather_gemm"
+GATHER, A2A = "all_gather_gemm", "gemm_all_to_all"
 
 
 @dataclass(frozen=True)
@@ -107,11 +107,11 @@ def share_of_bound(case, outs):
     exact = magnitude = rounded = torch.zeros((), dtype=torch.float64)
     every = [case.operands(rank, ranks) for rank in range(1 if spec.x is None else ranks)]
     bias = every[0][2]
-    if spec.gathers_operand:
+    if spec.x == "m":
         gathered = torch.cat([dequantised(x, scale, case.blocks) for x, _, _, scale, _ in every])
         every = [(gathered, every[0][1], bias, torch.ones(()), every[0][4])]
     for x, weight, _, scale_x, scale_w in every:
-        a = dequantised(x, scale_x, 0 if spec.gathers_operand else case.blocks)
+        a = dequantised(x, scale_x, 0 if spec.x == "m" else case.blocks)
         b = dequantised(weight, scale_w, case.blocks)
         exact, magnitude = exact + a @ b.t(), magnitude + a.abs() @ b.abs().t()
         rounded = rounded + (a @ b.t()).abs() * (ranks > 1 and spec.sums)

@@ -26,6 +26,7 @@ from ...spec.sharding import Shards, ceil_div
 from ...tuning.settings import late_weights, settings, within
 from ...tuning.space import choose_config, constants
 from ...tuning.time_model import Facts
+from ..base import Problem
 from ..scales.tma_operands import ROW_ELEMENTS, aligned, has_tma_strides, major, padded
 from . import plan_cache as plans
 from .compiled import compiled_gather
@@ -41,6 +42,22 @@ from .plan_cache import (
     resident_clusters,
 )
 from .transport_hosts import obtain_transport, requested_transport
+
+
+def why_not(problem: Problem) -> str | None:
+    """Returns the reason K or the promises allow no all-to-all of x in a kernel; None if they do."""
+    world, promises = problem.world_size, problem.promises
+    if problem.width % (world * ROW_ELEMENTS):
+        return (
+            f"K={problem.width} in {world} parts must be a multiple of {ROW_ELEMENTS} a rank: "
+            f"TMA rows are whole 16 bytes"
+        )
+    if promises.leaves and world > 1:
+        return (
+            f"kernels sum K from a rank's own columns on, so bits depend on the rank that has a row, and "
+            f"it on M (invariant={promises.invariant!r})"
+        )
+    return None
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...config.arch import ARCHS, arch_of_capability
-from ...config.scale_blocks import BLOCKS, Blocks, in_words
+from ...config.scale_blocks import BLOCKS, PROMOTED, Blocks, in_words
 from ...config.visitors import Visitor
 from ...exchange.geometry import MAX_WORLD, ExchangeShape
 from ...runtime import executor
@@ -145,7 +145,7 @@ class Fused:
                 return reason
         elif problem.dtype not in DTYPES:
             return f"fused kernels take bfloat16 or float16, not {problem.dtype}"
-        if spec.reshards_k and (reason := self.why_no_exchange(problem)):
+        if spec.reshards_k and (reason := exchange.why_not(problem)):
             return reason
         if problem.has_partial_epilogue and (reason := why_after(problem, problem.width)):
             return reason
@@ -162,29 +162,17 @@ class Fused:
                     )
         for width in problem.widths or (problem.width,):
             columns = shard_rows(width, problem.world_size)
-            if spec.has_local_columns and (columns % ROW_ELEMENTS or width % ROW_ELEMENTS):
+            unit, why = ROW_ELEMENTS, "tiles are stored 16 bytes at a time"
+            if spec.weight is None and problem.blocks in PROMOTED and columns < width:
+                unit, why = problem.blocks[1], "a rank's columns begin with a block of scales"
+            if spec.has_local_columns and (columns % unit or width % ROW_ELEMENTS):
                 return (
                     f"N={width} in {problem.world_size} parts is {columns} columns a rank, which must "
-                    f"be a multiple of {ROW_ELEMENTS}: tiles are stored 16 bytes at a time"
+                    f"be a multiple of {unit}: {why}"
                 )
         if problem.world_size > MAX_WORLD:
             return f"a workspace has words for {MAX_WORLD} ranks, not {problem.world_size}"
         return self.why_no_tree(problem)
-
-    def why_no_exchange(self, problem: Problem) -> str | None:
-        """Returns the reason K or the promises allow no all-to-all of x in a kernel; None if they do."""
-        world, promises = problem.world_size, problem.promises
-        if problem.width % (world * ROW_ELEMENTS):
-            return (
-                f"K={problem.width} in {world} parts must be a multiple of {ROW_ELEMENTS} a rank: "
-                f"TMA rows are whole 16 bytes"
-            )
-        if promises.leaves and world > 1:
-            return (
-                f"kernels sum K from a rank's own columns on, so bits depend on the rank that has a row, and "
-                f"it on M (invariant={promises.invariant!r})"
-            )
-        return None
 
     def why_no_tree(self, problem: Problem) -> str | None:
         """Returns the reason fused kernels cannot sum K in the promised leaves; None if they can."""
