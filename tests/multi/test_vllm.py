@@ -47,16 +47,22 @@ def stand_in(calls):
     class UnquantizedLinearMethod:
         pass
 
-    class FP8ScaledMMLinearKernel:
+    class QuantFP8:
         """Scales of each token, or the layer's own; rows padded to 17, as vLLM pads for torch's product."""
 
-        config = SimpleNamespace(out_dtype=None)
+        def __init__(self, by_token):
+            self.static, self.use_per_token_if_dynamic = False, by_token
 
-        def quant_fp8(self, x, scale, bound):
+        def __call__(self, x, scale, bound):
             padded = nn.functional.pad(x, (0, 0, 0, max(0, 17 - len(x))), value=7.0)
             if scale is None:
                 return quantize_rows(padded)
             return (padded / scale).clamp(-448, 448).to(torch.float8_e4m3fn), scale
+
+    class FP8ScaledMMLinearKernel:
+        def __init__(self, by_token=True):
+            self.config = SimpleNamespace(out_dtype=None, by_token=by_token)
+            self.quant_fp8 = QuantFP8(by_token)
 
         def apply_weights(self, layer, x, bias=None):
             raise AssertionError("the layer's own forward is a stand-in")
@@ -186,7 +192,6 @@ def serves(rank, size):
             assert layer_class(weight, bias, **option)(own)[0] == "vLLM's"
             assert calls == ["own"]
         for owner, name, asked in (
-            (modules["vllm.envs"], "VLLM_BATCH_INVARIANT", True),
             (settings.kernel_config, "linear_backend", "flashinfer_cutlass"),
             (settings.compilation_config.pass_config, "enable_sp", True),
         ):
@@ -198,6 +203,52 @@ def serves(rank, size):
             assert calls == ["own"]
             said.assert_called_once_with("vLLM's own forward of RowParallelLinear runs: %s", name)
         opcheck(own, weight, bias)
+
+
+def rows_alone_equal(layer, x):
+    """Compares the results of rows among all of x, and alone, bit for bit; returns all results."""
+    out, _ = layer(x)
+    for rows in (slice(0, 1), slice(3, 6), slice(40, 130)):
+        assert torch.equal(layer(x[rows])[0], out[rows])
+    return out
+
+
+def keeps_the_batch_invariant_mode(rank, size):
+    """Rows have the bits of a call of their own where vLLM's mode is on; the stand-in's pair has not."""
+    calls = []
+    with registered(calls) as (modules, layer_class, *_):
+        torch.manual_seed(0)
+        full, bias, x = torch.randn(48, 256 * size), torch.randn(48), torch.randn(130, 256 * size)
+        weight, local = (each.chunk(size, 1)[rank].contiguous() for each in (full, x))
+        with pytest.raises(AssertionError):
+            rows_alone_equal(layer_class(weight, bias), local)
+        calls.clear()
+        kernel = modules["vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel"]
+        values, scale = quantize_rows(weight)
+        options = {"weight_scale": scale, "input_scale": None}
+        with (
+            mock.patch.object(modules["vllm.envs"], "VLLM_BATCH_INVARIANT", True),
+            mock.patch.object(plugin.logger, "warning") as warning,
+        ):
+            out = rows_alone_equal(layer_class(weight, bias), local)
+            torch.testing.assert_close(out, x @ full.t() + bias, rtol=1e-4, atol=1e-3)
+            for by_token in (True, False):
+                method = SimpleNamespace(any_name=kernel.FP8ScaledMMLinearKernel(by_token))
+                layer = layer_class(values, bias, quant_method=method, **options)
+                layer.weight = nn.Parameter(layer.weight.t(), requires_grad=False)
+                if by_token:
+                    out = rows_alone_equal(layer, local)
+                    error = (out - (x @ full.t() + bias)).norm() / out.norm()
+                    assert 0 < float(error) < 0.05 and not calls and not warning.called
+            assert layer(local)[0] == "vLLM's" and "depends on all tokens" in warning.call_args.args[1]
+        with mock.patch.object(plugin, "promises_of", lambda: SimpleNamespace(invariant="ranks")):
+            calls.clear()
+            rows_alone_equal(layer_class(weight, bias), local)
+            assert not calls, "a promise of the environment is kept, too"
+
+
+def test_keeps_the_batch_invariant_mode(ranks):
+    ranks(2).run(keeps_the_batch_invariant_mode)
 
 
 def opcheck(own, weight, bias):
@@ -333,6 +384,7 @@ def test_names_of_the_released_wheel(tmp_path):
                 "vllm/distributed/communication_op.py", "vllm/distributed/parallel_state.py",
                 "vllm/model_executor/layers/linear.py", "vllm/model_executor/custom_op.py",
                 "vllm/model_executor/kernels/linear/scaled_mm/ScaledMMLinearKernel.py",
+                "vllm/model_executor/layers/quantization/input_quant_fp8.py",
                 "vllm/plugins/__init__.py", "vllm/envs.py", "vllm/config/vllm.py", "vllm/config/kernel.py",
             )
         }  # fmt: skip
@@ -357,6 +409,9 @@ def test_names_of_the_released_wheel(tmp_path):
     product = [argument.arg for argument in methods["apply_scaled_mm"].args.kwonlyargs]
     assert product == ["A", "B", "out_dtype", "As", "Bs", "bias", "output_shape"]
     assert "_get_layer_params" in methods and "quant_fp8" in ast.dump(methods["__init__"])
+    quantize = ast.dump(defined["QuantFP8"])
+    assert "attr='static', ctx=Store()" in quantize
+    assert "attr='use_per_token_if_dynamic', ctx=Store()" in quantize
     layer = defined["RowParallelLinear"]
     forward = next(node for node in layer.body if getattr(node, "name", None) == "forward")
     assert [argument.arg for argument in forward.args.args] == ["self", "input_"]

@@ -7,8 +7,12 @@ of tokens: `gemm_all_reduce` if the model of `overlap_gemm.tuning` predicts the 
 product and collective, otherwise vLLM's own product and all-reduce. Activations are quantised by vLLM's own
 kernel.
 
-vLLM's own forward runs for all layers with `VLLM_BATCH_INVARIANT`, a `linear_backend` other than "auto", or
-the pass `enable_sp`. The logger reports it once.
+With `VLLM_BATCH_INVARIANT` all calls are `gemm_all_reduce(..., invariant="batch")`: a choice by the number of
+tokens would make bits depend on it. vLLM's mode makes its own products and NCCL's sums independent of the
+batch, in another order.
+
+vLLM's own forward runs for all layers with a `linear_backend` other than "auto" or the pass `enable_sp`. The
+logger reports it once.
 
 vLLM 0.24 is the oldest that is supported. Tested in 0.32 on CPUs; written against the sources of 0.24 to
 0.33. The disadvantage: vLLM can fuse an all-reduce with RMSNorm, but not one within an opaque op.
@@ -25,10 +29,11 @@ from torch import Tensor
 
 from ..api.functional import gemm_all_reduce
 from ..backends.base import Problem
-from ..backends.op_call import OpCall
+from ..backends.op_call import OpCall, promises_of
 from ..backends.select import choose
 from ..runtime.group import find
 from ..spec import GEMM_ALL_REDUCE
+from ..spec.promises import Invariant
 
 logger = logging.getLogger(f"vllm.{__name__}")  # vLLM shows messages of its own loggers only
 
@@ -77,11 +82,14 @@ def _register() -> type:
 
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **options)
-            why = _why_not(get_current_vllm_config_or_none(), envs)
+            why = _why_not(get_current_vllm_config_or_none())
             if why is not None:
                 _log_fallback(why)
             self._uses_vllm_forward = why is not None
             self._scaled = _kernel_of(self, FP8ScaledMMLinearKernel)
+            if envs.VLLM_BATCH_INVARIANT and self._scaled is not None and not _quantizes_rows(self._scaled):
+                _log_fallback("VLLM_BATCH_INVARIANT, and an 8-bit input's scale depends on all tokens")
+                self._scaled = None
 
         def forward(self, input_: Tensor) -> Any:
             plain = type(self.quant_method) is UnquantizedLinearMethod and self.weight.ndim == 2
@@ -120,6 +128,12 @@ def _kernel_of(layer: Any, kind: type | None) -> str | None:
     return None
 
 
+def _quantizes_rows(name: str) -> bool:
+    """Returns whether a kernel in `_kernels` quantises each row of x independently of the others."""
+    quantize = _kernels[name].quant_fp8
+    return bool(quantize.static or quantize.use_per_token_if_dynamic)
+
+
 def _is_by_columns(weight: Tensor, x: Any, columns: int) -> bool:
     """Returns whether a weight is float8_e4m3fn `[K, N]`, K contiguous, not packed or padded, and fits x."""
     return (
@@ -144,14 +158,13 @@ def _multiply(layer: Any, name: Any, x: Tensor, bias: Tensor | None) -> Tensor:
     return out.view(*x.shape[:-1], weight.shape[1])
 
 
-def _why_not(config: Any, envs: Any) -> str | None:
+def _why_not(config: Any) -> str | None:
     """Returns the first setting of vLLM that our op would not respect, or None.
 
     Sequence parallelism, a pass of vLLM up to 0.31, rewrites neighbouring all-reduces of a graph together. It
     does not find those within our op.
     """
     options = {
-        "VLLM_BATCH_INVARIANT": envs.VLLM_BATCH_INVARIANT,
         "linear_backend": config is not None and config.kernel_config.linear_backend != "auto",
         "enable_sp": config is not None
         and getattr(config.compilation_config.pass_config, "enable_sp", False),
@@ -180,9 +193,9 @@ def _row_parallel(x: Tensor, weight: Tensor, bias: Tensor | None, k: int) -> Ten
     group = get_tp_group().device_group
     ranks = find(group)
     rows = x.numel() // x.shape[-1] if x.shape[-1] else 0
-    problem = Problem.of(GEMM_ALL_REDUCE.name, OpCall(rows=rows, columns=weight.shape[0], k=k), x, ranks)
-    if _overlaps(problem):
-        return gemm_all_reduce(x, weight, bias=bias, group=group, k=k)
+    call = OpCall(rows=rows, columns=weight.shape[0], k=k, invariant=_invariant())
+    if call.invariant or _overlaps(Problem.of(GEMM_ALL_REDUCE.name, call, x, ranks)):
+        return gemm_all_reduce(x, weight, bias=bias, group=group, k=k, invariant=call.invariant)
     # As in vLLM, the bias is added to one rank's product.
     return tensor_model_parallel_all_reduce(F.linear(x, weight, bias if ranks.rank == 0 else None))
 
@@ -213,15 +226,15 @@ def _scaled_row_parallel(
     group = get_tp_group().device_group
     ranks = find(group)
     rows, columns = x.shape[0], weight.shape[1]
-    call = OpCall(rows=rows, columns=columns, k=k, out_dtype=out_dtype)
-    problem = Problem.of(GEMM_ALL_REDUCE.name, call, x, ranks, weight)
-    if _overlaps(problem):
+    call = OpCall(rows=rows, columns=columns, k=k, out_dtype=out_dtype, invariant=_invariant())
+    if call.invariant or _overlaps(Problem.of(GEMM_ALL_REDUCE.name, call, x, ranks, weight)):
         by_row = scale_x.reshape(-1, 1) if scale_x.numel() > 1 else scale_x
         by_column = scale_w.reshape(1, -1) if scale_w.numel() > 1 else scale_w
         bias = None if bias is None else bias.to(out_dtype)
         return gemm_all_reduce(
-            x, weight.t(), bias=bias, group=group, k=k, scale_x=by_row, scale_w=by_column, out_dtype=out_dtype
-        )
+            x, weight.t(), bias=bias, group=group, k=k, scale_x=by_row, scale_w=by_column,
+            out_dtype=out_dtype, invariant=call.invariant,
+        )  # fmt: skip
     product = _kernels[kernel].apply_scaled_mm(
         A=x, B=weight, out_dtype=out_dtype, As=scale_x, Bs=scale_w,
         bias=bias if ranks.rank == 0 else None, output_shape=[rows, columns],
@@ -234,6 +247,13 @@ def _(
     x: Tensor, weight: Tensor, scale_x: Tensor, scale_w: Tensor, bias: Any, out_dtype: torch.dtype, *_: Any
 ) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[1], dtype=out_dtype)
+
+
+def _invariant() -> Invariant | None:
+    """Returns the invariance of calls: that of `OVERLAP_GEMM_INVARIANT`, else "batch" in vLLM's mode."""
+    from vllm import envs
+
+    return promises_of().invariant or ("batch" if envs.VLLM_BATCH_INVARIANT else None)
 
 
 @cache
