@@ -301,16 +301,22 @@ def test_an_epilogue_is_timed_next_to_the_op_alone_and_to_operations_after_it(na
     (row,) = report["results"]
     assert row["epilogue"] == name and report["skipped"] == []
     ours = row["eager"]["ours"]
-    assert list(ours) == [f"decomposed{part}" for part in ("", ", alone", ", eager", ", compiled")]
+    norms = {
+        "add_residual_squared": ("", ", eager", ", compiled"),
+        "scale_gathered_rows": (", eager", ", compiled"),
+    }
+    ends = ["", ", alone", ", eager", ", compiled", *(f", norm{end}" for end in norms.get(name, ()))]
+    assert set(ours) == {f"decomposed{end}" for end in ends}
     assert ours["decomposed, alone"]["of_alone"] == 1
     seconds = row["eager"]["seconds"]
     assert ours["decomposed"]["of_alone"] > 0 and seconds["decomposed, compiled"] > 0
     assert "by torch after the op" in ours["decomposed"]["epilogue"]
-    assert len(compiled) == 1
+    assert len(compiled) == {"add_residual_squared": 3, "scale_gathered_rows": 2}.get(name, 1)
     text = " ".join(result.output.split())
     assert re.search(
-        rf"alone [\d.]+ with {name}, [\d.]+ compiled after, [\d.]+ eager after; {name}: by", text
+        rf"alone [\d.]+ with {name}, [\d.]+ compiled after, [\d.]+ eager after[^;]*; {name}: by", text
     )
+    assert ("with compiled norm" in text) == (name in norms)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -340,11 +346,25 @@ def test_the_calls_of_an_epilogue_return_the_same(op, name, dtype, ranks, compil
     made = calls.by(operands, resolve(""), ["decomposed"])
     results = {one: call() for one, call in made.items()}
     alone = results.pop("decomposed, alone")
+    norms = {one: results.pop(one) for one in list(results) if ", norm" in one}
     expected, *others = (one if isinstance(one, (tuple, list)) else (one,) for one in results.values())
     for other in others:
         for value, wanted in zip(other, expected, strict=True):
             torch.testing.assert_close(value, wanted, rtol=2e-2, atol=2e-2)
     assert alone.shape != expected[0].shape or not torch.equal(alone, expected[0])
+    for result in norms.values():
+        if name == "scale_gathered_rows":
+            normal = torch.nn.functional.rms_norm(operands.x, operands.x.shape[-1:], None, 1e-6)
+            wanted = (normal.float() @ operands.weight.float().t(),)
+            result = (result,)
+        else:
+            wanted = (
+                expected[0],
+                torch.nn.functional.rms_norm(expected[0], expected[0].shape[-1:], None, 1e-6),
+            )
+        for value, right in zip(result, wanted, strict=True):
+            torch.testing.assert_close(value, right.to(dtype), rtol=2e-2, atol=2e-2)
+    assert bool(norms) == (name in ("add_residual_squared", "scale_gathered_rows"))
 
 
 def test_ratios_are_to_the_op_alone():

@@ -7,7 +7,8 @@
 | `fused, eager`     | the call alone, then the epilogue by torch's operations          |
 | `fused, compiled`  | the call alone, then these operations compiled by `torch.compile` |
 
-The same for other backends. A baseline of torch is followed by the compiled operations, too.
+The same for other backends, and with an RMS norm (`norm_calls`). A baseline of torch is followed by the
+compiled operations, too.
 """
 
 from collections.abc import Sequence
@@ -23,7 +24,9 @@ from overlap_gemm.spec import OPS
 from overlap_gemm.spec.sharding import Shards
 from overlap_gemm.testing.workload import Call, OpTensors, Workload
 
-ALONE, AFTER, COMPILED = ", alone", ", eager", ", compiled"
+from .norm_calls import AFTER, COMPILED, norm_calls
+
+ALONE = ", alone"
 
 
 def backend_of(name: str) -> str:
@@ -83,6 +86,12 @@ class EpilogueCalls:
             calls[backend + ALONE] = alone
             calls[backend + AFTER] = self.followed(alone, operands, group, self._apply)
             calls[backend + COMPILED] = self.followed(alone, operands, group, self.compiled)
+
+            def of(x: Tensor, backend: str = backend) -> Any:
+                return self.workload.by(backend, operands._replace(x=x), group)()
+
+            norms = norm_calls(self.epilogue, operands.x, applied.inputs, calls[backend], of)
+            calls |= {backend + end: call for end, call in norms.items()}
         return calls
 
     def followed(self, call: Call, operands: OpTensors, group: Group, apply: Any = None) -> Call:

@@ -19,7 +19,8 @@ from overlap_gemm.tuning.driver import Load
 from overlap_gemm.tuning.prediction import Prediction
 from overlap_gemm.tuning.timing import Timings
 
-from .epilogue_calls import AFTER, ALONE, COMPILED, backend_of
+from .epilogue_calls import ALONE, backend_of
+from .norm_calls import AFTER, COMPILED, NORM
 
 Mode = Literal["eager", "graph"]
 EAGER: Mode = "eager"
@@ -168,6 +169,9 @@ def _of_alone(result: Mapping[str, Any]) -> Iterator[str]:
                     (name, f"with {result['epilogue']}"),
                     (name + COMPILED, "compiled after"),
                     (name + AFTER, "eager after"),
+                    (name + NORM, "with norm of rows' squares"),
+                    (name + NORM + COMPILED, "with compiled norm"),
+                    (name + NORM + AFTER, "with eager norm"),
                 )
                 if "of_alone" in ours.get(one, ())
             ]

@@ -1,0 +1,75 @@
+"""Calls with an RMS norm of which an epilogue is a part, which `bench --epilogue` times, too.
+
+| name                    | with `add_residual_squared`         | with `scale_gathered_rows` |
+|-------------------------|-------------------------------------|----------------------------|
+| `fused, norm`           | `fused`, then its rows are scaled   | -: `fused` itself          |
+| `fused, norm, eager`    | `fused, alone`, residual, norm      | norm of x, `fused, alone`  |
+| `fused, norm, compiled` | the same, compiled after the op     | the same                   |
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from overlap_gemm.epilogues import Epilogue, add_residual_squared, scale_gathered_rows
+from overlap_gemm.testing.workload import Call
+
+AFTER, COMPILED, NORM = ", eager", ", compiled", ", norm"
+
+EPS = 1e-6
+"""Added to the mean square in a norm."""
+
+
+def norm_calls(
+    epilogue: Epilogue, x: Tensor, inputs: Sequence[Tensor], fused: Call, alone: Callable[[Tensor], Tensor]
+) -> dict[str, Call]:
+    """Returns the calls by the end of their name; none for an epilogue that is no part of a norm.
+
+    Args:
+        epilogue: Epilogue of `fused`.
+        x: Operand x.
+        inputs: Inputs of the epilogue.
+        fused: Call of the op with the epilogue.
+        alone: Function of x that calls the op without an epilogue.
+    """
+    if epilogue == scale_gathered_rows:
+        gamma = x.new_ones(x.shape[-1])
+
+        def before(norm: Callable[..., Tensor]) -> Call:
+            return lambda: alone(norm(x, gamma))
+
+        return {NORM + end: before(norm) for end, norm in _variants(normalized).items()}
+    if epilogue == add_residual_squared:
+        (residual,) = inputs
+        weight, scale = residual.new_ones(residual.shape[-1]), torch.compile(scaled, dynamic=False)
+
+        def after(norm: Callable[..., Any]) -> Call:
+            return lambda: norm(alone(x), residual, weight)
+
+        calls = {NORM + end: after(norm) for end, norm in _variants(residual_and_norm).items()}
+        return {NORM: lambda: scale(*fused(), weight), **calls}  # type: ignore[misc]
+    return {}
+
+
+def normalized(x: Tensor, gamma: Tensor) -> Tensor:
+    """Returns the normalized rows of x."""
+    return F.rms_norm(x, gamma.shape, gamma, EPS)
+
+
+def residual_and_norm(sums: Tensor, residual: Tensor, gamma: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns sums plus residual, and the normalized rows of that."""
+    stream = sums + residual
+    return stream, normalized(stream, gamma)
+
+
+def scaled(stream: Tensor, squares: Tensor, gamma: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns a stream, and its normalized rows by their sums of squares."""
+    rstd = torch.rsqrt(squares / stream.shape[-1] + EPS)
+    return stream, (stream * rstd[:, None]).to(stream.dtype) * gamma
+
+
+def _variants(function: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+    return {AFTER: function, COMPILED: torch.compile(function, dynamic=False)}
