@@ -1,5 +1,6 @@
 """transformers' Trainer and accelerate on parallelized models: the unsharded model's losses and weights."""
 
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -10,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 from overlap_gemm.parallel import full_state_dict, parallelize
 from tests.support.models import tiny
-from tests.support.trained import SETTINGS, on_cpus, samples, trained
+from tests.support.trained import SETTINGS, launched, on_cpus, samples, trained
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 
@@ -122,6 +123,92 @@ def test_an_adapted_model_goes_on_from_a_checkpoint(ranks, tmp_path):
         for _, weights in ranks(size).run(adapted, folder, f"{folder}/checkpoint-2"):
             for name, value in expected[1].items():
                 torch.testing.assert_close(weights[name], value, **CLOSE)
+
+
+class Hub:
+    """A hub in memory: repositories created, and the files of each upload with their weights."""
+
+    def __init__(self, refuses=()):
+        self.created, self.uploads, self.refuses = [], [], refuses
+
+    def create_repo(self, name, **_):
+        if "create" in self.refuses:
+            raise PermissionError("no token")
+        self.created.append(name)
+        return mock.Mock(repo_id=f"someone/{name}")
+
+    def upload_folder(self, repo_id, folder_path, commit_message, **_):
+        from safetensors.torch import load_file
+
+        if "upload" in self.refuses:
+            raise ConnectionError("no route")
+        weights = [load_file(path) for path in sorted(Path(folder_path).glob("*.safetensors"))]
+        files = {path.name for path in Path(folder_path).iterdir()}
+        self.uploads.append((repo_id, commit_message, files, weights))
+
+    def replaces(self):
+        """Replaces transformers' calls of the hub: by `hf_api()`, or of older versions by function."""
+        from transformers import trainer
+
+        if hasattr(trainer, "hf_api"):
+            return mock.patch.object(trainer, "hf_api", lambda: self)
+        return mock.patch.multiple(trainer, create_repo=self.create_repo, upload_folder=self.upload_folder)
+
+
+def pushed(rank, size, folder, lora):
+    from transformers import TrainingArguments
+
+    from overlap_gemm.integrations.trainer import TensorParallelTrainer
+    from overlap_gemm.runtime.agree import DisagreementError
+
+    model = sharded(size)
+    if lora:
+        from peft import get_peft_model
+
+        from tests.support.adapters import config_of
+
+        model = get_peft_model(model, config_of(("q_proj", "down_proj")))
+    settings = {"max_steps": 1, "push_to_hub": True, "hub_model_id": "tiny"}
+    with (hub := Hub()).replaces():
+        trained(TensorParallelTrainer, model, folder, **settings)  # it ends with `save_model`, which uploads
+    state = full_state_dict(model)
+    if lora:
+        state = {name.replace(".default", ""): value for name, value in state.items() if "lora" in name}
+        return hub.created, hub.uploads, state
+    for refuses, rule in (
+        (
+            ("create",),
+            "creating the hub's repository failed on 1 of 2 ranks .rank 0: PermissionError: no token",
+        ),
+        (("upload",), "pushing to the hub failed on 1 of 2 ranks .rank 0: ConnectionError: no route"),
+    ):
+        with Hub(refuses).replaces(), pytest.raises(DisagreementError, match=rule):
+            trained(TensorParallelTrainer, model, folder, **settings)
+    with launched():
+        trainer = TensorParallelTrainer(model, TrainingArguments(folder, **SETTINGS))
+        (occupied := Path(folder, "file")).touch()
+        trainer.args.output_dir = str(occupied)
+        with pytest.raises(
+            DisagreementError, match="making .*file failed on 1 of 2 ranks .rank 0: FileExists"
+        ):
+            trainer.save_model()
+        with pytest.raises(
+            DisagreementError, match="creating the Trainer failed on 1 of 2 ranks .rank 0: FileE"
+        ):
+            TensorParallelTrainer(model, trainer.args)
+    return hub.created, hub.uploads, state
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("lora", [False, True])
+def test_saving_pushes_full_weights_and_fails_on_every_rank(ranks, tmp_path, lora):
+    (created, uploads, state), other = ranks(2).run(pushed, str(tmp_path / "tiny"), lora)
+    assert other[:2] == ([], [])  # rank 0 alone calls the hub
+    ((name, message, files, (weights,)),) = uploads
+    assert (created, name, message) == (["tiny"], "someone/tiny", "Model save")
+    assert {"README.md", "adapter_config.json" if lora else "config.json"} <= files
+    assert weights.keys() | {"lm_head.weight"} == state.keys() | {"lm_head.weight"}  # tied to the embedding
+    assert all(torch.equal(weights[name], state[name]) for name in weights)
 
 
 def beside_fsdp(rank, size, folder):

@@ -15,8 +15,9 @@ checkpoint next to the model's full weights. Any number of ranks can continue fr
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ from ..parallel.checkpoints.state import full_adapter_state_dict, full_state_dic
 from ..parallel.optimizers import check_class, check_optimizer
 from ..parallel.places import placed
 from ..parallel.stacks import as_unsharded
+from ..runtime import agree, group
 
 _Base: Any = Trainer if TYPE_CHECKING else object
 
@@ -57,6 +59,11 @@ def on_cpus() -> Iterator[None]:
         Accelerator.multi_device = original
 
 
+def _together(what: str, attempt: Callable[[], Any]) -> Any:
+    """Returns the result of an attempt that every rank of the job makes, if it succeeds on all of them."""
+    return agree.together(group.find(None), what, attempt)
+
+
 class ShardedCheckpoints(_Base):
     """Mixin for a Trainer class, such as TRL's: saves and loads the optimizer's shards. List it first.
 
@@ -70,13 +77,15 @@ class ShardedCheckpoints(_Base):
     get_optimizer_cls_and_kwargs: Any
     lr_scheduler: Any
     args: Any
-    push_to_hub: Any
+    hub_model_id: Any
 
     def __init__(self, model: Any = None, *args: Any, **kwargs: Any) -> None:
         with as_unsharded(model) as is_sharded:
             is_on_cpus = is_sharded and model.device.type == "cpu"
+            create = partial(super().__init__, model, *args, **kwargs)
             with on_cpus() if is_on_cpus else nullcontext():
-                super().__init__(model, *args, **kwargs)
+                # Rank 0 alone makes folders and repositories: its peers would train without it.
+                _together("creating the Trainer", create) if is_sharded else create()
         self.is_distributed_loading_by_transformers = is_sharded
         if is_sharded:
             self._check()
@@ -96,17 +105,50 @@ class ShardedCheckpoints(_Base):
             check_class(kind, [settings])
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Saves full weights, or the adapter. Collective; the rank with `args.should_save` writes."""
-        # transformers 5.19 saves adapters on one rank alone; 5.20 saves only those that are trained.
-        has_adapters = hasattr(self.model, "get_base_model")
-        if not self.is_distributed_loading_by_transformers or (SAVES_ON_EVERY_RANK and not has_adapters):
+        """Saves full weights, or the adapter. Collective; the rank with `args.should_save` writes.
+
+        Raises:
+            DisagreementError: On every rank, if that rank cannot write.
+        """
+        if not self.is_distributed_loading_by_transformers:
             super().save_model(output_dir, _internal_call)
             return
-        state = (full_adapter_state_dict if has_adapters else full_state_dict)(self.model)
-        if self.args.should_save:
-            self._save(output_dir or self.args.output_dir, state_dict=state)
+        folder, writes = Path(output_dir or self.args.output_dir), self.args.should_save
+
+        def make() -> None:
+            if writes:
+                folder.mkdir(parents=True, exist_ok=True)
+
+        _together(f"making {folder}", make)
+        # transformers 5.19 saves adapters on one rank alone; 5.20 saves only those that are trained.
+        has_adapters, state = hasattr(self.model, "get_base_model"), None
+        if has_adapters or not SAVES_ON_EVERY_RANK:
+            state = (full_adapter_state_dict if has_adapters else full_state_dict)(self.model)
+
+        def save() -> None:
+            if writes or state is None:  # without a state `_save` gathers one before it writes
+                self._save(str(folder), state_dict=state)
+
+        _together(f"saving into {folder}", save)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def init_hf_repo(self, *args: Any, **kwargs: Any) -> None:
+        """Creates the hub's repository by transformers. If it fails on one rank, every rank raises."""
+        create = super().init_hf_repo
+
+        def attempt() -> str | None:
+            create(*args, **kwargs)
+            return self.hub_model_id
+
+        # Only rank 0 gets a name; a rank without one would call this again at each push.
+        names = agree.gather(group.find(None), "creating the hub's repository", attempt)
+        self.hub_model_id = next(filter(None, names))
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+        """Saves and uploads by transformers. Collective. If it fails on one rank, every rank raises."""
+        push = super().push_to_hub
+        return _together("pushing to the hub", lambda: push(*args, **kwargs))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Saves the optimizer's shards, and the scheduler. Called by Trainer on every rank."""
