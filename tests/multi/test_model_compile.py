@@ -51,6 +51,22 @@ def test_compile_dynamic(ranks):
     ranks(2).run(compiles, "llama", True, True)
 
 
+def leaves_out_mixtures(rank, size):
+    model = parallelize(tiny("mixtral", size), init_device_mesh("cpu", (size,)), sequence_parallel=False)
+    mixture, x = (
+        model.model.layers[0].mlp,
+        torch.randn(1, 6, 24, generator=torch.Generator().manual_seed(0)).double(),
+    )
+    torch.testing.assert_close(torch.compile(mixture, backend="eager")(x), mixture(x))
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="mixtures of experts .* are not compiled"):
+        torch.compile(mixture, backend="eager", fullgraph=True)(x)
+
+
+def test_mixtures_break_the_graph_and_are_named_in_one_graph(ranks):
+    ranks(2).run(leaves_out_mixtures)
+
+
 def exports_model(rank, size, family, options, dynamic, strict):
     """This rank's program gives the model's logits, also for lengths that it was not traced with."""
     model = parallelize(tiny(family, size).eval(), init_device_mesh("cpu", (size,)), **options)

@@ -80,6 +80,10 @@ class _LocalRouter(Localized):
         return type(self._module)
 
 
+uncompiled = torch.compiler.disable(reason="mixtures of experts of a parallelized model are not compiled")
+"""Decorator of forwards that torch.compile leaves out; with `fullgraph=True` it raises the reason."""
+
+
 class RouterForward:
     """Forward of a router: the module's own, on all tokens.
 
@@ -90,6 +94,7 @@ class RouterForward:
     def __init__(self, module: nn.Module):
         self.module = module
 
+    @uncompiled
     def __call__(self, x: Tensor) -> Any:
         """Routes `[tokens, H]`."""
         return type(self.module).forward(_LocalRouter(self.module, None), x)
@@ -106,6 +111,7 @@ class ExpertsForward:
     def __init__(self, module: nn.Module, group: str):
         self.module, self.group = module, group
 
+    @uncompiled
     def __call__(self, *inputs: Tensor) -> Tensor:
         """Returns the experts' output `[tokens, H]` for inputs that are the same on every rank."""
         local = [copy_to_ranks(x, self.group) if x.is_floating_point() else x for x in inputs]
