@@ -333,6 +333,12 @@ def numbers(rank, size):
         with pytest.raises(error, match=words):
             model(IDS)
             raise AssertionError(f"{case} was not noticed")
+    # Of a copy that no forward pass has seen.
+    model = parallelize(tiny("llama", size), mesh)
+    lora(target_modules=["q_proj"], modules_to_save=["norm"])(model)
+    model.model.norm.weight.data = torch.ones(24).double()
+    with pytest.raises(UnknownModuleError, match=r"norm' .*its weight\.data was assigned"):
+        model(IDS)
     # When it is assigned.
     model = parallelize(tiny("llama", size), mesh)
     before = content(model)

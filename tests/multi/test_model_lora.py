@@ -237,6 +237,13 @@ def prompts(rank, size):
             next(p for p in adapted[1].parameters() if p.requires_grad).mul_(rank)
         with pytest.raises(RuntimeError, match="disagree on inputs_embeds"):
             adapted[1](input_ids=ids)
+        first = parallelize(
+            peft.get_peft_model(copy.deepcopy(base), config), init_device_mesh("cpu", (size,))
+        )
+        for model in (first, adapted[1]):
+            model.get_base_model().model.norm.requires_grad_(True)
+            with pytest.raises(ValueError, match=r"'prompt_encoder' .*together with 'model\.norm\.weight'"):
+                model(input_ids=ids)
 
 
 def test_prompts(ranks):

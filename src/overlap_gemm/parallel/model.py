@@ -43,7 +43,7 @@ from .modules.parts import (
     SequenceLength,
 )
 from .modules.styles import OverlapColwiseParallel, OverlapRowwiseParallel, OverlapSharedGather
-from .parameters import WatchParameters, record_parameters
+from .parameters import WatchParameters, record_parameters, watch_prompts
 from .places import Sharding, Watch, give_places
 from .stacks import describe
 
@@ -119,15 +119,17 @@ def parallelize(
     check_name(backend, promises=promises)
     outermost = model
     if hasattr(model, "get_base_model"):  # peft's
-        forbid_weighted_adapters(model.base_model)
-        model.save_pretrained = partial(save_adapters, model)
         model = model.get_base_model()
     roles = plan(model, mesh.size())
+    if outermost is not model:
+        forbid_weighted_adapters(outermost.base_model)
+        outermost.save_pretrained = partial(save_adapters, outermost)
+        watch_prompts(outermost)
     names = {role: name for name, role in roles.items()}
     embedding: Any = bases(model.get_submodule(names["embedding"]))[0]
     head: Any = bases(model.get_submodule(names["head"]))[0] if "head" in names else None
     tied = head is not None and head.weight is embedding.weight
-    sharding = Sharding(mesh, sequence_parallel, logits == "sharded")
+    sharding = Sharding(mesh, sequence_parallel, logits == "sharded", model=model)
     labels = Labels(sharding)
     how: dict[str, Any] = {"backend": with_fallback(backend), **promises._asdict()}
     builder = _Builder(model.config, sharding, labels, logits, float8, how, fuse)

@@ -148,7 +148,8 @@ class WatchParameters:
     def _check(self, i: int, parameter: Any) -> None:
         (module, place), (_, name) = self.owners[i], self.slots[i]
         local, storage = getattr(parameter, "_local_tensor", None), _storage(parameter)
-        if parameter is self.known[i] and local is self.locals[i] and storage != self.storages[i]:
+        is_unchanged = parameter is self.known[i] and local is self.locals[i]
+        if is_unchanged and storage != self.storages[i] or not is_unchanged and _has_memory(parameter):
             why = (
                 f"its {name}.data was assigned, which a DTensor ignores: assign an nn.Parameter of the full "
                 f"tensor, or copy into the parameter"
@@ -178,8 +179,35 @@ def record_parameters(model: nn.Module) -> None:
                 hook(module, ())
 
 
+def watch_prompts(holder: nn.Module) -> None:
+    """Makes a `PeftModel` refuse to train prompts together with parameters of its parallelized model."""
+    holder.register_forward_pre_hook(_check_prompts)
+
+
+def _check_prompts(holder: Any, _: tuple[Any, ...]) -> None:
+    """Raises if prompts and DTensors are trained: torch's clipping and optimizers do not mix them."""
+    prompts = getattr(holder, "prompt_encoder", None)
+    if prompts is None or not any(parameter.requires_grad for parameter in prompts.parameters()):
+        return
+    for name, parameter in holder.base_model.named_parameters():
+        if parameter.requires_grad and isinstance(parameter, DTensor):
+            why = f"prompts are unsharded and cannot be trained together with {name!r}: freeze one of them"
+            raise unknown("prompt_encoder", prompts, why)
+
+
 def _storage(parameter: Any) -> int:
     return 0 if parameter is None else storage_of(parameter)
+
+
+def _has_memory(parameter: Any) -> bool:
+    """Returns whether a DTensor has memory besides its local tensor: an assignment of `.data` provides it."""
+    if not isinstance(parameter, DTensor):
+        return False
+    with torch._C.DisableTorchFunctionSubclass():
+        try:
+            return parameter.untyped_storage().data_ptr() != 0
+        except RuntimeError:  # a wrapper's storage has no pointer
+            return False
 
 
 register_module_parameter_registration_hook(_registered)

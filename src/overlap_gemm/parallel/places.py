@@ -4,6 +4,7 @@ What `parallelize` has checked holds only while no module, hook or forward is re
 and forwards before each forward pass; `replacements` checks modules when they are assigned.
 """
 
+import copy
 import functools
 import re
 from collections.abc import Iterator
@@ -48,6 +49,7 @@ class Sharding:
         assigned: (name, digest) of the parameters assigned since the last forward pass; the ranks compare
             them.
         refusal: Reason not to run the forward pass in progress; `SameInputs` raises it on every rank.
+        model: Parallelized model. A copy of it has a state of its own; copies of its modules share this one.
     """
 
     mesh: DeviceMesh
@@ -58,9 +60,18 @@ class Sharding:
     are_tied: bool = False
     assigned: list[tuple[str, str]] = field(default_factory=list)
     refusal: Exception | None = None
+    model: nn.Module | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         GROUPS.add(self.group)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Sharding":
+        """Returns this state for the copy of a module alone, as modules_to_save makes it; else a new one."""
+        if self.model is not None and id(self.model) not in memo:
+            return self
+        memo[id(self)] = new = object.__new__(Sharding)
+        vars(new).update(copy.deepcopy(vars(self), memo))
+        return new
 
     @property
     def group(self) -> str:

@@ -12,6 +12,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from . import adapters
 from .assignment import unknown
 from .checkpoints.state import save_adapters
+from .parameters import watch_prompts
 from .places import place_of
 
 
@@ -23,6 +24,7 @@ def _registered(parent: nn.Module, name: str, child: nn.Module | None) -> None:
     model = getattr(child, "model", child)
     if type(parent).__module__ == adapters.HOLDERS and isinstance(model, nn.Module) and place_of(model):
         parent.save_pretrained = functools.partial(save_adapters, parent)
+        watch_prompts(parent)
     if place is not None and name == "parametrizations":  # checked before the next forward pass
         place.sharding.changes += 1
     if place is not None and name in place.children:
@@ -31,6 +33,7 @@ def _registered(parent: nn.Module, name: str, child: nn.Module | None) -> None:
         if not _may_replace(place.children[name], child, path):
             raise unknown(path, child, "it was put into a model after parallelize")
     if new is not None:
+        new.sharding.changes += 1
         adapters.forbid_weighted_adapters(parent)
         if not new.name:
             adapters.inject_or_restore(parent, child)
