@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tests.support.models import VOCABULARY
 
@@ -66,6 +67,77 @@ def parametrized(model: Any) -> None:
     nn.utils.parametrizations.weight_norm(model.model.layers[0].self_attn.o_proj)
 
 
+def emptied(model: Any) -> None:
+    model.model.layers[0].self_attn.q_proj.bias = None
+
+
+def embeddings(model: Any) -> None:
+    old = model.get_input_embeddings()
+    new = nn.Embedding(old.num_embeddings, old.embedding_dim, old.padding_idx, dtype=old.weight.dtype)
+    new.weight = drawn(new.weight)
+    model.set_input_embeddings(new)
+
+
+def head(model: Any) -> None:
+    old = model.lm_head
+    new = nn.Linear(old.in_features, old.out_features, bias=False, dtype=old.weight.dtype)
+    new.weight = drawn(new.weight)
+    model.set_output_embeddings(new)
+
+
+def penalised(path: str) -> Callable[[Any], None]:
+    def step(model: Any) -> None:
+        model.get_submodule(path).weight.register_hook(lambda gradient: 2 * gradient)
+
+    return step
+
+
+def copied_into(model: Any) -> None:
+    weight = model.model.layers[0].self_attn.o_proj.weight
+    new = drawn(weight).detach()
+    if isinstance(weight, DTensor):  # torch mixes no plain tensors with DTensors
+        new = distribute_tensor(new, weight.device_mesh, weight.placements)
+    with torch.no_grad():
+        weight.copy_(new)
+
+
+def loaded(model: Any) -> None:
+    norm = model.model.norm
+    model.load_state_dict({"model.norm.weight": drawn(norm.weight).detach()}, strict=False)
+
+
+def swapped(model: Any) -> None:
+    layers = model.model.layers
+    layers[0], layers[1] = layers[1], layers[0]
+
+
+def appended(model: Any) -> None:
+    model.model.layers.append(copy.deepcopy(model.model.layers[0]))
+
+
+def frozen_layer(model: Any) -> None:
+    model.model.layers[0].requires_grad_(False)
+
+
+def pruned_weights(model: Any) -> None:
+    nn.utils.prune.l1_unstructured(model.model.layers[0].self_attn.o_proj, "weight", amount=0.5)
+
+
+def transposed(model: Any) -> None:
+    module = model.model.layers[0].self_attn.o_proj
+    module.weight = nn.Parameter(drawn(module.weight).detach().t().contiguous().t())
+
+
+def initialized(model: Any) -> None:
+    torch.manual_seed(17)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.fill_(1.25)
+            elif "embed" in name:
+                parameter.mul_(0.75)
+
+
 SURGERY: dict[str, Callable[[Any], Any]] = {
     "none": lambda model: None,
     "embedding": assign("model.embed_tokens"),
@@ -88,4 +160,21 @@ SURGERY: dict[str, Callable[[Any], Any]] = {
     "weight norm": parametrized,
     "copied": copy.deepcopy,
     "single": lambda model: model.float(),
+    "no bias": emptied,
+    "set embedding": embeddings,
+    "set head": head,
+    "hook on a gradient": penalised("model.layers.0.self_attn.q_proj"),
+    "hook on a norm's gradient": penalised("model.norm"),
+    "copied into": copied_into,
+    "loaded": loaded,
+    "swapped": swapped,
+    "appended": appended,
+    "frozen layer": frozen_layer,
+    "pruned weights": pruned_weights,
+    "transposed": transposed,
+    "initialized": initialized,
+    "eager attention": lambda model: model.set_attn_implementation("eager"),
+    "tied again": lambda model: model.tie_weights() and None,
+    "evaluated": lambda model: model.eval() and None,
+    "by name": lambda model: model.requires_grad_(False).model.norm.requires_grad_(True) and None,
 }
