@@ -1,13 +1,14 @@
-"""Records what stacks pin, and runs tests of models in an environment of such versions.
+"""Records what stacks pin, and runs tests of models in environments of such versions.
 
     python tools/versions.py record
-    python tools/versions.py try sglang
-    python tools/versions.py try "torch==2.15.0 transformers==5.24.0"
+    python tools/versions.py try                    # every stack of the record, the oldest and the newest
+    python tools/versions.py try sglang oldest "torch==2.15.0 transformers==5.24.0"
 
 `record` asks the index what each stack pins. `try` installs those versions and runs tests of models. Both
-write into docs/integrations/versions.json, whose table of runs is on the page versions.md. An environment
-takes minutes and about 6 GB, the tests about 15 minutes of two cores. A stack itself is not installed, only
-its versions of packages that this library uses.
+write into docs/integrations/versions.json; `try` writes the table of runs on the page versions.md, too. A run
+replaces an earlier one of the same name. An environment takes minutes and about 6 GB, the tests about 15
+minutes of two cores. Environments stay in a folder of the temporary one, and are used again. A stack itself
+is not installed, only its versions of packages that this library uses.
 """
 
 from __future__ import annotations
@@ -22,11 +23,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import tomllib
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "docs/integrations/versions.json"
+PAGE = ROOT / "docs/integrations/versions.md"
+ENVIRONMENTS = Path(tempfile.gettempdir()) / "overlap_gemm-versions"
 
 STACKS = ("vllm", "sglang", "axolotl", "verl", "trl", "llamafactory")
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "nvidia-cutlass-dsl", "apache-tvm-ffi", "numpy")
@@ -34,7 +38,10 @@ PACKAGES = ("torch", "transformers", "accelerate", "peft", "nvidia-cutlass-dsl",
 
 TESTS = ["pytest", "pytest-timeout", "pytest-xdist", "pytest-mpi", "hypothesis", "compressed-tensors"]
 OURS = ["typer", "rich", "filelock", "platformdirs"]
-SELECTED = ("test_hugging_face.py", "test_kept_lora.py", "test_float8.py", "test_compile.py")
+SELECTED = (
+    "test_hugging_face.py", "test_kept_lora.py", "test_float8.py", "test_compile.py",
+    "test_drawn_compositions.py",
+)  # fmt: skip
 """Files of tests/multi that run in an environment, and those of models."""
 
 
@@ -51,6 +58,46 @@ def requirements_of(stack: str) -> dict[str, Any]:
         "date": datetime.date.today().isoformat(),
         "requires": sorted(one for one in required if canonicalize_name(Requirement(one).name) in PACKAGES),
     }
+
+
+def our_requirements() -> list[Requirement]:
+    """Returns the requirements of this library, and those of its extras for models."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    named = [*project["dependencies"], *extras["hf"], *(one for one in extras["dev"] if "peft" in one)]
+    return [Requirement(one) for one in named]
+
+
+def wanted(name: str, stacks: dict[str, Any]) -> list[str]:
+    """Returns the requirements of an environment: of a stack, our oldest, none, or those named."""
+    if name == "newest":
+        return []
+    if name == "oldest":
+        ours = [one for one in our_requirements() if one.name in PACKAGES and one.name != "numpy"]
+        floors = {
+            one.name: floor.version for one in ours for floor in one.specifier if floor.operator == ">="
+        }
+        return [
+            f"{package}=={version}{'.*' * (version.count('.') < 2)}" for package, version in floors.items()
+        ]
+    return stacks[name]["requires"] if name in stacks else name.split()
+
+
+def row(run: dict[str, Any]) -> str:
+    """Returns the row of a run in the page's table."""
+    versions = run["versions"]
+    columns = [run["for"], run["python"]]
+    columns += [versions[name] for name in ("torch", "transformers", "peft", "accelerate")]
+    columns += [versions["nvidia-cutlass-dsl"], f"{run['passed']} passed, {run.get('failed', 0)} failed"]
+    return f"| {' | '.join(columns)} | {run['date']}, {run['commit']} |"
+
+
+def write(record: dict[str, Any]) -> None:
+    """Writes the record, and the rows of its runs into the page."""
+    RECORD.write_text(json.dumps(record, indent=1) + "\n")
+    rows = "".join(row(run) + "\n" for run in record["runs"])
+    page = re.sub(r"(?:^\|.* passed, .*\|\n)+", lambda _: rows, PAGE.read_text(), flags=re.MULTILINE)
+    PAGE.write_text(page)
 
 
 def run_in(folder: Path, requirements: list[str]) -> dict[str, Any]:
@@ -91,17 +138,18 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("record")
     trying = commands.add_parser("try")
-    trying.add_argument("what", help="a stack of the record, or requirements")
+    trying.add_argument("what", nargs="*", help="stacks of the record, oldest, newest, or requirements")
     arguments = parser.parse_args()
     record = json.loads(RECORD.read_text())
     if arguments.command == "record":
         record["stacks"] = {stack: requirements_of(stack) for stack in STACKS}
-    else:
-        known = record["stacks"].get(arguments.what)
-        wanted = known["requires"] if known else arguments.what.split()
-        with tempfile.TemporaryDirectory() as folder:
-            record["runs"].append({"for": arguments.what, **run_in(Path(folder), wanted)})
-    RECORD.write_text(json.dumps(record, indent=1) + "\n")
+        write(record)
+        return
+    for name in arguments.what or (*record["stacks"], "oldest", "newest"):
+        folder = ENVIRONMENTS / re.sub(r"[^\w.=-]+", "-", name)
+        run = {"for": name, **run_in(folder, wanted(name, record["stacks"]))}
+        record["runs"] = [*(one for one in record["runs"] if one["for"] != name), run]
+        write(record)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Ranges of pyproject.toml against what stacks pin, and the page against the runs in such environments."""
 
+import importlib
 import json
 import re
 from pathlib import Path
@@ -15,17 +16,15 @@ ROOT = Path(tools_file).parents[2]
 FOLDER = ROOT / "docs/integrations"
 RECORD = json.loads((FOLDER / "versions.json").read_text())
 PAGE = (FOLDER / "versions.md").read_text()
-tomllib = pytest.importorskip("tomllib")
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+pytest.importorskip("tomllib")
+versions = importlib.import_module("versions")
 APART = {("llamafactory", package) for package in ("transformers", "accelerate", "peft")}
 """Requirements that our ranges do not meet; the page names them."""
 
 
 def ranges() -> dict[str, SpecifierSet]:
     """Returns the versions of each package that we and our extras for models require."""
-    extras = PROJECT["optional-dependencies"]
-    wanted = [*PROJECT["dependencies"], *extras["hf"], *(one for one in extras["dev"] if "peft" in one)]
-    return {requirement.name: requirement.specifier for requirement in map(Requirement, wanted)}
+    return {requirement.name: requirement.specifier for requirement in versions.our_requirements()}
 
 
 def candidates(*specifiers: SpecifierSet) -> list[Version]:
@@ -64,19 +63,19 @@ def test_ranges_apart_are_seen():
         assert any(v in both[0] and v in both[1] for v in candidates(*both)) == meet, (ours, theirs)
 
 
-def row(run):
-    versions = run["versions"]
-    columns = [run["for"], run["python"]]
-    columns += [versions[name] for name in ("torch", "transformers", "peft", "accelerate")]
-    columns += [versions["nvidia-cutlass-dsl"], f"{run['passed']} passed, {run.get('failed', 0)} failed"]
-    return f"| {' | '.join(columns)} | {run['date']}, {run['commit']} |"
-
-
-@pytest.mark.parametrize("number", range(len(RECORD["runs"])))
-def test_each_run_is_on_the_page(number):
-    assert row(RECORD["runs"][number]) in PAGE
-
-
-def test_the_page_has_no_other_row():
+def test_the_page_has_the_row_of_each_run():
     stated = re.findall(r"^\|.* passed, .*\|$", PAGE, re.MULTILINE)
-    assert stated == [row(run) for run in RECORD["runs"]] and stated
+    assert stated == [versions.row(run) for run in RECORD["runs"]] and stated
+
+
+def test_environments_have_the_versions_of_their_names():
+    stacks = RECORD["stacks"]
+    assert versions.wanted("sglang", stacks) == stacks["sglang"]["requires"]
+    assert versions.wanted("newest", stacks) == []
+    assert versions.wanted("torch==2.15.0 peft==0.20.0", stacks) == ["torch==2.15.0", "peft==0.20.0"]
+    lowest = dict(one.split("==") for one in versions.wanted("oldest", stacks))
+    assert lowest.keys() == {*versions.PACKAGES} - {"numpy"}
+    for package, lowest_version in lowest.items():
+        version = Version(lowest_version.removesuffix(".*"))
+        assert version in ranges()[package], package
+        assert Version(f"{version.major}.{version.minor - 1}") not in ranges()[package], package
