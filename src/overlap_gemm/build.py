@@ -296,6 +296,6 @@ def _fake_gathering(config: GemmConfig, keep: bool) -> Gathering:
     pitch, shard = cute.sym_int64(divisibility=alignment), cute.sym_int64(divisibility=alignment)
     gathered = make_fake_tensor(dtype, extents, stride=(pitch, 1, shard), assumed_align=16)
     scales = None if config.blocks is None else scales_of(config.blocks).fake_gathered()
-    after = ShardScales(*(Int64(0),) * 3) if config.blocks is not None or config.visits_rows else None
+    after = ShardScales(*(Int64(0),) * 5) if config.blocks is not None or config.visits_rows else None
     words = Int32(1), Int64(0), Int64(0), kept, gathered, Int32(1), Int32(1)
     return Gathering(_fake_exchange(), *words, scales, after)

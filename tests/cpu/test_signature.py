@@ -4,7 +4,7 @@ from collections import defaultdict
 from dataclasses import replace
 from functools import cache
 from importlib import import_module
-from itertools import product
+from itertools import pairwise, product
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +13,7 @@ import torch
 from overlap_gemm.backends.fused import exchange_plans
 from overlap_gemm.backends.fused import gather_plans as gather
 from overlap_gemm.backends.fused import plan_cache as plans
+from overlap_gemm.backends.scales.block_scales import num_bytes
 from overlap_gemm.config.arch import ARCHS
 from overlap_gemm.config.gemm_config import DTYPE_BYTES, GemmConfig
 from overlap_gemm.config.orders import WorkList
@@ -113,17 +114,41 @@ def test_a_signature_without_a_fact_stands_for_several_layouts(fact, monkeypatch
 
 def test_gathered_shards_with_scales_of_different_blocks_have_different_signatures():
     """One float32 of 128 elements takes as many bytes as four e8m0 of 32."""
-    shards = Shards(128, 2, 64)
-    kinds = {gather.signature_of(torch.float8_e4m3fn, 256, shards, 512, blocks) for blocks in BLOCKS}
+    shards, dtype = Shards(256, 2, 128), torch.float8_e4m3fn
+    layouts = {blocks: gather.BufferLayout.with_scales(shards, 512, blocks, False) for blocks in BLOCKS}
+    assert len(set(layouts.values())) < len(BLOCKS)
+    kinds = {gather.signature_of(dtype, layout, shards, blocks) for blocks, layout in layouts.items()}
     assert len(kinds) == len(BLOCKS)
+
+
+def test_gathered_rows_in_different_layouts_have_different_signatures():
+    shards, dtype = Shards(128, 2, 64), torch.float8_e4m3fn
+    layouts = [gather.BufferLayout.with_scales(shards, 256, None, puts) for puts in (False, True)]
+    layouts += [gather.BufferLayout.of(shards, 256, 1)]
+    assert len({gather.signature_of(dtype, layout, shards) for layout in layouts}) == 3
+
+
+@pytest.mark.parametrize("puts", [False, True])
+@pytest.mark.parametrize("blocks", [None, *BLOCKS])
+@pytest.mark.parametrize(("rows", "ranks"), [(1, 1), (7, 2), (8, 2), (4096, 3), (3, 4)])
+def test_rows_and_scales_of_gathered_shards_do_not_overlap(rows, ranks, blocks, puts):
+    shards = Shards.even(rows, ranks)
+    layout = gather.BufferLayout.with_scales(shards, 256, blocks, puts)
+    of_scales = num_bytes(blocks, shards.chunk, 256) if blocks else 4 * shards.chunk
+    parts = [(rank * layout.shard, shards.chunk * layout.row) for rank in range(ranks)]
+    parts += [(layout.scales + rank * layout.next_scales, of_scales) for rank in range(ranks)]
+    parts.sort()
+    assert all(start + size <= after for (start, size), (after, _) in pairwise([*parts, (layout.size, 0)]))
+    assert not any(start % 16 for start, _ in parts)
 
 
 def test_exchanged_rows_in_different_chunks_have_different_signatures():
     """Compares with gathered shards of as many bytes, too, which are in the same buffer."""
     shards = Shards(1024, 2, 512)
+    rows = gather.BufferLayout.of(shards, 128, 2)
     kinds = {exchange_plans.signature_of(torch.bfloat16, 256, shards, chunk) for chunk in (128, 256, 512)}
     kinds |= {exchange_plans.signature_of(torch.float16, 256, shards, 128)}
-    assert len(kinds | {gather.signature_of(torch.bfloat16, 256, shards)}) == 5
+    assert len(kinds | {gather.signature_of(torch.bfloat16, rows, shards)}) == 5
 
 
 def test_chunks_are_whole_tiles_cover_all_rows_and_have_flags():

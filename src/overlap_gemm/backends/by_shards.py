@@ -237,9 +237,10 @@ def plan_for(group: Group, x: Tensor, shards: Shards) -> ByShards:
 def _make_plan(peers: Peers, dtype: torch.dtype, depth: int, shards: Shards) -> ByShards:
     """Returns the plan of a gather by copy engines; collective, since it may allocate."""
     executor, group = peers.executor, peers.group
-    row_bytes, rank = depth * dtype.itemsize, group.rank
-    full, nbytes = shards.chunk * row_bytes, shards.size(rank) * row_bytes
-    workspace = obtain(peers, STORES.shards_class(group.size * full))
+    layout, rank = gather.BufferLayout.of(shards, depth, dtype.itemsize), group.rank
+    row_bytes, full, size = layout[:3]
+    nbytes = shards.size(rank) * row_bytes
+    workspace = obtain(peers, STORES.shards_class(size))
     if not workspace.has_p2p:
         raise RuntimeError(
             f"copy engines need peer access between all ranks of group {group.name!r}, but some have none; "
@@ -261,6 +262,6 @@ def _make_plan(peers: Peers, dtype: torch.dtype, depth: int, shards: Shards) -> 
         exchange=exchange,
         side_work=gather.copies_of(workspace, full, LocalShard(nbytes)),
         gate=gate,
-        signature=gather.signature_of(dtype, row_bytes, shards),
+        signature=gather.signature_of(dtype, layout, shards),
     )
     return ByShards(plan, rank, local_place, buffer, blocks)

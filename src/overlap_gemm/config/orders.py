@@ -60,19 +60,23 @@ def grouped_raster(index: Int, grid: TileGrid, group: Int) -> tuple[Int, Int]:
     return band * group + inside % height, inside // height
 
 
+SCALES_SENT = 4
+"""Scales of rows that are sent at once: 16 bytes. A shard's are padded to a multiple in the gather buffer."""
+
+
 def joins_shards(config: GemmConfig, rows: int, shard: int) -> bool:
     """Returns whether an all-gather GEMM's tiles have rows of several shards (`gather.few_rows`).
 
     They do if there are at most half as many tiles then: the weight is read less often, but no tile begins
-    before all shards have arrived. Scales of rows lie between the shards in the gather buffer, so rows that
-    have scales are not joined.
+    before all shards have arrived. Scales of rows must be one vector, without padding. Scales of blocks lie
+    between the shards in the gather buffer, so such rows are not joined.
 
     Args:
         config: Configuration of the kernel.
         rows: Rows of all shards together.
         shard: Rows of a full shard.
     """
-    if config.has_bytes or config.visits_rows:
+    if config.blocks is not None or (config.visits_rows and shard % SCALES_SENT):
         return False
     tile = config.cluster_tile[0]
     apart = num_owners(rows, shard) * ceil_div(shard, tile)

@@ -39,10 +39,11 @@ A copy engine copies a flag's value from the device word `NEXT_EPOCH_OFFSET`. A 
 same in all replays of a captured graph. The word changes at the end of a call, after every peer's "has read".
 By then this rank's flags have arrived at all peers, so the copies of the word are complete.
 
-**Scales** of A follow the space for the rows of a full shard, under the shard's flag. They have a separate
-source: no copy sends rows and scales together. Rows begin at full lines of L2; with 16 bytes after each row,
-a box of TMA would
-touch two lines per row. The epilogue's warps read scales of rows, so they are readers of the gather buffer,
+**Scales** of A have the flag of their shard, and a separate source: no copy sends rows and scales together.
+Scales of rows follow the rows of all shards, so that the rows of several shards are one matrix, and their
+scales one vector (:mod:`overlap_gemm.gather.few_rows`). Scales of blocks, and all that a relay puts, follow
+the space for the rows of their shard: a put sends both. With 16 bytes after each row a box of TMA would touch
+two lines of L2 per row. The epilogue's warps read scales of rows, so they are readers of the gather buffer,
 too. The load role reads scales of blocks (:mod:`overlap_gemm.mainloop.blocks`,
 :mod:`overlap_gemm.mainloop.mx`) with its tiles.
 
@@ -300,8 +301,7 @@ class ArrivalGate:
     def _row_scales(self, shard: Scalar, first: Scalar, call: GatherCall) -> cute.Tensor:
         """Returns the scales gathered with the rows of a shard: one for each row."""
         arguments, exchange = call.arguments, call.call.exchange
-        (offset, _), (_, nbytes) = call.shard(shard), call.rows(shard)
-        arrived = call.buffer + offset + call.full_rows
+        (_, nbytes), arrived = call.rows(shard), call.buffer + call.scales(shard)
         base = cutlass.select_(shard == exchange.rank, cast(Any, arguments.after).address, arrived)
         scales = global_pointer(cutlass.Float32, base - Int64(first) * SCALE_BYTES, SCALE_BYTES)
         return cute.make_tensor(scales, cute.make_layout(first + Int32(nbytes // arguments.row_bytes)))

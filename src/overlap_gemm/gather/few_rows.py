@@ -6,7 +6,8 @@ for the last, and contiguous. Roles, where they differ:
 
 - Shard role: sends the local shard to the local gather buffer, too, after all peers.
 - Load role: before its first tile waits for every shard, the local one's flag included; then fences the
-  asynchronous proxy. After it all tiles are loaded without a wait.
+  asynchronous proxy. After it all tiles are loaded without a wait. Epilogue warps that read scales of rows
+  wait so, too.
 
 The argument for progress is the same: sending waits for no peer, and the warps that send are those of
 resident CTAs. `joins_shards` is the rule by which a call gets this kernel.
@@ -21,13 +22,14 @@ import cutlass
 from cutlass import Int32, cute, pipeline
 
 from overlap_gemm.config.orders import TilePlace
-from overlap_gemm.device.memory import order_async_writes
-from overlap_gemm.device.traced import Scalar
+from overlap_gemm.device.memory import global_pointer, order_async_writes
+from overlap_gemm.device.traced import Extras, Scalar
+from overlap_gemm.exchange.geometry import SCALE_BYTES
 from overlap_gemm.gather.all_gather import ArrivalGate, GatheredShards, GatherToOneShard
 from overlap_gemm.gather.gathering import GatherCall, Gathering, ShardRole, await_piece, await_shard
 from overlap_gemm.kernel.loads import load_k_tiles
 from overlap_gemm.kernel.operand_views import OperandViews
-from overlap_gemm.kernel.work import Share
+from overlap_gemm.kernel.work import CtaTile, Share
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,18 @@ class AllShardsGate(ArrivalGate):
         every = OperandViews(ops.mma, buffer.tma, buffer.tensor[(None, None, 0)], ops.tma_b, ops.b)
         loads = mainloop.loads(res, every, place.m * tile_m, place.n * tile_n)
         return load_k_tiles(res.ab, state, *loads, early), Int32(0)
+
+    @cute.jit
+    def open(self, call: GatherCall, shard: Int32, opened: Int32) -> Int32:
+        """Waits for all shards before the first row is visited; returns 0. See `ArrivalGate.open`."""
+        if opened < 0:
+            await_all(call, self.op.transport)
+        return Int32(0)
+
+    def with_rows(self, tile: CtaTile, first: Scalar, extras: Extras, call: GatherCall) -> Any:
+        """Returns the operands of a tile's epilogue; the first are the gathered scales of all rows."""
+        scales = global_pointer(cutlass.Float32, call.buffer + call.scales(0), SCALE_BYTES)
+        return (cute.make_tensor(scales, cute.make_layout(call.arguments.rows)), *extras[1:])
 
 
 @cute.jit

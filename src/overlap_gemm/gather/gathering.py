@@ -37,18 +37,22 @@ from overlap_gemm.transports.interface import Transport
 
 
 class ShardScales(NamedTuple):
-    """Scales of a shard. In the gather buffer they follow the space for the rows of a full shard.
+    """Scales of a shard, and where scales are in the gather buffer (`all_gather`).
 
     Attributes:
         address: ``Int64``: address of this rank's scales: a vector if rows have scales; a matrix, with the
             extents of a full shard, if blocks have scales.
         nbytes: ``Int64``: bytes of the scales, a multiple of 16; 0 if this rank has no rows.
-        full_bytes: ``Int64``: bytes from the rows of a full shard to the next shard.
+        shard_bytes: ``Int64``: bytes from the rows of a full shard to those of the next.
+        first: ``Int64``: bytes from the start of the gather buffer to the scales of shard 0.
+        pitch: ``Int64``: bytes from the scales of a shard to those of the next.
     """
 
     address: Int64
     nbytes: Int64
-    full_bytes: Int64
+    shard_bytes: Int64
+    first: Int64
+    pitch: Int64
 
 
 class Gathering(NamedTuple):
@@ -119,10 +123,12 @@ class GatherCall(NamedTuple):
         (offset, nbytes), after = self.rows(source), self.arguments.after
         if after is None:
             return offset, nbytes
-        return (
-            offset + Int64(source) * after.full_bytes,
-            cutlass.select_(nbytes > 0, self.full_bytes, Int64(0)),
-        )
+        return Int64(source) * self.full_bytes, cutlass.select_(nbytes > 0, self.full_bytes, Int64(0))
+
+    def scales(self, source: Scalar) -> Any:
+        """Returns the offset of a shard's scales in a gather buffer."""
+        after = cast(ShardScales, self.arguments.after)
+        return after.first + Int64(source) * after.pitch
 
     def rows(self, source: Scalar) -> tuple[Any, Any]:
         """Returns (bytes of the rows before a shard's, bytes of the shard's rows)."""
@@ -136,13 +142,9 @@ class GatherCall(NamedTuple):
 
     @property
     def full_bytes(self) -> Any:
-        """Returns the bytes of a full shard."""
-        after = self.arguments.after
-        return self.full_rows if after is None else self.full_rows + after.full_bytes
-
-    @property
-    def full_rows(self) -> Any:
-        """Returns the bytes of a full shard's rows."""
+        """Returns the bytes from the rows of a full shard to those of the next."""
+        if self.arguments.after is not None:
+            return self.arguments.after.shard_bytes
         return Int64(self.call.exchange.shard_rows) * self.arguments.row_bytes
 
     @property
@@ -248,14 +250,15 @@ class ShardRole:
         exchange, epoch = call.call.exchange, call.call.epoch
         (peers, rank, world, *_), warps = exchange, self.config.receive_warps
         (offset, _), (_, nbytes), size = call.shard(rank), call.rows(rank), self.config.copied_bytes
+        last = world + int(self.to_itself)
         if rank < call.owners:
             if cutlass.const_expr(call.arguments.after is not None):  # first: the loop needs few registers
                 scales = cast(ShardScales, call.arguments.after)
-                for i in cutlass.range(1, world, unroll=1):
-                    target = peers[(rank + world - i) % world] + exchange.slots_offset + offset
-                    copy_units(size, target + call.full_rows, scales.address, scales.nbytes, first, stride)
+                for i in cutlass.range(1, last, unroll=1):
+                    place = peers[(rank + world - i) % world] + exchange.slots_offset + call.scales(rank)
+                    copy_units(size, place, scales.address, scales.nbytes, first, stride)
             flag = call.call.flag(Int64(0), 0, rank)
-            for i in cutlass.range(1, world + int(self.to_itself), unroll=1):
+            for i in cutlass.range(1, last, unroll=1):
                 peer = (rank + world - i) % world
                 target = peers[peer] + exchange.slots_offset + offset
                 copy_units(size, target, call.arguments.local_shard, nbytes, first, stride)

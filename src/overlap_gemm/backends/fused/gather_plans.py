@@ -14,7 +14,7 @@ A shard is sent in one of three ways, chosen when the plan is made. Ranks may di
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,6 +57,47 @@ from .plan_cache import (
     two_lists,
 )
 from .transport_hosts import obtain_transport, requested_transport
+
+
+class BufferLayout(NamedTuple):
+    """Places in a gather buffer, in bytes.
+
+    Attributes:
+        row: From a row to the next.
+        shard: From the rows of a full shard to those of the next.
+        size: Of the buffer.
+        scales: From the start of the buffer to the scales of shard 0; 0 without scales.
+        next_scales: From the scales of a shard to those of the next; 0 without scales.
+    """
+
+    row: int
+    shard: int
+    size: int
+    scales: int = 0
+    next_scales: int = 0
+
+    @staticmethod
+    def of(shards: Shards, depth: int, itemsize: int) -> BufferLayout:
+        """Returns the layout of rows of ``depth`` elements without scales."""
+        row = depth * itemsize
+        return BufferLayout(row, shards.chunk * row, shards.parts * shards.chunk * row)
+
+    @staticmethod
+    def with_scales(shards: Shards, depth: int, blocks: Blocks | None, puts: bool) -> BufferLayout:
+        """Returns the layout of rows of 8-bit elements with scales; `gather.all_gather` gives the reasons.
+
+        Args:
+            shards: Division of the rows.
+            depth: K in memory, padding included.
+            blocks: Blocks that share a scale; None: rows.
+            puts: Whether a relay puts a shard's rows and scales together.
+        """
+        row, after = shard_bytes(shards.chunk, depth, blocks)
+        rows = shards.chunk * row
+        full, size = rows + after, shards.parts * (rows + after)
+        if blocks or puts:
+            return BufferLayout(row, full, size, rows, full)
+        return BufferLayout(row, rows, size, shards.parts * rows, padded(shards.chunk, 4) * SCALE_BYTES)
 
 
 def plan_for(
@@ -124,22 +165,25 @@ def _make_plan(
 
     executor, group = peers.executor, peers.group
     chunk, requested = shards.chunk, settings().transport_of(ALL_GATHER_GEMM)
-    row_bytes, after = depth * dtype.itemsize, 0
-    if out_dtype is not None:
-        row_bytes, after = shard_bytes(chunk, depth, blocks)
-    local_rows = shards.size(group.rank)
-    nbytes, full = local_rows * row_bytes, chunk * row_bytes + after
-    local_shard, scales_sent = LocalShard(nbytes), None
-    if out_dtype is not None:
-        local_bytes = 0
-        if local_rows:
-            local_bytes = num_bytes(blocks, chunk, depth) if blocks else padded(local_rows, 4) * SCALE_BYTES
-        local_shard = LocalShard(nbytes, local_bytes, chunk * row_bytes)
-        scales_sent = ShardScales(0, local_bytes, after)
+    local_rows, scaled = shards.size(group.rank), out_dtype is not None
+
+    def layout(puts: bool) -> BufferLayout:
+        if scaled:
+            return BufferLayout.with_scales(shards, depth, blocks, puts)
+        return BufferLayout.of(shards, depth, dtype.itemsize)
+
     workspace, transport = obtain_transport(
-        peers, requested_transport(requested), lambda host: host.shards_class(group.size * full)
+        peers, requested_transport(requested), lambda host: host.shards_class(layout(True).size)
     )
     arch, puts = peers.agreed.arch, transport.puts
+    of_buffer = layout(puts)
+    row_bytes, full = of_buffer.row, of_buffer.shard
+    nbytes, local_bytes = local_rows * row_bytes, 0
+    if scaled and local_rows:
+        local_bytes = num_bytes(blocks, chunk, depth) if blocks else padded(local_rows, 4) * SCALE_BYTES
+    scales_at = of_buffer.scales + group.rank * of_buffer.next_scales
+    local_shard = LocalShard(nbytes, local_bytes, scales_at - group.rank * full if scaled else 0)
+    scales_sent = ShardScales(0, local_bytes, full, *of_buffer[3:]) if scaled else None
     push = is_pushed(peers, nbytes, requested) and not puts
     owners = num_owners(shards.total, chunk)
 
@@ -181,8 +225,7 @@ def _make_plan(
 
     size, memory = workspace.size, workspace.memory
     buffer = memory.local[size.zeroed :].view(dtype)
-    pitch = row_bytes // dtype.itemsize
-    strides = (pitch, 1, full // dtype.itemsize)
+    strides = (row_bytes // dtype.itemsize, 1, full // dtype.itemsize)
     extents = (shards.total, depth, 1) if joins else (chunk, depth, owners)
     gathered = buffer.as_strided(extents, strides, buffer.storage_offset())
     exchange = exchange_arguments(workspace, transport, chunk, peers.agreed.timeout_ns, executor)
@@ -192,13 +235,13 @@ def _make_plan(
     gate = prepared_gate(peers, puts) if len(products) > 1 else None
     side_work: SideStreamWork | None = None
     if puts:
-        put = full if after and nbytes else nbytes
+        put = full if scaled and nbytes else nbytes
         lists = two_lists(shard_puts(group.rank, group.size, full, put))
         place = memory.local.data_ptr() + size.zeroed + group.rank * full
         side_work = RelayKernel(relay, ALL_GATHER_GEMM.name, lists, place, local_shard if nbytes else None)
     elif nbytes and not push:
         side_work = copies_of(workspace, full, local_shard)
-    signature = signature_of(dtype, row_bytes, shards, after, blocks)
+    signature = signature_of(dtype, of_buffer, shards, blocks)
     (pattern,) = patterns_of(ALL_GATHER_GEMM.name)
     return Plan(
         executor, pattern, products, workspace, exchange,
@@ -231,11 +274,7 @@ def prepared_gate(peers: Peers, puts: bool = False) -> Any:
 
 
 def signature_of(
-    dtype: torch.dtype,
-    row_bytes: int,
-    shards: Shards,
-    after: int = 0,
-    blocks: Blocks | None = None,
+    dtype: torch.dtype, layout: BufferLayout, shards: Shards, blocks: Blocks | None = None
 ) -> int:
     """Returns the signature of a call, which kernels compare with the peers': layout of the gather buffer.
 
@@ -244,19 +283,12 @@ def signature_of(
 
     Args:
         dtype: Dtype of x.
-        row_bytes: Bytes of a row in the gather buffer.
+        layout: Layout of the gather buffer.
         shards: Division of the rows.
-        after: Bytes of a full shard after its rows, which hold scales; 0 without scales.
         blocks: Blocks that share a scale; different blocks can have equally many bytes.
     """
-    facts: dict[str, Any] = {
-        "rows": shards.total,
-        "shard": shards.chunk,
-        "world": shards.parts,
-        "row_bytes": row_bytes,
-    }
-    facts |= {"after": after, "blocks": blocks} if after else {}
-    return call_signature("gather", **facts, dtype=dtype)
+    facts = {"rows": shards.total, "shard": shards.chunk, "world": shards.parts, **layout._asdict()}
+    return call_signature("gather", **facts, blocks=blocks, dtype=dtype)
 
 
 def copies_of(workspace: Workspace, full: int, shard: LocalShard) -> Copies:
