@@ -31,6 +31,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from overlap_gemm.parallel import full_state_dict, parallelize
+from tests.support.drawn import ADAPTERS, OPTIMIZERS, adapted, optimizer_of
 from tests.support.models import FAMILIES, MORE_FAMILIES, VOCABULARY, tiny
 from tests.support.surgery import SURGERY
 
@@ -40,14 +41,6 @@ CLOSE = {"rtol": 3e-4, "atol": 3e-5}
 IDS = torch.arange(3, 15).view(2, 6)
 
 
-ADAPTERS = (
-    *("none", "lora", "all", "head", "saved", "two", "rslora", "prompt") * 2,
-    "dora", "pissa", "ia3", "vera", "oft", "tokens", "prefix",
-)  # fmt: skip
-OPTIMIZERS = (
-    *("AdamW", "SGD", "Adam") * 2, "fused AdamW", "amsgrad Adam", "nesterov SGD", "Adagrad", "RMSprop",
-    "Adamax", "NAdam", "RAdam", "Adadelta", "ASGD", "Rprop", "LBFGS", "Adafactor", "fused SGD", "Muon",
-)  # fmt: skip
 CHOICES = {
     "family": (*FAMILIES, *MORE_FAMILIES),
     "sequence": (True, False),
@@ -69,61 +62,8 @@ def draws(seed, count):
     return [{name: dice.choice(values) for name, values in CHOICES.items()} for _ in range(count)]
 
 
-def targets(family):
-    if family == "phi3":
-        return ["qkv_proj", "gate_up_proj"], ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
-    attention = ["q_proj", "k_proj", "v_proj", "o_proj"]
-    if family in ("mixtral", "qwen3_moe"):
-        return ["q_proj"], attention
-    return ["q_proj", "up_proj"], [*attention, "gate_proj", "up_proj", "down_proj"]
-
-
-def adapted(model, kind, family):
-    import peft
-
-    some, every = targets(family)
-    torch.manual_seed(11)
-    task, lora = {"task_type": "CAUSAL_LM"}, {"r": 3, "lora_alpha": 2, "init_lora_weights": False}
-    configs = {
-        "lora": lambda: peft.LoraConfig(target_modules=some, **lora, **task),
-        "all": lambda: peft.LoraConfig(target_modules=every, **lora, **task),
-        "head": lambda: peft.LoraConfig(target_modules=[*some, "lm_head"], **lora, **task),
-        "saved": lambda: peft.LoraConfig(target_modules=some, modules_to_save=["norm"], **lora, **task),
-        "two": lambda: peft.LoraConfig(target_modules=every, **lora, **task),
-        "rslora": lambda: peft.LoraConfig(target_modules=some, use_rslora=True, **lora, **task),
-        "dora": lambda: peft.LoraConfig(target_modules=some, use_dora=True, **lora, **task),
-        "pissa": lambda: peft.LoraConfig(target_modules=some, r=3, init_lora_weights="pissa", **task),
-        "ia3": lambda: peft.IA3Config(target_modules=some, feedforward_modules=[], **task),
-        "vera": lambda: peft.VeraConfig(target_modules=some[:1], r=3, **task),
-        "oft": lambda: peft.OFTConfig(target_modules=some[:1], oft_block_size=4, r=0, **task),
-        "tokens": lambda: peft.LoraConfig(
-            target_modules=some, trainable_token_indices=[3, 5], **lora, **task
-        ),
-        "prompt": lambda: peft.PromptTuningConfig(num_virtual_tokens=3, **task),
-        "prefix": lambda: peft.PrefixTuningConfig(num_virtual_tokens=3, **task),
-    }
-    model = peft.get_peft_model(model, configs[kind]())
-    if kind == "two":
-        model.add_adapter("second", peft.LoraConfig(target_modules=some, **lora, **task))
-        model.base_model.set_adapter(["default", "second"])
-    return model
-
-
 def inner(model):
     return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def optimizer_of(kind, model):
-    *how, name = kind.split()
-    options = {"lr": 1e-2, **dict.fromkeys(how, True)}
-    if name in ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adagrad"):
-        options["eps"] = 1e-2
-    if name == "SGD":
-        options["momentum"] = 0.9
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if name == "Muon":
-        parameters = [parameter for parameter in parameters if parameter.ndim == 2]
-    return getattr(torch.optim, name)(parameters, **options)
 
 
 class Refused(Exception):

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from overlap_gemm.api.linears import gather_dtensor
@@ -313,3 +314,23 @@ def attention_gradients(rank, size):
 
 def test_gradients_of_attention_lie_alike(ranks):
     ranks(2).run(attention_gradients)
+
+
+def merges_under_fsdp(rank, size):
+    from peft import get_peft_model
+
+    mesh = init_device_mesh("cpu", (size, 1), mesh_dim_names=("dp", "tp"))
+    base = parallelize(tiny("llama", 1), mesh["tp"])
+    model = get_peft_model(base, config_of(("q_proj",)))
+    output = base.model.layers[0].self_attn.o_proj
+    output.weight = torch.nn.Parameter(output.weight.full_tensor().detach().t().contiguous().t())
+    fully_shard(base, mesh=mesh["dp"])  # takes contiguous shards only
+    before = [parameter.to_local().clone() for parameter in model.parameters()]
+    with pytest.raises(ValueError, match=r"q_proj': FSDP has sharded its adapters, too: save them"):
+        model.merge_adapter()
+    for parameter, old in zip(model.parameters(), before, strict=True):
+        assert torch.equal(parameter.to_local(), old)
+
+
+def test_adapters_under_fsdp_are_not_merged(ranks):
+    ranks(2).run(merges_under_fsdp)

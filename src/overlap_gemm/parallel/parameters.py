@@ -53,7 +53,7 @@ def _registered(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Par
             return None
         raise unknown(place.name, module, f"it has no parameter {name!r} to assign")
     placement, shape = layout
-    full_tensor = parameter.detach()
+    full_tensor = parameter.detach().contiguous()  # FSDP takes no other shards
     if place.role == "experts" and name == PAIRED and full_tensor.ndim < len(shape):
         full_tensor = gates_and_ups(module, full_tensor)
     if full_tensor.shape != shape:

@@ -105,6 +105,10 @@ def _as_local(layer: Any) -> Iterator[None]:
     peft assigns `.data`, which on a DTensor would change nothing. Weights kept in 8 bits have the model's
     dtype within the block, and keep it if an adapter was merged.
     """
+    if any(isinstance(each, DTensor) and each.device_mesh.ndim > 1 for each in layer.parameters()):
+        _refuse(
+            layer, "FSDP has sharded its adapters, too: save them, and merge them in a model without FSDP"
+        )
     swapped: list[tuple[nn.Module, str, list[Tensor]]] = []
     for module in (layer.get_base_layer(), *layer.lora_A.values(), *layer.lora_B.values()):
         for key in ("weight", "bias"):
