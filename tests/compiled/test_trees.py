@@ -3,6 +3,7 @@
 import pytest
 
 from overlap_gemm.config.gemm_config import GemmConfig
+from overlap_gemm.config.scale_blocks import PROMOTED
 from overlap_gemm_tools.sass import disassemble
 
 BESIDE_NODES = 400
@@ -26,7 +27,11 @@ def inner_loops(code):
         for index, one in enumerate(code)
         if one.root == "BRA" and one.targets and one.targets[0] < index
     ]
-    loops = [(begin, end) for begin, end in ends if any(one.root == "HGMMA" for one in code[begin : end + 1])]
+    loops = [
+        (begin, end)
+        for begin, end in ends
+        if any(one.root in ("HGMMA", "QGMMA") for one in code[begin : end + 1])
+    ]
     return [
         code[begin : end + 1]
         for begin, end in loops
@@ -39,11 +44,26 @@ def inner_loops(code):
 def test_nodes_are_kept_in_local_memory_outside_of_inner_loops(arch, mma, tile, leaves, pattern, compiled):
     cluster = (1, 1)
     config = GemmConfig(arch=arch, mma=mma, tile=tile, cluster=cluster, slot_dtype="f32", leaves=leaves)
-    seen = compiled(config, pattern)
+    check_nodes(config, compiled(config, pattern))
+
+
+@pytest.mark.parametrize(
+    ("mma", "tile", "cluster"), [("pingpong", (64, 128), (1, 1)), ("cooperative", (128, 128), (1, 1))]
+)
+def test_nodes_of_promoted_sums_are_kept_in_local_memory(mma, tile, cluster, compiled):
+    eight_bits = {"in_dtype": "e4m3", "blocks": PROMOTED[0]}
+    config = GemmConfig(
+        arch="sm_90a", mma=mma, tile=tile, cluster=cluster, slot_dtype="f32", leaves=8, **eight_bits
+    )
+    check_nodes(config, compiled(config, "reduce_scatter"))
+
+
+def check_nodes(config, seen):
+    """Compares the stack with the nodes' bytes, and looks for local memory in inner loops."""
     assert seen.report.warnings == ()
     beside = seen.report.stack_bytes - config.parked_bytes
-    assert 0 <= beside <= (BESIDE_NODES if arch == "sm_90a" else 16)
-    if arch == "sm_90a":
+    assert 0 <= beside <= (BESIDE_NODES if config.arch == "sm_90a" else 16)
+    if config.arch == "sm_90a":
         loops = sorted(inner_loops(disassemble(seen.cubin)), key=len)[:2]
         assert len(loops) == 2  # of the leaves but the last, and of the last
         assert not any(one.root in ("LDL", "STL") for loop in loops for one in loop)

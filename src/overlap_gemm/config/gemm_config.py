@@ -187,7 +187,8 @@ class GemmConfig:
     @cached_property
     def parks_in_memory(self) -> bool:
         """Returns whether nodes of the leaves' tree are in local memory, because registers are too few."""
-        return self.accumulators * (self.levels + 1) > MOST_IN_REGISTERS
+        of_products = PROMOTED_VALUES if self.promotes else 0
+        return self.accumulators * (self.levels + 1) + of_products > MOST_IN_REGISTERS
 
     @cached_property
     def parked_bytes(self) -> int:

@@ -6,7 +6,7 @@
 | out_dtype, slot_dtype | the operands' type (8-bit operands: bf16 or f16), or f32; swap_ab: not f32 |
 | a_major, b_major | any; 8-bit operands on sm_90a: "k" |
 | k_split | 1; 2 and 4 for swap_ab with tiles of at most 64 rows |
-| leaves | 0; 1, 2, 4, 8 for 16-bit operands with slot_dtype f32, not swap_ab |
+| leaves | 0; 1, 2, 4, 8 with slot_dtype f32, not swap_ab; 8-bit operands: with blocks |
 | launch | "ordered", "dependent"; "dependent_weights" for swap_ab |
 | inflight | 1 to ring_stages - 1 (`EpilogueRing` itself also takes 0) |
 | ring_stages | at most 63 ring and A/B stages together (`BARRIER_BYTES`); at least 2 A/B stages fit |
@@ -119,15 +119,16 @@ def check(config: GemmConfig) -> None:
 
 
 def _check_leaves(config: GemmConfig) -> None:
-    """Raises ValueError for leaves unless sums stay float32 on the wire and operands have 16 bits."""
+    """Raises ValueError for leaves unless sums stay float32 on the wire, and scales belong to one leaf."""
     if not config.leaves:
         return
     _require_in("leaves", config.leaves, LEAVES)
-    if config.is_swap_ab or config.has_bytes or config.slot_dtype != "f32":
+    has_scales_of_rows = config.has_bytes and config.blocks is None
+    if config.is_swap_ab or has_scales_of_rows or config.slot_dtype != "f32":
         raise ValueError(
-            f"leaves={config.leaves} are summed in float32, of 16-bit operands, in kernels with float32 "
-            f"partial sums; got mma={config.mma!r}, in_dtype={config.in_dtype!r}, "
-            f"slot_dtype={config.slot_dtype!r}"
+            f"leaves={config.leaves} are summed in float32, of operands of 16 bits or with scales of blocks, "
+            f"in kernels with float32 partial sums; got mma={config.mma!r}, in_dtype={config.in_dtype!r}, "
+            f"blocks={config.blocks}, slot_dtype={config.slot_dtype!r}"
         )
 
 

@@ -9,8 +9,9 @@ the same for every tile shape, and for every number of ranks that share the leav
 - After leaf ``i``, nodes of as many levels are merged as ``i`` has trailing ones in binary (`park`). After
   the last leaf all remaining levels are added (`finish`).
 
-On the host, `cut` adds the leaf as the third mode of A and B. ``K / leaves`` is an integer, a multiple of 8
-elements (`ALIGNED`). TMA fills a leaf's last k tile with zeros after the leaf's end.
+On the host, `cut` adds the leaf as the third mode of A and B. ``K / leaves`` is an integer, a multiple of 16
+bytes (`ALIGNED`). TMA fills a leaf's last k tile with zeros after the leaf's end. A leaf of 8-bit operands is
+a multiple of k tiles, so that k tile ``i`` of all leaves has the ``i``-th scales of K.
 
 A node is as large as the accumulator. If the nodes do not fit in registers (`GemmConfig.parks_in_memory`),
 they are in the thread's local memory. Shared memory has no space for them next to the stages.
@@ -23,12 +24,11 @@ from typing import Any
 import cutlass
 from cutlass import Float32, Int32, cute
 
-from overlap_gemm.config.gemm_config import GemmConfig
+from overlap_gemm.config.gemm_config import DTYPE_BYTES, GemmConfig
 from overlap_gemm.device.registers import rematerialize
 
-ALIGNED = 8
-"""Divisor of a leaf's K extent in 16-bit elements: TMA strides are multiples of 16 bytes."""
-
+ALIGNED = 16
+"""Divisor of a leaf's K extent in bytes: of TMA strides."""
 
 RUN = 4
 """Number of fp32 values added or moved at a time: 16 bytes."""
@@ -43,7 +43,7 @@ def cut(config: GemmConfig, operand: cute.Tensor) -> cute.Tensor:
     if leaves == 1:
         return operand
     rows, depth = operand.shape
-    leaf = cute.assume(depth // leaves, divby=ALIGNED)
+    leaf = cute.assume(depth // leaves, divby=ALIGNED // DTYPE_BYTES[config.in_dtype])
     step, pitch = operand.stride[1], operand.stride[0]
     return cute.make_tensor(
         operand.iterator, cute.make_layout((rows, leaf, leaves), stride=(pitch, step, leaf * step))

@@ -26,6 +26,7 @@ import cutlass
 from cutlass import Float32, Int32, cute, pipeline
 from cutlass.cute.nvgpu import warpgroup
 
+from overlap_gemm.mainloop import leaves
 from overlap_gemm.mainloop.blocks import promote, share_of
 
 
@@ -34,6 +35,7 @@ def accumulate_promoted(
     config: cutlass.Constexpr,
     mma: Any,
     acc: cute.Tensor,
+    nodes: Any,
     operands: tuple[Any, Any],
     ab: Any,
     read: pipeline.PipelineState,
@@ -48,7 +50,8 @@ def accumulate_promoted(
     Args:
         config: The kernel's configuration.
         mma: ``cute.TiledMma``.
-        acc: fp32 registers, overwritten.
+        acc: fp32 registers, overwritten; with leaves they get the last one's sums.
+        nodes: Nodes of the leaves' tree (`leaves.nodes_of`), which get the other leaves' sums; or None.
         operands: Fragments of the stages of A and of B.
         ab: Pipeline of the stages.
         read: Consumer state of ``ab`` at the tile's first k tile.
@@ -60,6 +63,29 @@ def accumulate_promoted(
     Returns:
         The consumer state after the last k tile.
     """
+    of_leaf = k_tiles
+    if cutlass.const_expr(nodes is not None):
+        of_leaf = k_tiles // config.leaves
+        for leaf in cutlass.range(config.leaves - 1, unroll=1):
+            read = _accumulate(config, mma, acc, operands, ab, read, first, of_leaf, scales)
+            first += of_leaf
+            leaves.park(config, acc, nodes, leaf)
+    return _accumulate(config, mma, acc, operands, ab, read, first, of_leaf, scales)
+
+
+@cute.jit
+def _accumulate(
+    config: cutlass.Constexpr,
+    mma: Any,
+    acc: cute.Tensor,
+    operands: tuple[Any, Any],
+    ab: Any,
+    read: pipeline.PipelineState,
+    first: Int32,
+    k_tiles: Int32,
+    scales: Any,
+) -> pipeline.PipelineState:
+    """Computes the sums of one leaf, or of a tile without leaves; arguments as in `accumulate_promoted`."""
     acc.fill(0.0)
     num_blocks = cute.size(operands[0], mode=[2])
     if cutlass.const_expr(config.sums == 1):

@@ -301,7 +301,7 @@ class MainloopSm90(LoadedMainloop):
             scales = None
             if cutlass.const_expr(res.scales is not None):
                 scales = partial(res.scales.factors, cfg, blocks.rows_of(part, cfg.tile))
-            read = accumulate_promoted(cfg, mma, acc, operands, ab, read, first_k, k_tiles, scales)
+            read = accumulate_promoted(cfg, mma, acc, nodes, operands, ab, read, first_k, k_tiles, scales)
         else:
             of_leaf = k_tiles // cfg.accumulations
             if cutlass.const_expr(nodes is not None):

@@ -80,7 +80,7 @@ def predict_on(
     promises: Promises = NO_PROMISES,
 ) -> Prediction:
     """Returns `predict` with the constants of `machine`."""
-    if promises.has_tree and facts.spec.sums and DTYPE_BYTES[facts.dtype] == 1:
+    if promises.has_tree and facts.spec.sums and DTYPE_BYTES[facts.dtype] == 1 and facts.blocks is None:
         promises = NO_PROMISES  # there is no such kernel
     with promised(promises, facts.spec, facts.world):
         return _predict(facts, machine, arch, sms, captured, settings())

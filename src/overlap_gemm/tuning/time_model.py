@@ -124,7 +124,7 @@ def efficiency_of(config: GemmConfig, machine: Machine, one_wave: bool = False) 
     is used.
     """
     if machine.missing_block_timings(config.blocks):
-        config = replace(config, blocks=None)
+        config = replace(config, blocks=None, leaves=0)
     known, name = machine.efficiencies(config.blocks), efficiency_key(config)
     if one_wave and name in machine.one_wave:
         return machine.one_wave[name]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ...config.arch import ARCHS, arch_of_capability
+from ...config.gemm_config import TILE_K_BYTES
 from ...config.scale_blocks import BLOCKS, PROMOTED, Blocks, in_words
 from ...config.visitors import Visitor
 from ...exchange.geometry import MAX_WORLD, ExchangeShape
@@ -179,10 +180,11 @@ class Fused:
         promises = problem.promises
         if not promises.has_tree or not problem.spec.sums:
             return None
+        unit, why = ROW_ELEMENTS, "TMA's strides are whole 16 bytes"
         if problem.is_scaled:
-            return f"fused kernels sum leaves of K (invariant={promises.invariant!r}) of 16-bit operands"
-        if problem.k is not None and (reason := promises.why_no_cut(problem.k, ROW_ELEMENTS)):
-            return f"{reason}: TMA's strides are whole 16 bytes"
+            unit, why = TILE_K_BYTES, "leaves of 8-bit operands are whole k tiles"
+        if problem.k is not None and (reason := promises.why_no_cut(problem.k, unit)):
+            return f"{reason}: {why}"
         return None
 
     def why_no_scaled_kernel(self, problem: Problem) -> str | None:
