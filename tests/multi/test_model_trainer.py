@@ -6,6 +6,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from packaging.version import Version
+from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -22,11 +24,12 @@ def sharded(size, family="qwen3", **options):
 
 
 def plain_trainer(rank, size, folder, sequence_parallel):
-    from transformers import AutoModelForCausalLM, Trainer
+    from transformers import AutoModelForCausalLM, Trainer, __version__
 
-    from overlap_gemm.integrations.trainer import SAVES_ON_EVERY_RANK, TensorParallelTrainer
+    from overlap_gemm.integrations.trainer import TensorParallelTrainer
 
-    kind = Trainer if SAVES_ON_EVERY_RANK else TensorParallelTrainer
+    saves_on_every_rank = Version(__version__) >= Version("5.19")  # which is needed to gather
+    kind = Trainer if saves_on_every_rank else TensorParallelTrainer
     if size == 1:
         model = tiny("qwen3", 2, dtype=torch.float32)
         return trained(Trainer, model, folder), model.state_dict()
@@ -138,8 +141,6 @@ class Hub:
         return mock.Mock(repo_id=f"someone/{name}")
 
     def upload_folder(self, repo_id, folder_path, commit_message, **_):
-        from safetensors.torch import load_file
-
         if "upload" in self.refuses:
             raise ConnectionError("no route")
         weights = [load_file(path) for path in sorted(Path(folder_path).glob("*.safetensors"))]
@@ -184,12 +185,19 @@ def pushed(rank, size, folder, lora):
     ):
         with Hub(refuses).replaces(), pytest.raises(DisagreementError, match=rule):
             trained(TensorParallelTrainer, model, folder, **settings)
+    writes = mock.Mock(side_effect=OSError("disk full") if rank == 0 else None)
+    words = "save_pretrained failed on 1 of 2 ranks .rank 0: OSError: disk full"
+    with (
+        mock.patch.object(type(model), "save_pretrained", writes),
+        pytest.raises(DisagreementError, match=words),
+    ):
+        model.save_pretrained(folder)
     with launched():
         trainer = TensorParallelTrainer(model, TrainingArguments(folder, **SETTINGS))
         (occupied := Path(folder, "file")).touch()
         trainer.args.output_dir = str(occupied)
         with pytest.raises(
-            DisagreementError, match="making .*file failed on 1 of 2 ranks .rank 0: FileExists"
+            DisagreementError, match="saving into .*file failed on 1 of 2 ranks .rank 0: FileExists"
         ):
             trainer.save_model()
         with pytest.raises(

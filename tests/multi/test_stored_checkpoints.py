@@ -98,18 +98,21 @@ def kept(rank, ranks, folder):
 
 def saved_as_it_was(model, folder, stored):
     """Saved again it is the same file; the state dict goes in again, too."""
-    path = f"{folder}/saved"
-    model.save_pretrained(path)
-    torch.distributed.barrier()
-    (file,) = Path(path).glob("*.safetensors")
-    again = load_file(file)
-    assert again.keys() == stored.keys()
-    for key, value in stored.items():
-        found = again[key]
-        assert found.dtype == value.dtype and found.shape == value.shape, key
-        assert torch.equal(found.view(-1).view(torch.uint8), value.view(-1).view(torch.uint8)), key
-    configs = [json.loads((Path(at) / "config.json").read_text()) for at in (folder, path)]
-    assert configs[0]["quantization_config"] == configs[1]["quantization_config"]
+    for path, options in (
+        (f"{folder}/saved", {}),
+        (f"{folder}/by-state", {"state_dict": full_state_dict(model)}),
+    ):
+        model.save_pretrained(path, **options)
+        torch.distributed.barrier()
+        (file,) = Path(path).glob("*.safetensors")
+        again = load_file(file)
+        assert again.keys() == stored.keys()
+        for key, value in stored.items():
+            found = again[key]
+            assert found.dtype == value.dtype and found.shape == value.shape, key
+            assert torch.equal(found.view(-1).view(torch.uint8), value.view(-1).view(torch.uint8)), key
+        configs = [json.loads((Path(at) / "config.json").read_text()) for at in (folder, path)]
+        assert configs[0]["quantization_config"] == configs[1]["quantization_config"]
     assert not hasattr(model.config, "quantization_config")
     whole = {name: value.clone() for name, value in full_state_dict(model).items()}
     with torch.no_grad():

@@ -23,9 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from packaging.version import Version
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-from transformers import Trainer, __version__
+from transformers import Trainer
 
 from ..parallel.checkpoints.state import full_adapter_state_dict, full_state_dict
 from ..parallel.optimizers import check_class, check_optimizer
@@ -38,8 +37,6 @@ _Base: Any = Trainer if TYPE_CHECKING else object
 OPTIMIZER = "optimizer_shards"
 """Folder of the distributed checkpoint within a Trainer's checkpoint."""
 SCHEDULER = "scheduler.pt"
-SAVES_ON_EVERY_RANK = Version(__version__) >= Version("5.19")
-"""Whether transformers' own Trainer calls `save_pretrained` on every rank, which is needed to gather."""
 
 
 @contextmanager
@@ -113,23 +110,14 @@ class ShardedCheckpoints(_Base):
         if not self.is_distributed_loading_by_transformers:
             super().save_model(output_dir, _internal_call)
             return
-        folder, writes = Path(output_dir or self.args.output_dir), self.args.should_save
+        has_adapters, folder = hasattr(self.model, "get_base_model"), output_dir or self.args.output_dir
+        state = (full_adapter_state_dict if has_adapters else full_state_dict)(self.model)
 
-        def make() -> None:
-            if writes:
-                folder.mkdir(parents=True, exist_ok=True)
+        def write() -> None:
+            if self.args.should_save:
+                self._save(folder, state_dict=state)
 
-        _together(f"making {folder}", make)
-        # transformers 5.19 saves adapters on one rank alone; 5.20 saves only those that are trained.
-        has_adapters, state = hasattr(self.model, "get_base_model"), None
-        if has_adapters or not SAVES_ON_EVERY_RANK:
-            state = (full_adapter_state_dict if has_adapters else full_state_dict)(self.model)
-
-        def save() -> None:
-            if writes or state is None:  # without a state `_save` gathers one before it writes
-                self._save(str(folder), state_dict=state)
-
-        _together(f"saving into {folder}", save)
+        _together(f"saving into {folder}", write)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 

@@ -1,7 +1,8 @@
 """State dicts and files of a parallelized model, in the format of the unsharded model."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from torch.distributed.tensor import DTensor
 from ...api.kept_weights import Stored
 from ...api.linears import sharded_as
 from ...backends.scales.scaling import FLOAT8
+from ...runtime import agree
+from ...runtime.group import Group, find
 from ..assignment import PAIRED, features_dim
 from ..modules.experts import ExpertsForward, RouterForward
 from ..modules.heads import SpreadNormForward
@@ -120,36 +123,50 @@ def save_pretrained(model: Any, *args: Any, stored: "StoredAs | None" = None, **
         stored: Format of the checkpoint of a model kept in 8 bits. The same bits are written in this format
             if all linears are still kept. If adapters have been merged, all weights are written in the
             model's dtype.
-        **kwargs: Keyword arguments of transformers' `save_pretrained`.
+        **kwargs: Keyword arguments of transformers' `save_pretrained`; `state_dict` as `full_state_dict`
+            returns it. Without it the call is collective.
     """
-    is_kept = False
-    if kwargs.get("state_dict") is None:
-        kwargs["state_dict"] = state = full_state_dict(model)
-        if stored is not None:
-            is_kept = stored.linears == sum(1 for _ in kept_linears(model))
-            (_name_as_stored if is_kept else _dequantize)(model, state)
+    state = kwargs.get("state_dict")
+    write = agree.together if state is None else _by_itself
+    kwargs["state_dict"] = state = full_state_dict(model) if state is None else dict(state)
+    is_kept = stored is not None and stored.linears == sum(1 for _ in kept_linears(model))
+    if stored is not None:
+        (_name_as_stored if is_kept else _dequantize)(model, state)
     kwargs.setdefault("is_main_process", dist.get_rank() == 0)
     if stored is not None and is_kept:
         model.config.quantization_config = stored.quantization_config
     ranks, model._tp_size = model._tp_size, None  # transformers before 5.15 would gather full tensors
+    config = getattr(model.config, "distributed_config", None)
+    if config is not None:  # transformers would wait for the other ranks, even if it fails on one
+        model.config.distributed_config = None
     try:
-        type(model).save_pretrained(model, *args, **kwargs)
+        write(find(None), "save_pretrained", lambda: type(model).save_pretrained(model, *args, **kwargs))
     finally:
         model._tp_size = ranks
+        if config is not None:
+            model.config.distributed_config = config
         if is_kept:
             del model.config.quantization_config
 
 
+def _by_itself(_: Group, __: str, attempt: Callable[[], Any]) -> Any:
+    """Returns the result of an attempt that one rank makes alone."""
+    return attempt()
+
+
 def save_adapters(holder: Any, *args: Any, **kwargs: Any) -> None:
-    """Runs `save_pretrained` of a `PeftModel` with full tensors. Collective.
+    """Runs `save_pretrained` of a `PeftModel` with full tensors. Collective unless `state_dict` is passed.
 
     Args:
         holder: peft's model around a parallelized model.
         *args: Positional arguments of peft's `save_pretrained`.
         **kwargs: Keyword arguments of peft's `save_pretrained`.
     """
-    state = full_adapter_state_dict(holder, kwargs.pop("state_dict", None))
-    type(holder).save_pretrained(holder, *args, state_dict=state, **kwargs)
+    passed = kwargs.pop("state_dict", None)
+    write = agree.together if passed is None else _by_itself
+    state = full_adapter_state_dict(holder, passed)
+    save = partial(type(holder).save_pretrained, holder, *args, state_dict=state, **kwargs)
+    write(find(None), "save_pretrained", save)
 
 
 def full_adapter_state_dict(holder: Any, state: dict[str, Any] | None = None) -> dict[str, Any]:
