@@ -1,6 +1,8 @@
 """transformers' Trainer and accelerate on parallelized models: the unsharded model's losses and weights."""
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -217,6 +219,36 @@ def test_saving_pushes_full_weights_and_fails_on_every_rank(ranks, tmp_path, lor
     assert {"README.md", "adapter_config.json" if lora else "config.json"} <= files
     assert weights.keys() | {"lm_head.weight"} == state.keys() | {"lm_head.weight"}  # tied to the embedding
     assert all(torch.equal(weights[name], state[name]) for name in weights)
+
+
+def by_axolotl(rank, size, folder):
+    """Calls the plug-in in the order of axolotl's loader and builder; the modules are stand-ins."""
+    from transformers import Trainer
+
+    class AxolotlTrainer(Trainer):
+        def _save(self, output_dir=None, state_dict=None):
+            assert rank == 0 and state_dict is not None  # it writes on each rank that calls it
+            super()._save(output_dir, state_dict)
+
+    names = {"integrations.base": {"BasePlugin": object}, "core.trainers": {"AxolotlTrainer": AxolotlTrainer}}
+    modules = {f"axolotl.{name}": SimpleNamespace(**content) for name, content in names.items()}
+    with mock.patch.dict(sys.modules, modules):
+        from overlap_gemm.integrations.axolotl import OverlapGemmPlugin
+
+        plugin, model = OverlapGemmPlugin(), tiny("qwen3", 2, dtype=torch.float32)
+        with pytest.raises(ValueError, match="not support tensor_parallel_size: 2, rl: dpo: unset"):
+            plugin.post_model_build({"tensor_parallel_size": 2, "dp_shard_size": 1, "rl": "dpo"}, model)
+        plugin.post_model_build({"tensor_parallel_size": 1, "load_in_8bit": False}, model)
+        kind = plugin.get_trainer_cls({})
+    results = trained(kind, model, folder), full_state_dict(model)
+    dist.barrier()
+    return results, load_file(f"{folder}/model.safetensors")
+
+
+def test_axolotls_plug_in(ranks, tmp_path, expected):
+    for results, weights in ranks(2).run(by_axolotl, str(tmp_path)):
+        same(results, expected)
+        assert weights and all(torch.equal(weights[name], results[1][name]) for name in weights)
 
 
 def beside_fsdp(rank, size, folder):
