@@ -329,6 +329,14 @@ def test_weights_of_two_types_share_a_gather(three):
             assert (out.double() - exact).abs().max() <= 2**-8 * exact.abs().max() + 2**-7
 
 
+def test_an_empty_result_has_the_requested_type():
+    x, weight = (torch.zeros(rows, 64).to(torch.float8_e4m3fn) for rows in (0, 64))
+    scales = {"scale_x": torch.ones(0, 1), "scale_w": torch.ones(64, 1), "out_dtype": torch.float16}
+    with world_of("sm_90a", 2) as world:
+        out = overlap_gemm.gemm_reduce_scatter(x, weight, group=world.names[0], backend="fused", **scales)
+    assert out.dtype == torch.float16 and out.shape == (0, 64)
+
+
 def test_what_fused_kernels_have_not_is_refused_by_name(three):
     x, scale = torch.ones(16, 32).to(torch.float8_e4m3fn), torch.ones(())
     how = {"group": three.names[0], "backend": "fused", "scale_x": scale, "scale_w": scale}

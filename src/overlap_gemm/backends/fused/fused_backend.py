@@ -418,9 +418,10 @@ class Fused:
 
 def _fits(extents: Sizes, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Returns whether kernels can load these operands, if their addresses are multiples of 16 bytes."""
-    exists = extents.shape.rows and extents.out[1] and weight.shape[0]
+    if not (extents.shape.rows and extents.out[1] and weight.shape[0]):  # without rows there are no shards
+        return False
     strided = has_tma_strides(x, extents.shard) and has_tma_strides(weight)
-    return bool(exists) and strided and (bias is None or bias.stride(0) == 1)
+    return strided and (bias is None or bias.stride(0) == 1)
 
 
 def _vectors(
