@@ -78,6 +78,7 @@ def test_one_build_per_configuration_and_process(tmp_path):
     assert fetch(cache, three) is not fetch(cache, two)
     assert (two.calls, three.calls) == (1, 1)
     assert origins(cache) == ["compiled", "compiled"]
+    assert all(0 <= seconds < 30 for _, seconds, _ in cache.log)
 
 
 @pytest.fixture(scope="module")

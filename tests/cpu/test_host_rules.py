@@ -1,6 +1,7 @@
 """Rules of the host side that hold between calls: each of these fails when the rule's line is broken."""
 
 import threading
+from collections import deque
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import torch
 import overlap_gemm
 from overlap_gemm.backends import by_shards, decomposed, peer_access
 from overlap_gemm.backends.fused.launch_plan import Copies, LocalShard, Plan, Product
+from overlap_gemm.backends.op_call import OpCall
 from overlap_gemm.config.gemm_config import GemmConfig
 from overlap_gemm.config.orders import LocalShardFirst, TileGrid, WorkList
 from overlap_gemm.config.scale_blocks import BLOCKS
@@ -21,6 +23,7 @@ from overlap_gemm.exchange.geometry import OWNED, ExchangeShape
 from overlap_gemm.integrations import torch_symm_mem
 from overlap_gemm.runtime import bootstrap, executor, messages
 from overlap_gemm.runtime.group import LOCAL, Group, resolve
+from overlap_gemm.runtime.ledger import Ledger
 from overlap_gemm.runtime.memory.workspace import CommTimeoutError, SizeClass, Workspace
 from overlap_gemm.spec import GEMM_REDUCE_SCATTER, OPS
 from overlap_gemm.tuning import machine
@@ -312,3 +315,23 @@ def test_slurms_steps_and_jobs_do_not_meet(monkeypatch):
     assert all(address == "node3" and 20000 <= port < 60000 for address, port in ports)
     bootstrap._find_placement({**env, "MASTER_ADDR": "here", "MASTER_PORT": "7"})
     assert ports[-1] == ("here", 7)
+
+
+# --- what drawn mutants showed ---
+
+
+def test_an_option_that_is_off_is_left_out_of_messages():
+    assert str(OpCall(deterministic=True, keep=True)) == "keep=True, deterministic=True"
+    assert str(OpCall(deterministic=False)) == ""
+
+
+def test_a_ledgers_later_calls_differ_if_an_earlier_one_did():
+    # A rank publishes its last calls only, so these must show all calls before.
+    chains = []
+    for words in ((1, 2, 3, 4), (2, 1, 3, 4)):
+        ledger = Ledger.__new__(Ledger)
+        ledger._calls, ledger._number, ledger._chain = deque(), 0, 0
+        for word in words:
+            ledger.note(word, "call")
+        chains.append(ledger._calls[-1][1])
+    assert chains[0] != chains[1]
