@@ -10,8 +10,10 @@ import torch
 import torch.distributed as dist
 
 import overlap_gemm
+from overlap_gemm.dispatch import shard_ops
 from overlap_gemm.runtime import agree
 from overlap_gemm.runtime.agree import DisagreementError
+from overlap_gemm.runtime.group import find
 from overlap_gemm.spec import OPS
 from overlap_gemm.testing.cases import LAYOUTS, Case
 from overlap_gemm.tuning.settings import settings
@@ -101,6 +103,17 @@ def test_every_rank_learns_what_they_disagree_on(ranks, op, what):
         what = "rows"
     for backend in ("sequential", "decomposed", "auto"):
         ranks(3).run(disagree, op, what, backend)
+
+
+def joins_another_total(rank, size):
+    """Joins 2 rows of 4, and 1 of 3: without the comparison a row of no rank is in the result."""
+    group = find(dist.new_group()).name
+    with pytest.raises(DisagreementError, match="total"):
+        shard_ops.join_shards(torch.ones(2 - rank, 3), 0, 4 - rank, group)
+
+
+def test_ranks_that_join_shards_of_another_total_are_told(ranks):
+    ranks(2).run(joins_another_total)
 
 
 @pytest.mark.parametrize(
