@@ -98,6 +98,11 @@ def test_operations_are_counted_with_conversions_and_one_pass_without():
     assert model.operations == pytest.approx(5 * H200.launch + elements * 24 / H200.memory_rate)
 
 
+def test_a_result_of_8_bits_is_one_byte():
+    model = times("gemm_reduce_scatter", epilogues.to_e4m3, 2048, 8192, 8192)
+    assert model.one_pass == pytest.approx(H200.launch + 1024 * 8192 * 3 / H200.memory_rate)
+
+
 def test_kernels_of_ops_read_the_inputs_of_what_they_sum():
     """Checks all-reduces: each rank sums all rows (one-shot), or its part of the columns (two-shot)."""
     many = 8192, 8192, 8192

@@ -180,6 +180,9 @@ def test_functions_that_are_no_epilogues_are_refused_with_the_rule(function, dec
         ({"of": "all"}, "of must be one of partial, complete"),
         ({"of": "partial", "pairs": True}, "added up over the ranks"),
         ({"of": "partial", "outputs": {"a": "element"}}, "added up over the ranks"),
+        ({"result": "e5m2"}, "result must be one of e4m3; got 'e5m2'"),
+        ({"result": "e4m3", "of": "partial"}, "result='e4m3' allows no gradient, and complete sums only"),
+        ({"result": "e4m3", "gradient": with_bias}, "result='e4m3' allows no gradient"),
     ],
 )
 def test_declarations_that_do_not_exist_are_refused_with_the_rule(declared, rule):

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import overlap_gemm
-from overlap_gemm.backends.fused import transport_hosts
+from overlap_gemm import epilogues
+from overlap_gemm.backends.fused import plan_cache, transport_hosts
 from overlap_gemm.backends.fused.fused_backend import Fused
 from overlap_gemm.backends.fused.transport_hosts import (
     LL_PACKETS,
@@ -23,6 +24,7 @@ from overlap_gemm.backends.op_call import with_fallback
 from overlap_gemm.backends.scales.tma_operands import aligned, aligned_vector, major
 from overlap_gemm.backends.select import choose
 from overlap_gemm.config.gemm_config import GemmConfig
+from overlap_gemm.config.visitors import Visitor
 from overlap_gemm.exchange.geometry import CONTROL_BYTES, FLAG_BYTES, ExchangeShape
 from overlap_gemm.runtime.group import Group
 from overlap_gemm.runtime.peers import Agreed, Peers
@@ -34,6 +36,18 @@ from tests.support.problems import changed, problem
 PROBLEM = problem("gemm_reduce_scatter", 4096, 4096, 4096)
 
 # --- choice ---
+
+
+def test_an_all_reduce_to_8_bits_sends_no_results(monkeypatch):
+    monkeypatch.setattr(plan_cache, "with_pattern", lambda *_: "two-shot by the model")
+    agreed, shape = SimpleNamespace(arch="sm_90a", num_sms=132), ExchangeShape.even(128, 128, 2, "two_shot")
+
+    def pattern_with(one):
+        peers = SimpleNamespace(agreed=agreed)
+        return plan_cache._with_pattern(peers, "bf16", shape, None, None, (Visitor(one, ("f32",)),))
+
+    assert pattern_with(epilogues.to_e4m3).pattern == "one_shot"
+    assert pattern_with(epilogues.scale_rows) == "two-shot by the model"
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,27 @@ def test_kernels_apply_epilogues(op, one, world, arch):
             assert worst(Called(op, world, one, seed=seed), ranks) <= 1
 
 
+@pytest.mark.parametrize(("op", "one", "world", "arch"), [
+    (RS, epilogues.to_e4m3, 2, "sm_90a"),
+    (AR, epilogues.to_e4m3, 3, "sm_100a"),
+    ("all_gather_gemm", epilogues.swiglu_e4m3, 2, "sm_90a"),
+], ids=lambda one: getattr(one, "name", str(one)))  # fmt: skip
+def test_results_of_8_bits(op, one, world, arch):
+    """Checks kernels of ragged rows; two weights where the function takes pairs."""
+    sizes = (70, 192 * (world if one.pairs else 1), 72)
+    order = "gate-first" if one.pairs else ""
+    case = Called(op, world, one, sizes, otherwise=refuse, two_weights=order)
+    with world_of(arch, world) as ranks:
+        assert worst(case, ranks) <= 1
+        outs = [case.call(rank, name) for rank, name in enumerate(ranks.names)]
+        assert {out.dtype for out in outs} == {torch.float8_e4m3fn}
+        ranks.synchronize()
+
+
+def refuse(*_):
+    raise AssertionError
+
+
 @pytest.mark.parametrize(("world", "arch"), in_turn([1, 2, 3], ARCHITECTURES))
 def test_pairs_of_columns_are_made_in_the_all_gather_gemm(world, arch):
     with world_of(arch, world) as ranks:
@@ -44,12 +65,9 @@ def test_pairs_of_columns_are_made_in_the_all_gather_gemm(world, arch):
 @pytest.mark.parametrize(("world", "arch"), in_turn([1, 2, 3], ARCHITECTURES))
 @pytest.mark.parametrize("order", ["gate-first", "up-first"])
 def test_pairs_of_two_weights_that_lie_in_any_order(order, world, arch):
-    def otherwise(*_):
-        raise AssertionError
-
     with world_of(arch, world) as ranks:
         sizes = (70, 192 * world, 72)
-        case = Called("all_gather_gemm", world, epilogues.geglu_tanh, sizes, 0, "cpu", otherwise, order)
+        case = Called("all_gather_gemm", world, epilogues.geglu_tanh, sizes, 0, "cpu", refuse, order)
         assert worst(case, ranks) <= 1
 
 
@@ -97,11 +115,8 @@ def test_a_rank_that_knows_its_own_weights_alone_makes_pairs_of_them(widths, mon
 
 @pytest.mark.parametrize("op", SHARDED)
 def test_what_takes_the_place_of_an_epilogue_is_not_called_where_a_kernel_applies_it(op):
-    def otherwise(*_):
-        raise AssertionError
-
     with world_of("sm_90a", 2) as ranks:
-        assert worst(Called(op, 2, gated, otherwise=otherwise), ranks) <= 1
+        assert worst(Called(op, 2, gated, otherwise=refuse), ranks) <= 1
 
 
 @epilogue(inputs={"row": "rows", "shift": "element"}, of="partial")

@@ -3,12 +3,13 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from overlap_gemm import epilogue
 from overlap_gemm.build import make_kernel
 from overlap_gemm.config.gemm_config import GemmConfig
 from overlap_gemm.config.visitors import Visitor, bias_of
-from overlap_gemm.epilogues import silu
+from overlap_gemm.epilogues import silu, swiglu_e4m3, to_e4m3
 from overlap_gemm.transports import PeerBulk
 from tests.support.emulated.chosen import in_turn
 from tests.support.emulated.kernel_cases import launched
@@ -70,6 +71,20 @@ def test_pairs_of_columns(config):
 def test_pairs_of_columns_of_two_weights(config, seed):
     config = replace(config, epilogue=(Visitor(gated, ("bf16", "f32"), of_two_weights=True),))
     launched(config, None, 1, rows=150, cols=192, depth=72, seed=seed).check()
+
+
+@pytest.mark.parametrize(("config", "one", "world"), [
+    (CONFIGS[0], swiglu_e4m3, 1), (CONFIGS[1], to_e4m3, 1), (CONFIGS[3], swiglu_e4m3, 1),
+    (CONFIGS[4], to_e4m3, 1), (CONFIGS[2], to_e4m3, 2),
+], ids=lambda one: getattr(one, "name", str(one)))  # fmt: skip
+def test_results_of_8_bits_are_rounded_once_and_saturated(config, one, world):
+    """Checks TMA stores of subtiles, and the receive role's of chunks; the seed's scale is 0.0256."""
+    config = replace(config, epilogue=(Visitor(one, ("f32",)),), out_dtype="e4m3")
+    transport = None if world == 1 else PeerBulk()
+    case = launched(config, transport, world, rows=150, cols=192, depth=72, seed=187)
+    case.check()
+    largest = torch.cat([out.float().abs() == 448 for out in case.outs])
+    assert 0.1 < largest.float().mean() < 0.6
 
 
 def test_pairs_are_of_kernels_with_narrow_subtiles():

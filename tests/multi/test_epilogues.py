@@ -16,6 +16,7 @@ from overlap_gemm.testing.cases import LAYOUTS
 from tests.support.ops import SHARDED
 
 OPS_WITH_EPILOGUE = list(SHARDED)
+BACKENDS = "sequential", "decomposed", "torch", "auto"
 M, N, K = 9, 40, 12
 
 
@@ -120,6 +121,34 @@ def pairs_and_dimensions(rank, size, op, backend):
     stream, squares = getattr(overlap_gemm, op)(x, weight, backend=backend, epilogue=given, **along)
     torch.testing.assert_close(stream, plain + residual)
     torch.testing.assert_close(squares, (plain + residual).square().sum(-1))
+
+
+def bytes_of(rank, size, op, backend):
+    """Compares 8-bit results, eagerly and in a graph, with rounded sums; some are too large, one is NaN."""
+    (x, weight), _, sums = tensors(rank, size, op)
+    lengths = OPS[op].arguments(M, N, K, least=True)
+    scale = sums.abs().max() / 1000
+    applied = epilogues.to_e4m3(scale=float(scale))
+    x[0, 0] = torch.nan
+
+    def call(x):
+        return getattr(overlap_gemm, op)(x, weight, epilogue=applied, backend=backend, **lengths)
+
+    for made in (call(x), torch.compile(call, fullgraph=True, backend="aot_eager")(x)):
+        assert made.dtype == torch.float8_e4m3fn
+        values = made.double()
+        assert values.isnan().any() == (rank == 0 or op != "gemm_reduce_scatter")
+        wanted = torch.where(values.isnan(), torch.nan, (sums / scale).clamp(-448, 448))
+        torch.testing.assert_close(values, wanted, rtol=2**-4, atol=2**-10, equal_nan=True)
+        assert (values.abs() == 448).any() or rank > 0
+    x.requires_grad_()
+    with pytest.raises(TypeError, match="epilogue to_e4m3 has an 8-bit result and no gradient"):
+        call(x)
+
+
+@pytest.mark.parametrize(("op", "backend"), list(zip(SHARDED, BACKENDS, strict=True)))
+def test_results_of_8_bits(ranks, op, backend):
+    ranks(2).run(bytes_of, op, backend)
 
 
 @pytest.mark.parametrize("backend", ["sequential", "decomposed", "torch"])

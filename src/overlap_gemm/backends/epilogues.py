@@ -25,6 +25,9 @@ INPUT_DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f3
 
 _OF_NAMES = {name: dtype for dtype, name in INPUT_DTYPES.items()}
 
+RESULT_DTYPES = {"e4m3": torch.float8_e4m3fn}
+"""Dtypes of results, by `Epilogue.result`."""
+
 ONE_SHOT_ROWS = 128
 """Rows of an all-reduce up to which it is one-shot at H200's rates (`tuning.space.with_pattern`).
 
@@ -38,7 +41,8 @@ class Applying(NamedTuple):
     Attributes:
         epilogue: Epilogue of the call.
         dtypes: Dtype of each input.
-        out_dtype: Dtype of the result, and of outputs with a value for each element.
+        out_dtype: Dtype of the op's results: of the result, if the epilogue has no type for it
+            (`result_dtype`), and of outputs with a value for each element.
     """
 
     epilogue: Epilogue
@@ -64,11 +68,26 @@ class Applying(NamedTuple):
         if (operations := TORCH_OPERATIONS.get(self.epilogue.key)) is not None:
             return [_by_torch(self.epilogue, operations, sums, inputs).to(self.out_dtype)]
         result, *others = self.epilogue.on_tensors(sums, inputs)
-        kinds = ("element", *(kind for _, kind in self.epilogue.outputs))
+        outputs = zip(self.epilogue.outputs, others, strict=True)
         return [
-            value.to(self.out_dtype) if kind == "element" else value
-            for kind, value in zip(kinds, (result, *others), strict=True)
+            _rounded(result, result_dtype(self.epilogue, self.out_dtype)),
+            *(value.to(self.out_dtype) if kind == "element" else value for (_, kind), value in outputs),
         ]
+
+
+def result_dtype(epilogue: Epilogue | None, out_dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype of a result with an epilogue, or None, of an op whose results have `out_dtype`."""
+    if epilogue is None or epilogue.result is None:
+        return out_dtype
+    return RESULT_DTYPES[epilogue.result]
+
+
+def _rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns values in a dtype; those beyond an 8-bit one become its largest, as kernels convert them."""
+    if dtype.itemsize == 1:  # torch 2.13 saturates on CPUs by itself; nothing promises it elsewhere
+        most = torch.finfo(dtype).max
+        values = values.clamp(-most, most)
+    return values.to(dtype)
 
 
 def _by_torch(epilogue: Epilogue, operations: Sequence[str], sums: Any, inputs: Sequence[Tensor]) -> Tensor:
@@ -204,12 +223,17 @@ def why_after(problem: Problem, columns: int) -> str | None:
         return f"kernels read inputs of bfloat16, float16 and float32, not {strange[0]}"
     if epilogue.of == "partial" and not spec.sums:
         return "kernels have partial sums in ops that sum over ranks only"
-    if columns % ROW_ELEMENTS:
-        return f"N={columns} of a rank must be a multiple of {ROW_ELEMENTS}, which are {ROW_BYTES} bytes"
+    multiple = ROW_ELEMENTS if epilogue.result is None else ROW_BYTES
+    if columns % multiple:
+        return f"N={columns} of a rank must be a multiple of {multiple}, which are {ROW_BYTES} bytes"
+    if epilogue.result is not None and spec.gathers_output:
+        return "kernels that gather results store none of 8 bits"
     if epilogue.outputs and not (spec.sums and problem.world_size > 1):
         return "kernels support outputs in ops that sum over several ranks only"
-    if epilogue.outputs and spec.out is None and problem.m > ONE_SHOT_ROWS:
-        return f"kernels support outputs of an all-reduce up to M={ONE_SHOT_ROWS}, not M={problem.m}"
+    needs_rows = epilogue.outputs or (epilogue.result is not None and problem.world_size > 1)
+    if needs_rows and spec.out is None and problem.m > ONE_SHOT_ROWS:
+        what = "outputs" if epilogue.outputs else "8-bit results"
+        return f"kernels support {what} of an all-reduce up to M={ONE_SHOT_ROWS}, not M={problem.m}"
     return None
 
 
@@ -286,10 +310,18 @@ def written_by_kernel(
     return tuple(written), outputs
 
 
-def written_without_kernel(visitor: Visitor, result: Tensor) -> list[Tensor]:
-    """Returns the outputs for a result without elements, for which no kernel runs; row values are zeros."""
+def written_without_kernel(visitor: Visitor, result: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """Returns the outputs for a result without elements, for which no kernel runs; row values are zeros.
+
+    Args:
+        visitor: Epilogue in the form of kernel configurations.
+        result: The result.
+        dtype: Dtype of outputs with a value for each element.
+    """
     return [
-        result.new_empty(result.shape) if kind == "element" else result.new_zeros(len(result)).float()
+        result.new_empty(result.shape, dtype=dtype)
+        if kind == "element"
+        else result.new_zeros(len(result), dtype=torch.float32)
         for _, kind in visitor.epilogue.outputs
     ]
 

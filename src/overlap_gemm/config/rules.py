@@ -4,6 +4,7 @@
 |---|---|
 | mma, tile, cluster | those of `arch.ARCHS` |
 | out_dtype, slot_dtype | the operands' type (8-bit operands: bf16 or f16), or f32; swap_ab: not f32 |
+| out_dtype | the type of the last epilogue's result, if it has one |
 | a_major, b_major | any; 8-bit operands on sm_90a: "k" |
 | k_split | 1; 2 and 4 for swap_ab with tiles of at most 64 rows |
 | leaves | 0; 1, 2, 4, 8 with slot_dtype f32, not swap_ab; 8-bit operands: with blocks |
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from overlap_gemm.config.gemm_config import GemmConfig
 
 InDtype = Literal["bf16", "f16", "e4m3", "e5m2"]
-OutDtype = Literal["bf16", "f16", "f32"]
+OutDtype = Literal["bf16", "f16", "f32", "e4m3"]
 Launch = Literal["ordered", "dependent", "dependent_weights"]
 
 BARRIER_BYTES = 2048
@@ -72,9 +73,11 @@ def check(config: GemmConfig) -> None:
     others = tuple(t for t in ("e4m3", "e5m2") if config.has_bytes and t != config.in_dtype)
     _require_in(f"b_dtype where in_dtype={config.in_dtype!r}", config.b_dtype, (None, *others))
     halves = ("bf16", "f16") if config.has_bytes else (config.in_dtype,)
+    result = config.epilogue[-1].epilogue.result if config.epilogue else None
     for name in ("out_dtype", "slot_dtype"):
         wide = halves if config.is_swap_ab else (*halves, "f32")
-        _require_in(f"{name} for mma={config.mma!r}", getattr(config, name), wide)
+        types = (result,) if result is not None and name == "out_dtype" else wide
+        _require_in(f"{name} for mma={config.mma!r}", getattr(config, name), types)
     majors = ("k",) if config.has_bytes and config.on.bytes_k_major else ("k", "m", "n")
     launches = get_args(Launch) if config.is_swap_ab else get_args(Launch)[:2]
     _require_in(f"launch for mma={config.mma!r}", config.launch, launches)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..backends.epilogues import Applying, TensorKind, author_gradient
+from ..backends.epilogues import Applying, TensorKind, author_gradient, result_dtype
 from ..backends.op_call import SCHEMA, OpCall
 from ..epilogues import PAIR, Applied, Epilogue, epilogue_of
 from ..runtime.group import Group, GroupLike, find, group_name
@@ -71,7 +71,7 @@ class EpilogueOp(Registered):
         assert call.epilogue is not None
         epilogue, (rows, columns) = epilogue_of(call.epilogue), extents(self.plain, call, weight)
         width = columns // 2 if epilogue.pairs else columns
-        made = [x.new_empty(rows, width)]
+        made = [x.new_empty(rows, width, dtype=result_dtype(epilogue, x.dtype))]
         for _, kind in epilogue.outputs:
             wide = torch.promote_types(x.dtype, torch.float32)
             one = x.new_empty(rows, width) if kind == "element" else x.new_empty(rows, dtype=wide)
@@ -244,6 +244,11 @@ def call_with_epilogue(
         epilogue = epilogue.with_rows
     after = op, x, weight, bias, group, call, epilogue, inputs, otherwise
     if not has_gradient:
+        if epilogue.result is not None:
+            raise TypeError(
+                f"{op.name}: epilogue {epilogue.name} has an 8-bit result and no gradient; call the op under "
+                "torch.no_grad()"
+            )
         if epilogue.is_partial(op.spec.sums):
             raise TypeError(f"{op.name}: epilogue {epilogue.name} of partial sums has no gradient")
         return _function_after(*after)

@@ -20,7 +20,7 @@ from .arithmetic import (
     sqrt,
     tanh,
 )
-from .definition import PAIR, Applied, Epilogue, InputKind, OutputKind, Sum, epilogue, epilogue_of
+from .definition import PAIR, Applied, Epilogue, InputKind, OutputKind, ResultType, Sum, epilogue, epilogue_of
 from .library import (
     add_bias,
     add_residual,
@@ -35,6 +35,8 @@ from .library import (
     scale_rows,
     scale_rows_and_columns,
     swiglu,
+    swiglu_e4m3,
+    to_e4m3,
 )
 
 __all__ = [
@@ -43,6 +45,7 @@ __all__ = [
     "Epilogue",
     "InputKind",
     "OutputKind",
+    "ResultType",
     "Sum",
     "Value",
     "add_bias",
@@ -72,5 +75,7 @@ __all__ = [
     "silu",
     "sqrt",
     "swiglu",
+    "swiglu_e4m3",
     "tanh",
+    "to_e4m3",
 ]

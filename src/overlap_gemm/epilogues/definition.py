@@ -34,6 +34,9 @@ values of all ranks are gathered before the kernel.
 OutputKind = Literal["element", "row_sum", "row_max"]
 """Shape of an output: one value for each element, or for each row the sum or maximum of its values."""
 
+ResultType = Literal["e4m3"]
+"""8-bit type of a result: float8_e4m3fn; larger values become the largest of the type, 448."""
+
 PAIR = 32
 """Width of a pair's column block: PAIR columns of first values (gate), then PAIR of second values (up)."""
 
@@ -55,6 +58,7 @@ class Epilogue:
             but not the functions and constants that `gradient` uses. Computed once, by the decorator.
         function: Function of values.
         gradient: Gradient function as in `epilogue`, or None.
+        result: Type of the result; None: that of the op.
         key: "name:digest", by which graphs, records and other ranks name it (see `epilogue_of`).
         has_gathered_rows: Whether an input is of kind "gathered_rows".
         reads_outputs: Whether `gradient` reads the result and the outputs: its second parameter has no
@@ -70,6 +74,7 @@ class Epilogue:
     digest: str
     function: Callable[..., Any] = field(repr=False, compare=False)
     gradient: Callable[..., Any] | None = field(default=None, repr=False, compare=False)
+    result: ResultType | None = None
 
     key: str = field(init=False, repr=False, compare=False)
     has_gathered_rows: bool = field(init=False, repr=False, compare=False)
@@ -210,6 +215,7 @@ def epilogue(
     of: Sum = "complete",
     pairs: bool = False,
     gradient: Callable[..., Any] | None = None,
+    result: ResultType | None = None,
 ) -> Any:
     """Makes an epilogue of a function; a decorator.
 
@@ -237,6 +243,9 @@ def epilogue(
             with a leading underscore (`_inputs`) gets an empty tuple, and its tensors are not saved. None: in
             calls that need a gradient, no kernel applies the epilogue. The plain op runs, then the function
             on tensors; autograd differentiates both and saves the sum.
+        result: "e4m3": the result is rounded to 8 bits (float8_e4m3fn); values beyond +-448 become +-448. The
+            function divides by the scale, which is an input. Such a call has no gradient. None: the result
+            has the op's type.
 
     Returns:
         The `Epilogue`. If this process has made one with the same key before, the same object is returned.
@@ -245,17 +254,19 @@ def epilogue(
         TypeError: The parameters of the function are not the sums and the declared inputs. Or the function
             uses anything else than the operations above, or returns another number of values than declared.
             Or its source is not available, or it or a function that it uses is a lambda.
-        ValueError: A kind does not exist; or `of="partial"` is combined with outputs, pairs or a gradient.
+        ValueError: A kind or type does not exist; or `of="partial"` is combined with outputs, pairs, a
+            gradient or a type, or `gradient` with a type.
     """
     if function is None:
         return lambda function: epilogue(
-            function, inputs=inputs, outputs=outputs, of=of, pairs=pairs, gradient=gradient
+            function, inputs=inputs, outputs=outputs, of=of, pairs=pairs, gradient=gradient, result=result
         )
     name, kinds, others = getattr(function, "__name__", "epilogue"), dict(inputs or {}), dict(outputs or {})
     for what, value, allowed in (
         *((f"input {one}", kind, get_args(InputKind)) for one, kind in kinds.items()),
         *((f"output {one}", kind, get_args(OutputKind)) for one, kind in others.items()),
         ("of", of, get_args(Sum)),
+        *((("result", result, get_args(ResultType)),) if result is not None else ()),
     ):
         if value not in allowed:
             raise ValueError(f"epilogue {name}: {what} must be one of {', '.join(allowed)}; got {value!r}")
@@ -264,16 +275,21 @@ def epilogue(
             f"epilogue {name}: of='partial' allows no outputs, pairs or gradient: the values that the "
             "function returns are added up over the ranks; use of='complete'"
         )
+    if result is not None and (of == "partial" or gradient):
+        raise ValueError(
+            f"epilogue {name}: result={result!r} allows no gradient, and complete sums only; got "
+            f"of={of!r}, gradient={gradient!r}"
+        )
     taken = list(inspect.signature(function).parameters)
     if taken[1 + pairs :] != list(kinds):
         raise TypeError(
             f"epilogue {name}: after {'a pair of sums' if pairs else 'the sum'} the function must take the "
             f"inputs ({', '.join(kinds)}), in this order; it takes ({', '.join(taken)})"
         )
+    digest = _digest(name, function, str((kinds, others, of, pairs, result)), gradient)
     made = Epilogue(
-        name, tuple(kinds.items()), tuple(others.items()), of, pairs,
-        _digest(name, function, str((kinds, others, of, pairs)), gradient), function, gradient,
-    )  # fmt: skip
+        name, tuple(kinds.items()), tuple(others.items()), of, pairs, digest, function, gradient, result
+    )
     try:
         made.apply([_Probe()] * (1 + pairs), [_Probe()] * len(kinds))
     except Exception as error:

@@ -113,6 +113,18 @@ def geglu_tanh(gate: Any, up: Any) -> Any:
     return gelu_tanh(gate) * up
 
 
+@epilogue(inputs={"scale": "scalar"}, result="e4m3")
+def to_e4m3(x: Any, scale: Any) -> Any:
+    """Returns x / scale in 8 bits; `scale` is the result's scale in a product that follows."""
+    return x / scale
+
+
+@epilogue(inputs={"scale": "scalar"}, pairs=True, result="e4m3")
+def swiglu_e4m3(gate: Any, up: Any, scale: Any) -> Any:
+    """Returns silu(gate) * up / scale in 8 bits."""
+    return silu(gate) * up / scale
+
+
 TORCH_OPERATIONS: dict[str, tuple[str, ...]] = {
     one.key: operations
     for one, operations in (

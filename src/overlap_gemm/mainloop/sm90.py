@@ -411,9 +411,12 @@ class MainloopSm90(LoadedMainloop):
         """Writes ``fragment``, converted to the stage's dtype, to the swizzled ``stage``."""
         cfg, dtype, stage = self.config, stage.element_type, as_accumulated(self.config, stage)
         matrix = cute.make_copy_atom(StMatrix8x8x16bOp(cfg.is_swap_ab, 4), DTYPES[cfg.half_dtype])
-        wide = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), dtype, num_bits_per_copy=64)
+        adjacent = 1 if cfg.is_swap_ab else 2  # a thread's values in a row of the stage
+        other = cute.make_copy_atom(
+            cute.nvgpu.CopyUniversalOp(), dtype, num_bits_per_copy=adjacent * dtype.width
+        )
         tiled = cute.make_tiled_copy_S(
-            matrix if dtype.width == 16 else wide, cute.make_tiled_copy_C_atom(matrix, ops.mma)
+            matrix if dtype.width == 16 else other, cute.make_tiled_copy_C_atom(matrix, ops.mma)
         )
         part = tiled.get_slice(thread)
         converted = cute.make_rmem_tensor(part.partition_S(stage).shape, dtype)

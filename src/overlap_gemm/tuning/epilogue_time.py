@@ -182,7 +182,8 @@ def _tally(epilogue: Epilogue, sizes: Sequence[int], size: int) -> _Tally:
         size: Bytes of an element of sums and results.
     """
     tally, sums = _Tally(), 2 if epilogue.pairs else 1
-    tally.least = (sums + 1) * size
+    result = size if epilogue.result is None else DTYPE_BYTES[epilogue.result]
+    tally.least = sums * size + result
     for _ in range(sums):
         if epilogue.pairs:  # torch copies the columns of a pair
             tally.step(size, size)
@@ -196,11 +197,12 @@ def _tally(epilogue: Epilogue, sizes: Sequence[int], size: int) -> _Tally:
         tally.extra += nbytes * is_full
     inputs = [_Counted(tally, kind == "element") for _, kind in epilogue.inputs]
     epilogue.apply([_Counted(tally, True)] * sums, inputs)
-    for stored_kind in ("element", *(kind for _, kind in epilogue.outputs)):
+    kinds = [kind for _, kind in epilogue.outputs]
+    for stored_kind, nbytes in zip(("element", *kinds), (result, *[size] * len(kinds)), strict=True):
         if stored_kind != "element":
             tally.step(WIDE)
-        elif size != WIDE:
-            tally.step(WIDE, size)
+        elif nbytes != WIDE:
+            tally.step(WIDE, nbytes)
     stored = size * sum(kind == "element" for _, kind in epilogue.outputs)
     tally.least += stored
     tally.extra += stored

@@ -96,7 +96,7 @@ def _config(
     }
     arguments |= fields
     if DTYPE_BYTES[dtype] > 1:
-        return GemmConfig(**arguments, out_dtype=dtype, slot_dtype=dtype)  # type: ignore[arg-type]
+        return GemmConfig(**({"out_dtype": dtype, "slot_dtype": dtype} | arguments))
     try:
         config = GemmConfig(**arguments)
     except ValueError:

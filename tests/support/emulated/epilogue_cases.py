@@ -54,7 +54,8 @@ class Called:
         total = sum(x.double() @ w.double().t() for x, w in zip(xs, ws, strict=True))
         size = sum(x.double().abs() @ w.double().abs().t() for x, w in zip(xs, ws, strict=True))
         whole = {"residual": random(m, n), "gamma": random(n), "rstd": random(m).float().abs()}
-        whole["alpha"] = torch.tensor([0.5])
+        whole["alpha"], whole["scale"] = torch.tensor([0.5]), torch.tensor([0.0256])
+        most, unit, least = (2.0**30, 2**-8, 1e-3) if self.one.result is None else (448.0, 2**-4, 2.0**-10)
         for rank in range(self.world):
             part = lambda one, dim, r=rank: _part(one, dim, r, self.world)  # noqa: E731
             inputs = [whole[name] for name, _ in self.one.inputs]
@@ -68,11 +69,14 @@ class Called:
             sums = part(total, layout.out)
             wide = [one.double() for one in inputs]
             loss = 2**-9 * part(size, layout.out) if spec.sums else 1e-5
-            exact = self.one.on_tensors(sums, wide)
-            shifted = [self.one.on_tensors(sums + sign * loss, wide) for sign in (-1, 1)]
+            shifted = [
+                [one.clamp(-most, most) for one in self.one.on_tensors(sums + sign * loss, wide)]
+                for sign in (-1, 1, 0)
+            ]
+            exact = shifted.pop()
             self.exact.append(exact)
             self.bounds.append([
-                torch.maximum((low - one).abs(), (high - one).abs()) + 2**-8 * one.abs() + 1e-3
+                torch.maximum((low - one).abs(), (high - one).abs()) + unit * 1.02 * one.abs() + least
                 for low, one, high in zip(shifted[0], exact, shifted[1], strict=True)
             ])  # fmt: skip
 

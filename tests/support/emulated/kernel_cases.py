@@ -177,16 +177,20 @@ class KernelCase:
         # operands is less than 16 times the mean.
         narrow = 2.0**-9 if cfg.has_bytes and cfg.on.narrow_bytes else 2.0**-24 * (self.depth + 8)
         loss = slot * magnitude + narrow * products + 1e-30
+        most_of = torch.finfo(TORCH[cfg.out_dtype]).max
+        least_step = torch.finfo(TORCH[cfg.out_dtype]).smallest_normal * out  # half of a subnormal one
         for rank, rows in enumerate(self.own):
             if rows == 0:
                 assert self.outs[rank].isnan().all(), f"rank {rank} owns nothing, but its output was written"
                 continue
             mine = slice(rank * self.shape.shard, rank * self.shape.shard + rows)
             least, exact, most = (
-                self._visited(total[mine] + sign * loss[mine], rank, "complete") for sign in (-1, 0, 1)
+                self._visited(total[mine] + sign * loss[mine], rank, "complete").clamp(-most_of, most_of)
+                for sign in (-1, 0, 1)
             )
             visited = torch.maximum((least - exact).abs(), (most - exact).abs())
-            _check_within(self.outs[rank], exact, visited + 1.02 * out * exact.abs(), f"rank {rank}")
+            bound = visited + 1.02 * out * exact.abs() + least_step
+            _check_within(self.outs[rank], exact, bound, f"rank {rank}")
             if cfg.epilogue and cfg.epilogue[-1].writes:
                 self._check_outputs(total[mine], loss[mine], rank)
 

@@ -29,6 +29,7 @@ from ...tuning.space import constants, every_config
 from ..base import Problem
 from ..epilogues import (
     read_by_kernel,
+    result_dtype,
     slice_inputs,
     why_after,
     written_by_kernel,
@@ -328,7 +329,7 @@ class Fused:
         plan = plan_for(group, x.device, x.dtype, extents.shape, *majors, epilogue, depth)
         (written, result), columns, config = extents.made_by(plan), extents.out[1], plan.products[0].config
         size = (len(x) if visitor.of == "partial" else written), len(weight)
-        is_all = result == slice(0, written)
+        is_all, dtype = result == slice(0, written), result_dtype(visitor.epilogue, x.dtype)
 
         def run_as_planned(
             x: Tensor, weight: Tensor, bias: Tensor | None, inputs: Sequence[Tensor]
@@ -336,7 +337,7 @@ class Fused:
             addresses = x.data_ptr() | weight.data_ptr() | (0 if bias is None else bias.data_ptr())
             if addresses % ROW_BYTES or not plan.is_open:
                 return run(x, weight, bias, inputs)
-            out = x.new_empty(written, columns)
+            out = x.new_empty(written, columns, dtype=dtype)
             stored, outputs = written_by_kernel(visitor, config, plan.counts, x, *size)
             read = read_by_kernel(visitor, inputs, *size)
             extras = (*read, *stored) if bias is None else (bias, *read, *stored)
@@ -383,11 +384,13 @@ class Fused:
         """
         extents = sizes(op, x, weight, shards, group)
         shape, _, (rows, columns) = extents
+        dtype = out_dtype or x.dtype
         if shape.rows == 0 or columns == 0:
-            nothing = x.new_empty(rows, columns, dtype=out_dtype or x.dtype)
+            of_result = result_dtype(visitor.epilogue if visitor else None, dtype)
+            nothing = x.new_empty(rows, columns, dtype=of_result)
             if visitor is None or not visitor.writes:
                 return nothing
-            return [nothing, *written_without_kernel(visitor, nothing)]
+            return [nothing, *written_without_kernel(visitor, nothing, dtype)]
         passed_weight = weight
         if weight.shape[0] == 0:  # only peers have columns: any matrix serves as B, unread
             weight, bias, scales = x.view(weight.dtype), None, (*scales[:1], *scales[:1])
@@ -395,12 +398,12 @@ class Fused:
         a, b = aligned(x, extents.shard), aligned(weight)
         majors = major(a, "m"), major(b, "n")
         arguments = group, x.device, x.dtype, shape
-        epilogue = bias_visitor(bias is not None, out_dtype or x.dtype)
+        epilogue = bias_visitor(bias is not None, dtype)
         epilogue += (visitor,) if visitor is not None else ()
         with late_weights(b is not passed_weight):
             plan = plan_for(*arguments, *majors, epilogue, depth, out_dtype, blocks, weight.dtype)
         written, result = extents.made_by(plan)
-        out = x.new_empty(written, columns, dtype=out_dtype or x.dtype)
+        out = x.new_empty(written, columns, dtype=result_dtype(visitor.epilogue if visitor else None, dtype))
         extras = _vectors(plan, x, weight, scales, blocks)
         if bias is not None:
             extras += (aligned_vector(bias, len(bias)),)

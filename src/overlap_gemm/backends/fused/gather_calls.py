@@ -20,7 +20,7 @@ from ...exchange.geometry import ExchangeShape
 from ...runtime.group import Group
 from ...spec.sharding import Shards
 from ...tuning.settings import late_weights, settings, within
-from ..epilogues import Applying, read_by_kernel
+from ..epilogues import Applying, read_by_kernel, result_dtype
 from ..scales.block_scales import layout_of
 from ..scales.block_scales import scales_of_shard as scales_of_blocks
 from ..scales.scaling import scales_of_shard as scales_of_rows
@@ -82,7 +82,7 @@ def bind(
         ) -> tuple[Tensor, list[Tensor]]:
             if any_misaligned(x, *weights) or not is_weight_pair(*weights) or not of_pair.is_open:
                 return run_with_epilogue(x, weights, biases, inputs)
-            out = x.new_empty(rows, columns[0])
+            out = x.new_empty(rows, columns[0], dtype=result_dtype(visitor.epilogue, x.dtype))
             kept = x.new_empty(rows, depth) if keep else None
             read = read_by_kernel(visitor, inputs, rows, columns[0])
             of_pair.launch(x, (tuple(weights),), (out,), (read or None,), kept)
@@ -237,12 +237,13 @@ def all_gather_gemm(
     rows, depth, alone, dtype = shards.total, x.shape[1], group.size == 1, out_dtype or x.dtype
     visitor, inputs = epilogue or (None, ())
     columns_of = 2 if visitor is not None and visitor.epilogue.pairs else 1  # columns for a result's column
+    of_result = result_dtype(visitor.epilogue if visitor else None, dtype)
     if rows == 0:
-        return x, [x.new_empty(0, weight.shape[0] // columns_of, dtype=dtype) for weight in weights]
+        return x, [x.new_empty(0, weight.shape[0] // columns_of, dtype=of_result) for weight in weights]
     # A rank without columns launches, too: its peers wait for its signals.
     used = [weight if len(weight) else weight.new_zeros(2 * PAIR, depth) for weight in weights]
     operands, widths = [aligned(weight) for weight in used], [len(weight) // columns_of for weight in used]
-    outs = [x.new_empty(rows, padded(width), dtype=dtype) for width in widths]
+    outs = [x.new_empty(rows, padded(width, of_result.itemsize), dtype=of_result) for width in widths]
     shard = _shard(x, alone)
     vectors: list[tuple[Tensor, ...]] = [()] * len(used)
     if blocks:
@@ -314,11 +315,12 @@ def all_gather_pairs(
         The gathered x (without `keep`, and in a group of one, x itself), and a list of the result `[M, N]`.
     """
     rows, depth, width = shards.total, x.shape[1], len(weights[0])
+    dtype = result_dtype(visitor.epilogue, x.dtype)
     if rows == 0:
-        return x, [x.new_empty(0, width)]
+        return x, [x.new_empty(0, width, dtype=dtype)]
     alone, pair = group.size == 1, weight_pair(*weights)
     shard = _shard(x, alone)
-    out, visitors = x.new_empty(rows, width), (*bias_visitor(bool(biases), x.dtype), visitor)
+    out, visitors = x.new_empty(rows, width, dtype=dtype), (*bias_visitor(bool(biases), x.dtype), visitor)
     read: tuple[Tensor, ...] = ()
     if biases:  # in the order of the bands of B: first the weight at the lower address
         order = (0, 1) if pair[0].data_ptr() < pair[1].data_ptr() else (1, 0)

@@ -124,7 +124,8 @@ def kind_of(
     if out_dtype is not None and not blocks:
         epilogue = (SCALES, *epilogue)
     if out_dtype is None:
-        return DTYPES[dtype], {"epilogue": epilogue}
+        result = epilogue[-1].epilogue.result if epilogue else None
+        return DTYPES[dtype], {"epilogue": epilogue, **({} if result is None else {"out_dtype": result})}
     kind = DTYPES[out_dtype]
     fields = {"epilogue": epilogue, "out_dtype": kind, "slot_dtype": kind, "blocks": blocks}
     if weight_dtype not in (None, dtype):
@@ -149,12 +150,15 @@ def _with_pattern(
 
     The model's choice is `tuning.space.with_pattern`. The exceptions:
 
-    - An all-reduce whose epilogue has outputs is one-shot: each rank then sums entire rows.
+    - An all-reduce whose epilogue has outputs, or a result of 8 bits, is one-shot: each rank then sums
+      entire rows, and no rank sends results.
     - A reduce-scatter whose epilogue reads matrices or an element per row keeps its pattern. An all-reduce
       in its place would need the operands of other ranks' rows.
     """
     operands = [operand for visitor in epilogue for operand in visitor.operands]
-    if shape.spec.op == GEMM_ALL_REDUCE.name and any(visitor.writes for visitor in epilogue):
+    if shape.spec.op == GEMM_ALL_REDUCE.name and any(
+        visitor.writes or visitor.epilogue.result for visitor in epilogue
+    ):
         (pattern,) = (name for name in patterns_of(shape.spec.op) if PATTERNS[name].cut is None)
         return ExchangeShape.even(shape.rows, shape.cols, shape.world, pattern, blocks)
     if shape.spec.op != GEMM_ALL_REDUCE.name and any(o.kind not in ("columns", "scalar") for o in operands):
@@ -200,8 +204,10 @@ def _make_plan(peers: Peers, config: GemmConfig, shape: ExchangeShape, reserve: 
         gemm = compiled_kernel(executor, config, transport, shape.pattern)
         return resident, gemm, compiled_relay(executor) if transport.relays else None
 
-    # All ranks have this configuration, except for their operands' majors, and their epilogue's columns.
-    common = replace(config, a_major="k", b_major="k", epilogue=(), launch="ordered")
+    # All ranks have this configuration, except for their operands' majors, and their epilogue's columns. The
+    # result's type is that of slots, or the epilogue's, which ranks have compared.
+    as_sent = {"out_dtype": config.slot_dtype, "epilogue": ()}
+    common = replace(config, a_major="k", b_major="k", launch="ordered", **as_sent)  # type: ignore[arg-type]
     kind = (common, transport.device, shape.pattern)
     resident, gemm, relay = peers.prepare(kind, f"compiling {config.name} for {shape.spec.op}", compiled)
     side_work = None
