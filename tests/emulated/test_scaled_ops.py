@@ -20,6 +20,7 @@ from tests.support.emulated.scaled_cases import (
     A2A,
     AG,
     AR,
+    DUAL,
     E4M3,
     E5M2,
     GATHER,
@@ -104,6 +105,26 @@ def test_scales_of_blocks(ranks, case):
             changed = queue(case, world, spoil)
             world.synchronize()
             assert share_of_bound(case, changed) > 1
+
+
+@pytest.mark.parametrize(
+    ("ranks", "case", "transport"),
+    [
+        (3, Scaled(DUAL, 301, 136, 3 * 384, blocks=128), "peer_bulk"),
+        (2, Scaled(DUAL, 101, 72, 2 * 256, E5M2, torch.float16, bias=False, blocks=32), "copy_engine"),
+    ],
+)
+def test_parts_of_k_are_sent_with_their_scales_of_blocks(ranks, case, transport):
+    """Queues calls with other scales, the last rank lagging; a scale of another place is noticed."""
+    changes = [lambda _, operands: operands] * 2
+    for which in (3, 4):
+        changes.append(lambda _, args, at=which: (*args[:at], args[at].roll(1, 1), *args[at + 1 :]))
+    with world_of("sm_90a", ranks, transport=transport, mode="lazy", schedule=lagging(ranks - 1)) as world:
+        cases = [replace(case, seed=seed) for seed in range(len(changes))]
+        queued = [queue(one, world, change) for one, change in zip(cases, changes, strict=True)]
+        world.synchronize()
+    shares = [share_of_bound(one, outs) for one, outs in zip(cases, queued, strict=True)]
+    assert [share <= 1 for share in shares] == [True, True, False, False]
 
 
 WIDE = [{"mma": "cooperative", "tile": (128, 256), "cluster": cluster} for cluster in ((2, 1), (1, 2))]

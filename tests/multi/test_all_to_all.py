@@ -1,11 +1,17 @@
 """`gemm_all_to_all` and `all_to_all_gemm` as attention calls them: batches, lists of weights, heads."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 import overlap_gemm
 from overlap_gemm import all_to_all_gemm, gemm_all_to_all
+from overlap_gemm.backends.collectives import columns_to_rows
+from overlap_gemm.backends.scales.scaling import Scaled
+from overlap_gemm.runtime.group import group_name, resolve
+from overlap_gemm.spec.sharding import Shards
 
 BACKENDS = "sequential", "decomposed", "torch"
 DOUBLE = {"dtype": torch.float64}
@@ -109,9 +115,11 @@ def refused(rank, size):
     values, scale = overlap_gemm.quantize_rows(x)
     scaled, scale_w = overlap_gemm.quantize_rows(weight)
     with pytest.raises(
-        TypeError, match="sends x in parts of K, which is not supported for operands with scales"
+        TypeError, match="has no scale; pass scales of blocks .block=128 or .* got block=None"
     ):
         all_to_all_gemm(values, scaled, scale_x=scale, scale_w=scale_w)
+    with pytest.raises(ValueError, match="K=16 in 2 parts is 8 a rank, .* a multiple of block=128, because"):
+        all_to_all_gemm(values, scaled, scale_x=torch.ones(2, 1), scale_w=torch.ones(1, 1), block=128)
     with pytest.raises(TypeError, match="all_to_all_gemm: no keyword rows; it has dim, backend"):
         all_to_all_gemm(x, weight, rows=4)
     with pytest.raises(ValueError, match="fused kernels need a Hopper or Blackwell GPU"):
@@ -134,6 +142,32 @@ def scaled(rank, size):
 
 def test_rows_of_8_bits_with_their_scales(ranks):
     ranks(2).run(scaled)
+
+
+def scaled_by_blocks(rank, size, backend):
+    torch.manual_seed(0)
+    x, weight = (torch.randn(rows, 2 * 256).to(torch.float8_e4m3fn) for rows in (5, 136))
+    scale_x, scale_w = torch.rand(5, 4) + 0.5, torch.rand(2, 4) + 0.5
+    wide = [
+        scale_x.repeat_interleave(128, 1),
+        scale_w.repeat_interleave(128, 0)[:136].repeat_interleave(128, 1),
+    ]
+    exact = (x.double() * wide[0]) @ (weight.double() * wide[1]).t()
+    parts = [one.chunk(2, 1)[rank] for one in (x, scale_x)]
+    out = all_to_all_gemm(
+        parts[0].contiguous(), weight, scale_x=parts[1], scale_w=scale_w, block=128, backend=backend
+    )
+    torch.testing.assert_close(out.double(), exact.split([3, 2])[rank], rtol=2**-8, atol=1e-2)
+    group = resolve(group_name(None))  # as backend "torch" sends them, which multiplies on GPUs only
+    exchange = partial(columns_to_rows, shards=Shards.even(5, size), group=group)
+    sent = Scaled(parts[0].contiguous(), parts[1], torch.bfloat16, (1, 128, 128)).exchanged(exchange, 512)
+    for rows, of_all in ((sent.values, x), (sent.scale, scale_x)):
+        torch.testing.assert_close(rows.float(), of_all.split([3, 2])[rank].float(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("backend", BACKENDS[:2])
+def test_parts_of_k_are_sent_with_their_scales_of_blocks(ranks, backend):
+    ranks(2).run(scaled_by_blocks, backend)
 
 
 def with_an_epilogue(rank, size):

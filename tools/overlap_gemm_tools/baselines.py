@@ -46,7 +46,12 @@ def baselines(workload: Workload, operands: OpTensors, group: Group) -> dict[str
     multiplied = workload.gathered(operands) if workload.spec.gathers_operand else operands
     if workload.spec.reshards_k:
         rows, _, depth = workload.spec.product(workload.m, workload.n, workload.k, group.size)
-        multiplied = operands._replace(x=operands.x.new_ones(rows, depth))
+        scale = (
+            None
+            if operands.scale_x is None
+            else torch.ones(rows, -(-depth // BLOCK), device=operands.x.device)
+        )
+        multiplied = operands._replace(x=operands.x.new_ones(rows, depth), scale_x=scale)
     calls: dict[str, Call] = {"product": product(workload, multiplied)}
     if group.size > 1:
         calls["collective"] = _collective(workload, calls["product"], operands, group)
@@ -88,7 +93,7 @@ def _collective(workload: Workload, multiply: Call, operands: OpTensors, group: 
     if workload.spec.gathers_operand:
         return lambda: _gathered(operands, workload.m, group)
     if workload.spec.operand_is_sent:
-        return lambda: _rows_of_columns(operands.x, workload.k, group)
+        return lambda: _exchanged(operands, workload.k, group)
     result = cast(Tensor, multiply())
     if workload.spec.gathers_output:
         return lambda: _blocks(result, workload, group)
@@ -101,7 +106,7 @@ def _both(workload: Workload, operands: OpTensors, group: Group) -> Tensor:
     if workload.spec.gathers_operand:
         operands = _gathered(operands, workload.m, group)
     elif workload.spec.operand_is_sent:
-        operands = operands._replace(x=_rows_of_columns(operands.x, workload.k, group))
+        operands = _exchanged(operands, workload.k, group)
     result = cast(Tensor, product(workload, operands)())
     if workload.spec.operand_is_sent:
         return result
@@ -128,6 +133,15 @@ def _gathered(operands: OpTensors, rows: int, group: Group) -> OpTensors:
     elif scale is not None and scale.numel() > 1:
         scale = _all(scale, rows, group)
     return operands._replace(x=gathered, scale_x=scale)
+
+
+def _exchanged(operands: OpTensors, depth: int, group: Group) -> OpTensors:
+    """Returns the operands with this rank's rows of every rank's x, and of its scales of blocks."""
+    x, scale = operands.x, operands.scale_x
+    if scale is None:
+        return operands._replace(x=_rows_of_columns(x, depth, group))
+    rows = _rows_of_columns(x.view(torch.uint8), depth, group).view(x.dtype)
+    return operands._replace(x=rows, scale_x=_rows_of_columns(scale.contiguous(), -(-depth // BLOCK), group))
 
 
 def _all(local: Tensor, rows: int, group: Group) -> Tensor:

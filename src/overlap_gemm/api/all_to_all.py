@@ -110,10 +110,11 @@ def all_to_all_gemm(
 
     Args:
         x: This rank's columns of all rows, `[S, ..., K_local]`; K_local is its share of K as `torch.chunk`
-            cuts it. Scales are not exchanged: operands of 8 bits are refused.
+            cuts it. 8-bit operands need scales of blocks (`block=128` or `32`, of which K / P is a multiple),
+            otherwise TypeError: each rank's part of K has its own.
         weight: `[N, K]` or a list, as for `gemm_all_to_all`.
         heads: Heads, of K / heads columns of x each, that are not cut; P or more, otherwise ValueError.
-        **options: Options of `gemm_all_to_all` except `rows`, which x has, and scales.
+        **options: Options of `gemm_all_to_all` except `rows`, which x has.
 
     Returns:
         `[S_local, ..., N]`, or a list of such tensors; S_local is this rank's share of S.

@@ -97,7 +97,8 @@ def _function_of(op: GemmOp) -> Function:
             raise TypeError(
                 f"{spec.name}: no keyword {', '.join(sorted(unknown))}; it has {', '.join(known)}"
             )
-        call = OpCall(**options, keep=spec.operand_is_sent)
+        has_scales = scale_x is not None or scale_w is not None  # then there is no gradient
+        call = OpCall(**options, keep=spec.operand_is_sent and not has_scales)
         several = isinstance(weight, (list, tuple))
         if op.takes_lists:
             weight, bias = listed(weight), [] if bias is None else listed(bias)

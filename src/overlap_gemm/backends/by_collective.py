@@ -4,6 +4,7 @@ Portable backends use it for ops for which they have no method.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -13,6 +14,7 @@ from ..spec import Move, OpSpec
 from ..spec.sharding import Shards
 from .collectives import all_gather_rows, columns_to_rows, rows_to_columns
 from .portable_arithmetic import Arithmetic
+from .scales.scaling import Scaled
 
 
 def run_by_collectives(
@@ -52,5 +54,6 @@ def _redistribute(x: Any, move: Move | None, depth: int, shards: Shards, group: 
     if move is None:
         return x
     if move.kind == "all_to_all":
-        return columns_to_rows(x, depth, shards, group)
+        exchange = partial(columns_to_rows, shards=shards, group=group)
+        return x.exchanged(exchange, depth) if isinstance(x, Scaled) else exchange(x, depth)
     return x[slice(*shards.range(group.rank))]

@@ -11,7 +11,7 @@ from ..backends.base import Problem
 from ..backends.epilogues import usual_dtypes
 from ..backends.fused.fused_backend import Fused, why_no_blocks
 from ..backends.op_call import OpCall
-from ..backends.scales.scaling import FLOAT8, OUT_DTYPES, blocks_named
+from ..backends.scales.scaling import FLOAT8, OUT_DTYPES, blocks_named, why_not_exchanged
 from ..backends.select import added_epilogue, why_after_by
 from ..config.arch import ARCHS
 from ..spec import OPS
@@ -78,6 +78,8 @@ def plan(
     problem = Problem(op, call, kind, "cuda", ranks)
     if kind in FLOAT8:
         problem = replace(problem, call=call._replace(out_dtype=OUT_DTYPES[0]), weight_dtype=kind)
+    if problem.is_scaled and (why := why_not_exchanged(problem.spec, blocks)):
+        raise typer.BadParameter(why, param_hint="--block")
     applied, times, why_after = epilogue_named(epilogue), None, None
     if applied is not None:
         if problem.is_scaled or invariant:

@@ -207,13 +207,8 @@ def _check(
     op, dim = spec.name, call.dim
     try:
         check_operands(spec, x, weights, biases, scales)
-        if scales and spec.operand_is_sent and not spec.gathers_operand:
-            raise TypeError(
-                f"{op}: this op sends x in parts of K, which is not supported for operands with scales; "
-                f"pass 16-bit operands without scales"
-            )
         if scales:
-            check_scaled(op, x, weights, biases, call, *scales)
+            check_scaled(spec, x, weights, biases, call, *scales)
         elif call.out_dtype is not None or call.block is not None:
             options = ("out_dtype", call.out_dtype), ("block", call.block)
             name, value = next(pair for pair in options if pair[1] is not None)
@@ -227,11 +222,17 @@ def _check(
         if not torch.compiler.is_compiling():
             ranks = resolve(group)
             depth = weights[0].shape[1]
-            local = Shards.even(depth, ranks.size).size(ranks.rank)
+            of_ranks = Shards.even(depth, ranks.size)
+            local = of_ranks.size(ranks.rank)
             if spec.reshards_k and x.shape[-1] != local:
                 raise ValueError(
                     f"{op}: of K={depth} of weight {shape_of(weights[0])} rank {ranks.rank} of {ranks.size} "
                     f"owns {local} (as torch.chunk cuts), but x has {x.shape[-1]} columns"
+                )
+            if spec.reshards_k and call.blocks and ranks.size > 1 and of_ranks.chunk % call.blocks[2]:
+                raise ValueError(
+                    f"{op}: K={depth} in {ranks.size} parts is {of_ranks.chunk} a rank, which must be a "
+                    f"multiple of block={call.blocks[2]}, because a block of the weight has one scale"
                 )
             if x.device.type not in ranks.device_types:
                 raise ValueError(

@@ -18,6 +18,7 @@ from ..backends.scales.scaling import (
     SCALE_DTYPES,
     blocks_along,
     blocks_named,
+    why_not_exchanged,
 )
 from ..config.scale_blocks import MX, Blocks, in_words
 from ..spec import OpSpec
@@ -93,7 +94,7 @@ def check_operands(
 
 
 def check_scaled(
-    op: str,
+    spec: OpSpec,
     x: Tensor,
     weights: list[Tensor],
     biases: list[Tensor],
@@ -104,7 +105,7 @@ def check_scaled(
     """Checks operands with scales, in addition to `check_operands`: dtypes, strides, and shapes of scales.
 
     Args:
-        op: Name of the op, for messages.
+        spec: Definition of the op.
         x: `[M, ..., K]`, 8-bit.
         weights: `[N, K]` each, 8-bit.
         biases: `[N]` each, in `call.out_dtype`; or none.
@@ -113,10 +114,10 @@ def check_scaled(
         scale_w: Scales of the weight in the same way, or a list.
 
     Raises:
-        TypeError: A dtype is not supported.
+        TypeError: A dtype is not supported, or scales are not of blocks and x is sent in parts of K.
         ValueError: A shape, a stride, `call.block`, `call.dim` or the number of scales does not fit.
     """
-    scales = _each(scale_w)
+    op, scales = spec.name, _each(scale_w)
     if len(scales) != len(weights):
         raise ValueError(f"{op}: {len(weights)} weights need as many scale_w, got {len(scales)}")
     if call.out_dtype not in OUT_DTYPES:
@@ -145,6 +146,8 @@ def check_scaled(
         blocks = blocks_named(call.block, x.dtype)
     except ValueError as error:
         raise ValueError(f"{op}: {error}") from None
+    if why := why_not_exchanged(spec, blocks):
+        raise TypeError(f"{op}: {why}; got block={call.block!r}")
     if blocks == MX:
         _check_mx(op, x, weights, scale_x, scales)
         if x.ndim > 2 and call.dim not in (None, 0, -x.ndim):
@@ -194,11 +197,15 @@ def _check_blocks(
     op: str, x: Tensor, weights: list[Tensor], scale_x: Tensor, scales: list[Tensor], blocks: Blocks
 ) -> None:
     """Raises ValueError unless each operand has one scale for each of its blocks."""
-    along_k = blocks_along(x.shape[-1], blocks)
     for name, scale, matrix, wanted in (
-        ("scale_x", scale_x, x, [*x.shape[:-1], along_k]),
+        ("scale_x", scale_x, x, [*x.shape[:-1], blocks_along(x.shape[-1], blocks)]),
         *(
-            ("scale_w", scale, weight, [-(-weight.shape[0] // blocks[1]), along_k])
+            (
+                "scale_w",
+                scale,
+                weight,
+                [-(-weight.shape[0] // blocks[1]), blocks_along(weight.shape[1], blocks)],
+            )
             for scale, weight in zip(scales, weights, strict=True)
         ),
     ):

@@ -15,12 +15,16 @@ A source's chunks arrive in order: a chunk's flag is raised after all earlier ch
 every chunk has a tile here, whose load waited for it. After the last read nothing is in flight to this rank.
 
 The sum over K begins with the local slice. So the bits of a row depend on the rank that computes it.
+
+Scales of blocks of A are sent before the first flag. In a slot they follow the space for the rows of a full
+shard. The local ones are ``(ranks, blocks of K, rows of a rank)``, as they are sent. Those of B are in the
+order in which this rank adds: from its slice on.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import cutlass
 from cutlass import Int32, Int64, cute, pipeline
@@ -37,6 +41,7 @@ from overlap_gemm.gather.gathering import (
     GatherCall,
     Gathering,
     ShardRole,
+    ShardScales,
     copy_rows,
     copy_units,
     has_read,
@@ -136,6 +141,9 @@ class SliceGate:
         row, column = place.m * tile_m, place.n * tile_n
         rank, k_tiles = exchange.rank, num_k_tiles(cfg, ops.b[(None, None, exchange.rank)])
         local = ops._replace(b=ops.b[(None, None, rank)])
+        if cutlass.const_expr(cfg.blocks is not None):  # of this rank's rows alone
+            before, lines = rank * exchange.shard_rows, rank * k_tiles * cfg.k_parts
+            local = local._replace(scales=ops.scales._replace(padding=-before, lines=lines))
         state = load_k_tiles(
             res.ab,
             state,
@@ -151,6 +159,10 @@ class SliceGate:
                 order_async_writes()
             arrived, of_b = (tensor[(None, None, source)] for tensor in (buffer.tensor, ops.b))
             sent = OperandViews(ops.mma, buffer.tma, arrived, ops.tma_b, of_b)
+            if cutlass.const_expr(cfg.blocks is not None):
+                tma, scales = buffer.scales
+                came = ops.scales.with_gathered((tma, scales[(None, None, source)]))
+                sent = sent._replace(scales=came._replace(k_tiles=i * k_tiles))
             state = load_k_tiles(
                 res.ab, state, *mainloop.loads(res, sent, row, column)[:2], Int32(0), k_tiles
             )
@@ -187,6 +199,13 @@ class SliceRole(ShardRole):
         exchange, epoch, size = call.call.exchange, call.call.epoch, self.config.copied_bytes
         (peers, rank, world, *_), warps = exchange, self.config.receive_warps
         slot = exchange.slots_offset + call.shard(rank)[0]
+        if cutlass.const_expr(call.arguments.after is not None):
+            scales = cast(ShardScales, call.arguments.after)
+            for i in cutlass.range(1, world, unroll=1):
+                peer = (rank + world - i) % world
+                target = peers[peer] + exchange.slots_offset + call.scales(rank)
+                source = scales.address + peer * scales.nbytes
+                copy_units(size, target, source, scales.nbytes, first, stride)
         for i in cutlass.range(1, world, unroll=1):
             peer = (rank + world - i) % world
             before, nbytes = call.rows(peer)

@@ -42,6 +42,8 @@ class BlockScales(NamedTuple):
         b: Coordinate tensor (blocks of B's rows, blocks of K) of B's scales.
         padding: Number of columns of ``a`` before the tile's shard that belong to no row. They are there
             because each shard's scales begin at a multiple of 16 bytes.
+        lines: Number of blocks of K in ``a`` before the first one that is loaded.
+        k_tiles: Number of k tiles in ``b`` before the first one that is loaded.
     """
 
     tma_a: Any
@@ -49,6 +51,8 @@ class BlockScales(NamedTuple):
     tma_b: Any
     b: Any
     padding: Any = 0
+    lines: Any = 0
+    k_tiles: Any = 0
 
     def of_shard(self, shard: Scalar, work: Any) -> BlockScales:
         """Returns the scales for tiles of shard ``shard``, with the padding of the shards before it."""
@@ -83,14 +87,17 @@ class BlockScales(NamedTuple):
             column: First row of B in the CTA tile.
         """
         rows, parts = config.cta_tile[0], config.k_parts
-        of_a = cute.local_tile(cute.domain_offset((0, row + self.padding), self.a), (parts, rows), (None, 0))
+        begin = (self.lines, row + self.padding)
+        of_a = cute.local_tile(cute.domain_offset(begin, self.a), (parts, rows), (None, 0))
         begin = (column // config.block_rows, 0)
         of_b = cute.local_tile(
             cute.domain_offset(begin, self.b), (config.column_blocks, TMA_SCALES), (0, None)
         )
         from_a = OperandLoads.shared(self.tma_a, 0, 1, stages.a, of_a, None)
         from_b = OperandLoads.shared(self.tma_b, 0, 1, stages.b, of_b, None)
-        return JointLoads((a, from_a)), JointLoads((b, SharedBoxes(from_b, TMA_SCALES // parts)))
+        return JointLoads((a, from_a)), JointLoads(
+            (b, SharedBoxes(from_b, TMA_SCALES // parts, self.k_tiles))
+        )
 
 
 class SharedBoxes(NamedTuple):
@@ -102,14 +109,16 @@ class SharedBoxes(NamedTuple):
     Attributes:
         boxes: Loads of the boxes, numbered along K.
         tiles: Number of k tiles per box.
+        before: Number of k tiles before the first one that is loaded.
     """
 
     boxes: OperandLoads
     tiles: int
+    before: Any
 
     def load(self, ab: Any, state: pipeline.PipelineState, k: Scalar) -> None:
         """Starts the load of the box of k tile ``k`` into the acquired stage; counted on ab.full."""
-        self.boxes.load(ab, state, k // self.tiles)
+        self.boxes.load(ab, state, (self.before + k) // self.tiles)
 
 
 class StageScales(NamedTuple):

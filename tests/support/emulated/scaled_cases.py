@@ -21,7 +21,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 RS, AR, AG = "gemm_reduce_scatter", "gemm_all_reduce", "gemm_all_gather"
 
 
-GATHER, A2A = "all_gather_gemm", "gemm_all_to_all"
+GATHER, A2A, DUAL = "all_gather_gemm", "gemm_all_to_all", "all_to_all_gemm"
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Scaled:
         """(x, weight, bias, scale_x, scale_w) of a rank."""
         spec = OPS[self.op]
         own = lambda extent: Shards.even(extent, ranks).size(rank)  # noqa: E731
-        (m, k), (n, _) = spec.shapes(self.m, self.n, self.k, own)
+        (m, k), (n, depth) = spec.shapes(self.m, self.n, self.k, own)
         rank = 0 if spec.x is None else rank
         given = torch.Generator().manual_seed(1000 * self.seed + rank)
         x = torch.randn(m, k, generator=given).to(self.dtype)
@@ -52,13 +52,13 @@ class Scaled:
         bias = torch.randn(self.n, generator=torch.Generator().manual_seed(self.seed)).to(self.out)
         rows = torch.Generator().manual_seed(5000 * (self.seed + 1) + (rank if spec.weight == "k" else 0))
         every = self.n if spec.weight == "n" else n
-        weight = (torch.randn(every, k, generator=rows) / 8).to(self.weight or self.dtype)
+        weight = (torch.randn(every, depth, generator=rows) / 8).to(self.weight or self.dtype)
         scale_w = 2 ** (4 * torch.rand(1 if self.tensorwise else every, 1, generator=rows) - 2)
         if self.blocks:
             size = self.blocks
-            along = max(-(-k // size), 1)
-            scale_x = 2 ** (4 * torch.rand(m, along, generator=given) - 2)
-            scale_w = 2 ** (4 * torch.rand(-(-every // size), along, generator=rows) - 2)
+            of_x, of_weight = (max(-(-along // size), 1) for along in (k, depth))
+            scale_x = 2 ** (4 * torch.rand(m, of_x, generator=given) - 2)
+            scale_w = 2 ** (4 * torch.rand(-(-every // size), of_weight, generator=rows) - 2)
         return x, weight, bias if self.bias else None, scale_x, scale_w
 
 
@@ -107,11 +107,13 @@ def share_of_bound(case, outs):
     exact = magnitude = rounded = torch.zeros((), dtype=torch.float64)
     every = [case.operands(rank, ranks) for rank in range(1 if spec.x is None else ranks)]
     bias = every[0][2]
-    if spec.x == "m":
-        gathered = torch.cat([dequantised(x, scale, case.blocks) for x, _, _, scale, _ in every])
+    is_joined = spec.x == "m" or spec.reshards_k
+    if is_joined:
+        parts = [dequantised(x, scale, case.blocks) for x, _, _, scale, _ in every]
+        gathered = torch.cat(parts, 1 if spec.reshards_k else 0)
         every = [(gathered, every[0][1], bias, torch.ones(()), every[0][4])]
     for x, weight, _, scale_x, scale_w in every:
-        a = dequantised(x, scale_x, 0 if spec.x == "m" else case.blocks)
+        a = dequantised(x, scale_x, 0 if is_joined else case.blocks)
         b = dequantised(weight, scale_w, case.blocks)
         exact, magnitude = exact + a @ b.t(), magnitude + a.abs() @ b.abs().t()
         rounded = rounded + (a @ b.t()).abs() * (ranks > 1 and spec.sums)

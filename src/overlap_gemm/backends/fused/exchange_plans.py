@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...config.gemm_config import TILE_K_BYTES
+from ...config.scale_blocks import Blocks
 from ...config.visitors import Visitor
 from ...exchange.geometry import CONTROL_BYTES, FLAG_BYTES, NEXT_EPOCH_OFFSET, ExchangeShape, chunk_rows
 from ...runtime.executor import Executor
@@ -27,11 +29,12 @@ from ...tuning.settings import late_weights, settings, within
 from ...tuning.space import choose_config, constants
 from ...tuning.time_model import Facts
 from ..base import Problem
+from ..scales.block_scales import gathered_scales, layout_of, num_bytes, scales_by_shard
 from ..scales.tma_operands import ROW_ELEMENTS, aligned, has_tma_strides, major, padded
 from . import plan_cache as plans
 from .compiled import compiled_gather
 from .gather_calls import first_columns, padded_vector, planned
-from .gather_plans import is_pushed, prepared_gate
+from .gather_plans import BufferLayout, is_pushed, prepared_gate
 from .launch_plan import Plan, Product, SideStreamWork
 from .plan_cache import (
     bias_visitor,
@@ -47,11 +50,11 @@ from .transport_hosts import obtain_transport, requested_transport
 def why_not(problem: Problem) -> str | None:
     """Returns the reason K or the promises allow no all-to-all of x in a kernel; None if they do."""
     world, promises = problem.world_size, problem.promises
-    if problem.width % (world * ROW_ELEMENTS):
-        return (
-            f"K={problem.width} in {world} parts must be a multiple of {ROW_ELEMENTS} a rank: "
-            f"TMA rows are whole 16 bytes"
-        )
+    unit, why = ROW_ELEMENTS, "TMA rows are whole 16 bytes"
+    if problem.is_scaled and world > 1:
+        unit, why = TILE_K_BYTES, "a rank's columns are whole k tiles of 8-bit operands"
+    if problem.width % (world * unit):
+        return f"K={problem.width} in {world} parts must be a multiple of {unit} a rank: {why}"
     if promises.leaves and world > 1:
         return (
             f"kernels sum K from a rank's own columns on, so bits depend on the rank that has a row, and "
@@ -67,22 +70,28 @@ class RowCopies:
     Attributes:
         places: (offset in x, address of the destination, bytes, address of the flag) of each chunk, in order.
         next_epoch: Local address of the next flag's value (`geometry.NEXT_EPOCH_OFFSET`), which is copied.
+        scales: (offset in the scales of x, address of the destination, bytes) for each peer, sent first.
     """
 
     places: tuple[tuple[int, int, int, int], ...]
     next_epoch: int
+    scales: tuple[tuple[int, int, int], ...] = ()
 
     def stage(self, executor: Executor, second: int, local: tuple[int, int]) -> None:
         """Does nothing: the copies read x of the caller."""
 
     def send(self, executor: Executor, second: int, local: tuple[int, int], exchange: Any) -> None:
         """Queues for each chunk the copy of its rows, then of its flag; see `SideStreamWork.send`."""
+        for offset, target, nbytes in self.scales:
+            executor.copy(second, target, local[1] + offset, nbytes)
         for offset, target, nbytes, flag in self.places:
             executor.copy(second, target, local[0] + offset, nbytes)
             executor.copy(second, flag, self.next_epoch, FLAG_BYTES)
 
 
-def copies_of(workspace: Workspace, shards: Shards, row_bytes: int, chunk: int) -> RowCopies:
+def copies_of(
+    workspace: Workspace, shards: Shards, row_bytes: int, chunk: int, full: int, scale_bytes: int
+) -> RowCopies:
     """Returns the copies to all peers: the first chunk of each peer, then the second, and so on.
 
     The peer that reads this rank's data first comes first: rank - 1, rank - 2, ...
@@ -92,9 +101,11 @@ def copies_of(workspace: Workspace, shards: Shards, row_bytes: int, chunk: int) 
         shards: Division of the rows.
         row_bytes: Bytes of a row of the local columns, K / P elements.
         chunk: Rows that share a flag.
+        full: Bytes from one source's slot to the next.
+        scale_bytes: Bytes of the scales of a full shard of the rows, which follow its rows; 0 without scales.
     """
     group, bases = workspace.group, workspace.memory.bases.tolist()
-    slot = workspace.size.zeroed + group.rank * shards.chunk * row_bytes
+    slot = workspace.size.zeroed + group.rank * full
     order, places = [(group.rank - i) % group.size for i in range(1, group.size)], []
     for number in range(ceil_div(shards.chunk, chunk)):
         for peer in order:
@@ -104,12 +115,20 @@ def copies_of(workspace: Workspace, shards: Shards, row_bytes: int, chunk: int) 
                 target = bases[peer] + slot + number * chunk * row_bytes
                 flag = bases[peer] + CONTROL_BYTES + FLAG_BYTES * (number * group.size + group.rank)
                 places.append((first * row_bytes, target, (last - first) * row_bytes, flag))
-    return RowCopies(tuple(places), workspace.memory.local.data_ptr() + NEXT_EPOCH_OFFSET)
+    scales = [
+        (peer * scale_bytes, bases[peer] + slot + shards.chunk * row_bytes, scale_bytes)
+        for peer in order
+        if scale_bytes
+    ]
+    return RowCopies(tuple(places), workspace.memory.local.data_ptr() + NEXT_EPOCH_OFFSET, tuple(scales))
 
 
-def signature_of(dtype: torch.dtype, row_bytes: int, shards: Shards, chunk: int) -> int:
+def signature_of(
+    dtype: torch.dtype, row_bytes: int, shards: Shards, chunk: int, blocks: Blocks | None = None
+) -> int:
     """Returns the signature of a call, which kernels compare with the peers': layout of the gather buffer."""
-    facts = {"rows": shards.total, "shard": shards.chunk, "world": shards.parts}
+    facts: dict[str, Any] = {"rows": shards.total, "shard": shards.chunk, "world": shards.parts}
+    facts |= {"blocks": blocks} if blocks else {}
     return call_signature(ALL_TO_ALL_GEMM.name, **facts, row_bytes=row_bytes, chunk_rows=chunk, dtype=dtype)
 
 
@@ -120,6 +139,8 @@ def plan_for(
     epilogue: tuple[Visitor, ...],
     shards: Shards,
     keep: bool,
+    out_dtype: torch.dtype | None = None,
+    blocks: Blocks | None = None,
 ) -> Plan:
     """Returns the plan of a call. Collective at the first call of a signature, which compiles and allocates.
 
@@ -132,6 +153,8 @@ def plan_for(
         epilogue: Epilogue that the kernel applies to the sums.
         shards: Division of the rows.
         keep: Whether the kernel stores the exchanged x for the caller.
+        out_dtype: Dtype of the results if the operands have scales; else None.
+        blocks: Blocks that share a scale; None: there are no scales.
 
     Raises:
         DisagreementError, SymmetricMemoryError: On every rank, if one of them cannot make the plan.
@@ -140,15 +163,15 @@ def plan_for(
         RuntimeError: On every rank: some ranks have no P2P access to each other, or puts are configured.
     """
     peers, requested = peers_for(group, x.device), settings()
-    kinds = tuple((len(weight), major(weight, "n")) for weight in weights)
-    depth = x.shape[1]
-    key = (ALL_TO_ALL_GEMM.name, x.dtype, shards, depth, kinds, epilogue, keep, requested)
+    kinds = tuple((len(weight), major(weight, "n"), weight.dtype) for weight in weights)
+    depth, scaled = x.shape[1], (out_dtype, blocks)
+    key = (ALL_TO_ALL_GEMM.name, x.dtype, shards, depth, kinds, epilogue, keep, scaled, requested)
     plan: Plan | None = peers.plans.get(key)
     if plan is not None and plan.is_open:
         return plan
     reserve = peers.reserve_sms if requested.reserve_sms is None else requested.reserve_sms
     return keep_plan(
-        peers, key, lambda: _make_plan(peers, x.dtype, shards, depth, kinds, epilogue, keep, reserve)
+        peers, key, lambda: _make_plan(peers, x.dtype, shards, depth, kinds, epilogue, keep, reserve, *scaled)
     )
 
 
@@ -157,20 +180,27 @@ def _make_plan(
     dtype: torch.dtype,
     shards: Shards,
     depth: int,
-    kinds: Sequence[tuple[int, str]],
+    kinds: Sequence[tuple[int, str, torch.dtype]],
     epilogue: tuple[Visitor, ...],
     keep: bool,
     reserve: int,
+    out_dtype: torch.dtype | None = None,
+    blocks: Blocks | None = None,
 ) -> Plan:
     """Returns the plan of all_to_all_gemm calls of one kind; collective, since it may allocate."""
-    from ...gather.gathering import Gathering
+    from ...gather.gathering import Gathering, ShardScales
 
     executor, group, arch = peers.executor, peers.group, peers.agreed.arch
     requested = settings().transport_of(ALL_TO_ALL_GEMM)
-    row_bytes = depth * dtype.itemsize
-    full = shards.chunk * row_bytes
+    of_buffer = BufferLayout.of(shards, depth, dtype.itemsize)
+    scale_bytes, sent = 0, None
+    if blocks:
+        of_buffer = BufferLayout.with_scales(shards, depth, blocks, puts=False)
+        scale_bytes = num_bytes(blocks, shards.chunk, depth)
+        sent = ShardScales(0, scale_bytes, of_buffer.shard, *of_buffer[3:])  # type: ignore[arg-type]
+    row_bytes, full = of_buffer.row, of_buffer.shard
     workspace, transport = obtain_transport(
-        peers, requested_transport(requested), lambda host: host.shards_class(group.size * full)
+        peers, requested_transport(requested), lambda host: host.shards_class(of_buffer.size)
     )
     if transport.puts:  # so it is on all ranks
         raise RuntimeError(
@@ -181,18 +211,18 @@ def _make_plan(
     (pattern,) = patterns_of(ALL_TO_ALL_GEMM.name)
     rows = shards.size(group.rank)
 
-    def product(columns: int, b_major: str) -> Product:
-        name, fields = kind_of(dtype, None, epilogue)
+    def product(columns: int, b_major: str, weight_dtype: torch.dtype) -> Product:
+        name, fields = kind_of(dtype, out_dtype, epilogue, blocks, weight_dtype)
         extents = shards.total, columns, depth * group.size
-        facts = Facts(ALL_TO_ALL_GEMM.name, *extents, name, group.size, shards.chunk)
+        facts = Facts(ALL_TO_ALL_GEMM.name, *extents, name, group.size, shards.chunk, blocks)
         config = choose_config(facts, constants(arch), arch, peers.agreed.num_sms, b_major=b_major, **fields)
         tile_m, tile_n = config.cluster_tile
         resident = resident_clusters(executor, config.cluster_ctas, reserve)
         gemm = compiled_gather(executor, config, push, keep, False, ALL_TO_ALL_GEMM)
         return Product(config, gemm, min(resident, ceil_div(rows, tile_m) * ceil_div(columns, tile_n)))
 
-    widths = tuple(columns for columns, _ in kinds)
-    kind = (ALL_TO_ALL_GEMM.name, dtype, shards, depth, widths, epilogue, keep, settings().fields)
+    widths, scaled = tuple(columns for columns, *_ in kinds), (out_dtype, blocks)
+    kind = (ALL_TO_ALL_GEMM.name, dtype, shards, depth, widths, epilogue, keep, scaled, settings().fields)
     products = peers.prepare(
         kind,
         "compiling the kernels of an all-to-all GEMM",
@@ -200,18 +230,23 @@ def _make_plan(
     )
     size, memory = workspace.size, workspace.memory
     buffer = memory.local[size.zeroed :].view(dtype)
-    strides = (depth, 1, shards.chunk * depth)
+    strides = (depth, 1, full // dtype.itemsize)
     gathered = buffer.as_strided((shards.chunk, depth, group.size), strides, buffer.storage_offset())
     exchange = exchange_arguments(workspace, transport, shards.chunk, peers.agreed.timeout_ns, executor)
     exchange = exchange._replace(buffer_bytes=0)  # one buffer, whatever the epoch
     chunk = chunk_rows(shards.chunk, row_bytes, constants(arch).copy_bytes)
-    gathering = Gathering(exchange, shards.total, row_bytes, 0, None, gathered, 1, 1, chunk_rows=chunk)
+    scales = gathered_scales(buffer, group.size, shards.chunk, depth, full, blocks) if blocks else None
+    gathering = Gathering(
+        exchange, shards.total, row_bytes, 0, None, gathered, 1, 1, scales, sent, chunk_rows=chunk
+    )
     gate = prepared_gate(peers) if len(products) > 1 else None
-    side_work: SideStreamWork | None = None if push else copies_of(workspace, shards, row_bytes, chunk)
+    side_work: SideStreamWork | None = None
+    if not push:
+        side_work = copies_of(workspace, shards, row_bytes, chunk, full, scale_bytes)
     return Plan(
         executor, pattern, products, workspace, exchange,
         gathering=gathering, side_work=side_work, gate=gate,
-        signature=signature_of(dtype, row_bytes, shards, chunk),
+        signature=signature_of(dtype, row_bytes, shards, chunk, blocks),
     )  # fmt: skip
 
 
@@ -222,6 +257,8 @@ def bind(
     shards: Shards,
     group: Group,
     keep: bool,
+    out_dtype: torch.dtype | None = None,
+    blocks: Blocks | None = None,
 ) -> Callable[..., tuple[Tensor, list[Tensor]]]:
     """Returns the bound function of an all-to-all GEMM (`Backend.bind`).
 
@@ -229,15 +266,17 @@ def bind(
     launches the plan directly if no tensor needs a copy.
     """
 
-    def run(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        return all_to_all_gemm(x, weights, biases, shards, group, keep)
+    def run(
+        x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], *scales: Any
+    ) -> tuple[Tensor, list[Tensor]]:
+        return all_to_all_gemm(x, weights, biases, shards, group, keep, scales, out_dtype, blocks)
 
     run = within(settings(), run)  # later calls use the settings of this one
     columns, (_, depth) = [len(weight) for weight in weights], x.shape
     is_direct = x.is_contiguous() and all(has_tma_strides(weight) for weight in weights)
     is_direct &= all(n and n % ROW_ELEMENTS == 0 for n in columns)
     is_direct &= all(bias.stride(0) == 1 for bias in biases)
-    if group.size == 1 or not (shards.total and is_direct):
+    if group.size == 1 or out_dtype is not None or not (shards.total and is_direct):
         return run
     visitors = bias_visitor(bool(biases), x.dtype)
     plan = plan_for(group, x, weights, visitors, shards, keep)
@@ -251,6 +290,9 @@ def all_to_all_gemm(
     shards: Shards,
     group: Group,
     keep: bool,
+    scales: Sequence[Any] = (),
+    out_dtype: torch.dtype | None = None,
+    blocks: Blocks | None = None,
 ) -> tuple[Tensor, list[Tensor]]:
     """Runs an all-to-all GEMM on tensors of any strides, alignment and N. Collective.
 
@@ -261,34 +303,73 @@ def all_to_all_gemm(
         shards: Division of the rows; each rank has some.
         group: Ranks that take part, each of which must call.
         keep: Whether to return the exchanged x, which the kernel copies.
+        scales: Scales of x, of blocks, and a list of those of the weights (`scaling`); empty without scales.
+            Those of x are sent with its rows.
+        out_dtype: Dtype of the results if there are scales; else None.
+        blocks: Blocks that share a scale; None: there are no scales.
 
     Returns:
         The exchanged x `[shards.size(rank), K]` (without `keep`, and in a group of one, x itself), and the
         products `[shards.size(rank), N_i]`.
     """
-    rows, depth = shards.size(group.rank), x.shape[1]
+    rows, depth, dtype = shards.size(group.rank), x.shape[1], out_dtype or x.dtype
     if shards.total == 0:
         exchanged = x.new_empty(0, depth * group.size) if keep else x
-        return exchanged, [x.new_empty(0, len(weight)) for weight in weights]
+        return exchanged, [x.new_empty(0, len(weight), dtype=dtype) for weight in weights]
     local = aligned(x.contiguous())
     used = [weight if len(weight) else weight.new_zeros(1, weight.shape[1]) for weight in weights]
     operands = [aligned(weight) for weight in used]
-    outs = [x.new_empty(rows, padded(len(weight))) for weight in used]
+    outs = [x.new_empty(rows, padded(len(weight)), dtype=dtype) for weight in used]
     narrowed = [out[:, : len(weight)] for out, weight in zip(outs, used, strict=True)]
-    extras: list[tuple[Tensor, ...] | None] = [None] * len(used)
+    vectors: list[tuple[Tensor, ...]] = [()] * len(used)
+    if blocks:
+        vectors = _scales(scales, x, weights, blocks, shards, group)
     if biases:
         filled = [bias if len(bias) else bias.new_zeros(1) for bias in biases]
-        extras = [(padded_vector(bias, padded(len(bias))),) for bias in filled]
-    visitors, kept = bias_visitor(bool(biases), x.dtype), None
+        of_biases = [padded_vector(bias, padded(len(bias))) for bias in filled]
+        vectors = [(*read, bias) for read, bias in zip(vectors, of_biases, strict=True)]
+    extras = [read or None for read in vectors]
+    visitors, kept = bias_visitor(bool(biases), dtype), None
     with late_weights():
         if group.size == 1:
             for weight, out, read in zip(operands, narrowed, extras, strict=True):
                 shape, majors = ExchangeShape.even(rows, len(weight), 1), ("k", major(weight, "n"))
-                plain = plans.plan_for(group, x.device, x.dtype, shape, *majors, visitors, depth)
+                how = out_dtype, blocks, weight.dtype
+                plain = plans.plan_for(group, x.device, x.dtype, shape, *majors, visitors, depth, *how)
                 plain.launch(local, (weight,), (out,), (read,))
         else:
             kept = x.new_empty(rows, depth * group.size) if keep else None
-            plan = plan_for(group, local, operands, visitors, shards, keep)
+            plan = plan_for(group, local, operands, visitors, shards, keep, out_dtype, blocks)
             plan.launch(local, operands, narrowed, extras, kept)
     results = [first_columns(out, len(weight), group) for out, weight in zip(outs, weights, strict=True)]
     return x if kept is None else kept, results
+
+
+def _scales(
+    scales: Sequence[Any],
+    x: Tensor,
+    weights: Sequence[Tensor],
+    blocks: Blocks,
+    shards: Shards,
+    group: Group,
+) -> list[tuple[Tensor, ...]]:
+    """Returns the scales of A and of B as the kernel of each product loads them.
+
+    Those of A are as they are sent. Those of B begin with this rank's part of K, as the kernel's sums do.
+
+    Args:
+        scales: Scales of x, and a list of those of the weights.
+        x: Local columns of all rows.
+        weights: Full weights.
+        blocks: Blocks that share a scale.
+        shards: Division of the rows.
+        group: Ranks that take part.
+    """
+    (of_x, of_weights), layout, (_, depth) = scales, layout_of(blocks), x.shape
+    if group.size == 1:
+        of_a = layout.of_a(of_x, x.shape)
+    else:
+        of_a = scales_by_shard(of_x, blocks, shards, depth)
+        of_weights = [scale.roll(-group.rank * of_x.shape[1], 1) for scale in of_weights]
+    each = zip(of_weights, weights, strict=True)
+    return [(of_a, layout.of_b(scale, weight.shape)) for scale, weight in each]

@@ -235,7 +235,8 @@ class Fused:
                 problem.applying,
             )  # fmt: skip
         if problem.spec.operand_is_sent:
-            return exchange.bind(x, weight, bias, shards, group, problem.keep)
+            how = problem.keep, problem.out_dtype, problem.blocks
+            return exchange.bind(x, weight, bias, shards, group, *how)
         if problem.spec.takes_lists:
             return self._bind_each(problem, x, weight, bias, shards, group)
         return self._bind_one(problem, x, weight, bias, shards, group)

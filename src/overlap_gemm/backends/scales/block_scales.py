@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...config.scale_blocks import ATOM_BYTES, ATOM_ROWS, MX, Blocks
-from ...spec.sharding import ceil_div
+from ...spec.sharding import Shards, ceil_div
 from . import mx_scales as mx
 from .tma_operands import ROW_BYTES, has_tma_strides, padded, widened
 
@@ -165,6 +165,22 @@ def scales_of_shard(scale: Tensor, blocks: Blocks, rows: int, depth: int) -> Ten
     matrix = scale.new_zeros(extents, dtype=layout.element)
     layout.put(scale, matrix)
     return matrix
+
+
+def scales_by_shard(scale: Tensor, blocks: Blocks, shards: Shards, depth: int) -> Tensor:
+    """Returns the scales of each shard of the rows as they are sent, `[shards * lines, elements]`.
+
+    Args:
+        scale: Scales `[rows, blocks of K]` of `PROMOTED` in the public layout.
+        blocks: Blocks that share a scale.
+        shards: Division of the rows.
+        depth: K of the operand.
+    """
+    extents = layout_of(blocks).extents(shards.chunk, depth)
+    rows = F.pad(scale, (0, 0, 0, shards.parts * shards.chunk - len(scale)))
+    matrix = scale.new_zeros(shards.parts, *extents)
+    matrix[..., : shards.chunk].copy_(rows.unflatten(0, (shards.parts, shards.chunk)).transpose(1, 2))
+    return matrix.flatten(0, 1)
 
 
 def gathered_scales(buffer: Tensor, owners: int, chunk: int, depth: int, full: int, blocks: Blocks) -> Tensor:

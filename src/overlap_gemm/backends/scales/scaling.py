@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ...config.scale_blocks import MX, PROMOTED, Blocks, in_words
 from ...exchange.geometry import SCALE_BYTES, SHARD_ALIGN
+from ...spec import OpSpec
 from ...spec.sharding import ceil_div
 from ...tuning.settings import settings
 from . import mx_scales as mx
@@ -73,6 +74,22 @@ def blocks_named(block: Block, dtype: torch.dtype) -> Blocks | None:
     if block not in names:
         raise ValueError(f"block must be one of {', '.join(map(str, names))} of {dtype}, got {block}")
     return None if block is None else NAMED_BLOCKS[block]
+
+
+def why_not_exchanged(spec: OpSpec, blocks: Blocks | None) -> str | None:
+    """Returns the reason an op does not send operands with these scales; None if it does.
+
+    Args:
+        spec: Definition of the op.
+        blocks: Blocks that share a scale; None: rows.
+    """
+    if not spec.reshards_k or blocks in PROMOTED:
+        return None
+    names = " or ".join(f"block={kind[2]}" for kind in PROMOTED)
+    return (
+        "x is sent in parts of K, each with its rank's scales, so a sum over K has no scale; pass scales of "
+        f"blocks ({names}), or 16-bit operands without scales"
+    )
 
 
 def blocks_along(depth: int, blocks: Blocks) -> int:
@@ -185,6 +202,19 @@ class Scaled(NamedTuple):
             return self._replace(values=rows, scale=gather(self.scale.contiguous()))
         scale = gather(aligned_vector(self.scale, len(self.values))[:, None])
         return self._replace(values=rows, scale=scale[:, 0])
+
+    def exchanged(self, exchange: Callable[[Tensor, int], Tensor], depth: int) -> Scaled:
+        """Returns this rank's rows and their scales of blocks, of every rank's columns. Collective.
+
+        Args:
+            exchange: Collective function of a matrix and its number of columns over all ranks, as
+                `collectives.columns_to_rows`.
+            depth: K over all ranks.
+        """
+        assert self.blocks is not None, "scales of rows are not exchanged with columns"
+        values = exchange(self.values.view(torch.uint8), depth).view(self.values.dtype)
+        scale = exchange(self.scale.contiguous(), blocks_along(depth, self.blocks))
+        return self._replace(values=values, scale=scale)
 
     def times(self, weight: Scaled, bias: Tensor | None, out: Tensor | None) -> Tensor:
         """Returns `self @ weight.T + bias`, a new tensor, or `out` if it is passed."""
