@@ -133,8 +133,10 @@ with Emulator(arch, world) as emulator, VirtualWorld(world, emulator=emulator) a
                 assert out.shape == expected.shape
                 assert ((out.double() - expected).abs() <= 2**-8 * expected.abs() + 1e-4).all()
     own, group = x.chunk(world)[0], ranks.names[0]
-    said = str(overlap_gemm.explain("rows_to_columns", own, weight, group=group, rows=rows, backend="fused"))
+    how = {"group": group, "rows": rows, "backend": "fused", "epilogue": overlap_gemm.epilogues.apply_relu()}
+    said = str(overlap_gemm.explain("rows_to_columns", own, weight, **how))
     assert said.startswith("rows_to_columns runs as 'fused'"), said
+    assert "the kernel of rows_to_columns is registered without epilogues" in said, said
 """
 
 

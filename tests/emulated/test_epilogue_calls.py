@@ -19,7 +19,7 @@ from overlap_gemm.spec.sharding import Shards
 from overlap_gemm.testing.emulated import poisoned_allocations
 from tests.support.emulated.chosen import in_turn
 from tests.support.emulated.epilogue_cases import AR, ARCHITECTURES, RS, STREAM, Called, gated, worst
-from tests.support.emulated.op_runs import lagging, world_of
+from tests.support.emulated.op_runs import SMALL, lagging, world_of
 from tests.support.ops import SHARDED
 
 
@@ -53,6 +53,23 @@ def test_results_of_8_bits(op, one, world, arch):
 
 def refuse(*_):
     raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("op", "world", "arch", "fields"),
+    [
+        ("gemm_all_to_all", 3, "sm_90a", {}),
+        ("gemm_all_to_all", 2, "sm_100a", {}),
+        ("gemm_all_to_all", 2, "sm_90a", {"tile_transport": "ll"}),
+        ("all_to_all_gemm", 3, "sm_90a", {}),
+        ("all_to_all_gemm", 2, "sm_100a", {}),
+    ],
+)
+def test_kernels_that_exchange_apply_epilogues_to_this_ranks_rows_and_columns(op, world, arch, fields):
+    """Checks calls with a bias, of all columns, which is added where these are computed."""
+    sizes = 70, 48 * world, 72 if op == "gemm_all_to_all" else 72 * world
+    with world_of(arch, world, {**SMALL[arch], **fields}, mode="random") as ranks:
+        assert worst(Called(op, world, gated, sizes, has_bias=True), ranks) <= 1
 
 
 @pytest.mark.parametrize(("world", "arch"), in_turn([1, 2, 3], ARCHITECTURES))
@@ -232,7 +249,10 @@ def test_what_torch_would_apply_after_a_virtual_ranks_kernel_is_refused():
     with world_of("sm_90a", 2) as ranks:
         x, weight = torch.ones(8, 64).bfloat16(), torch.ones(16, 64).bfloat16()
         for name in ranks.names:
-            with pytest.raises(ValueError, match="virtual rank.*cannot apply the epilogue .*relu after it"):
+            squared = STREAM(residual=torch.ones(16, 8).bfloat16())
+            with pytest.raises(
+                ValueError, match="virtual rank.*cannot apply the epilogue .*squared after it"
+            ):
                 overlap_gemm.gemm_all_to_all(
-                    x, weight, group=name, backend="fused", rows="equal", epilogue=epilogues.apply_relu()
+                    x, weight, group=name, backend="fused", rows="equal", epilogue=squared
                 )

@@ -26,14 +26,14 @@ _gemm_all_to_all = register(
     GEMM_ALL_TO_ALL,
     PatternSpec(
         "column_exchange", GEMM_ALL_TO_ALL.name, cut="columns", to_all=False, returns=False,
-        kernel="overlap_gemm.exchange.all_to_all:AllToAll",
+        kernel="overlap_gemm.exchange.all_to_all:AllToAll", has_epilogue=True,
     ),
 )  # fmt: skip
 _all_to_all_gemm = register(
     ALL_TO_ALL_GEMM,
     PatternSpec(
         "input_exchange", ALL_TO_ALL_GEMM.name, cut="rows", to_all=False, returns=False,
-        kernel="overlap_gemm.gather.input_exchange:InputExchange",
+        kernel="overlap_gemm.gather.input_exchange:InputExchange", has_epilogue=True,
     ),
 )  # fmt: skip
 

@@ -14,7 +14,7 @@ from ..config.visitors import Visitor
 from ..epilogues import PAIR, Applied, Epilogue, apply_relu
 from ..epilogues.definition import bands
 from ..epilogues.library import BINARY, TORCH_OPERATIONS
-from ..spec import OpSpec
+from ..spec import PATTERNS, OpSpec, patterns_of
 from .scales.tma_operands import ROW_BYTES, ROW_ELEMENTS, aligned_vector
 
 if TYPE_CHECKING:
@@ -217,8 +217,8 @@ def why_after(problem: Problem, columns: int) -> str | None:
             return f"kernels read two weights in bands of {PAIR} rows, equally many on each rank"
     if epilogue.pairs and not spec.gathers_operand:
         return "kernels support pairs of columns in all_gather_gemm only"
-    if spec.weight is None:
-        return "kernels support no epilogue in ops with a replicated weight"
+    if spec.weight is None and not all(PATTERNS[name].has_epilogue for name in patterns_of(spec.name)):
+        return f"the kernel of {spec.name} is registered without epilogues"
     if strange := [dtype for dtype in applying.dtypes if dtype not in INPUT_DTYPES]:
         return f"kernels read inputs of bfloat16, float16 and float32, not {strange[0]}"
     if epilogue.of == "partial" and not spec.sums:
@@ -228,6 +228,8 @@ def why_after(problem: Problem, columns: int) -> str | None:
         return f"N={columns} of a rank must be a multiple of {multiple}, which are {ROW_BYTES} bytes"
     if epilogue.result is not None and spec.gathers_output:
         return "kernels that gather results store none of 8 bits"
+    if epilogue.result is not None and spec.weight is None:
+        return "kernels of all-to-all ops store no results of 8 bits"
     if epilogue.outputs and not (spec.sums and problem.world_size > 1):
         return "kernels support outputs in ops that sum over several ranks only"
     needs_rows = epilogue.outputs or (epilogue.result is not None and problem.world_size > 1)

@@ -12,7 +12,7 @@ Imports neither the DSL nor torch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -138,9 +138,18 @@ class Visitor:
         return result
 
 
-def bias_of(dtype: str) -> Visitor:
-    """Returns the visitor that adds a bias of this type to complete sums."""
-    return Visitor(add_bias, (dtype,))
+def bias_of(dtype: str, of: Sum = "complete") -> Visitor:
+    """Returns the visitor that adds a bias of this type.
+
+    Args:
+        dtype: Dtype of the bias.
+        of: "complete": the bias is that of the output's columns; "partial": of the columns of the rank's
+            product, where no other rank adds to it (`exchange.all_to_all`).
+    """
+    return Visitor(add_bias if of == "complete" else _PARTIAL_BIAS, (dtype,))
+
+
+_PARTIAL_BIAS = replace(add_bias, of="partial")
 
 
 SCALES = Visitor(scale_rows_and_columns, ("f32", "f32"))

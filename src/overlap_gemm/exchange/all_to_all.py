@@ -2,9 +2,10 @@
 
 Every rank has its rows of ``a`` and all of ``b``: it computes its rows of each owner's columns.
 
-    epilogue        adds the bias (an accumulator is a complete sum), rounds each tile -> ring
+    epilogue        applies visitors of partial sums (scales, bias), rounds each tile -> ring
     comm lane       bulk store into slot[source][tile] of the tile's owner; flag[tile][source] after it
-    receive role    per source and tile: waits for the flag, copies the slot into the source's rows
+    receive role    per source and tile: waits for the flag, copies the slot into the source's rows; or first
+                    applies visitors of complete sums, whose inputs are those of the output, and rounds again
 
 A rank's tiles for itself pass through a slot, too. Shards of rows and of columns are those of
 ``torch.chunk``, and none is empty: a source with fewer rows sends the rows that exist, and flags of all tiles
@@ -27,7 +28,7 @@ from overlap_gemm.device.traced import Scalar, Stages
 from overlap_gemm.exchange.arguments import Exchange
 from overlap_gemm.exchange.call import Call
 from overlap_gemm.exchange.copies import CopiedUnit
-from overlap_gemm.exchange.receive import ReceiveContext, Receiver, Window, copy_unit, unit_exists
+from overlap_gemm.exchange.receive import ReceiveContext, Receiver, Window, copy_unit, unit_exists, visit_unit
 from overlap_gemm.exchange.send import OwnerSender
 from overlap_gemm.exchange.tile_exchange import TileExchange
 from overlap_gemm.kernel.epilogue import Visits
@@ -63,12 +64,12 @@ class AllToAll(TileExchange):
 
     @property
     def visits(self) -> Visits:
-        """Returns visitors of partial and of complete sums: an accumulator is both."""
-        return Visits(self.config, ("partial", "complete"))
+        """Returns visits of partial sums; the owner visits complete ones."""
+        return Visits(self.config, ("partial",))
 
     @property
     def receive(self) -> Receiver:
-        """Returns the role that stores every source's rows."""
+        """Returns the role that visits and stores every source's rows."""
         return Receiver(self.config, (RowsOfSources(self),))
 
     def share(self, exchange: Exchange, rows: Scalar, cols: Scalar, out: Any) -> Share:
@@ -120,8 +121,12 @@ class RowsOfSources:
 
     @cute.jit
     def finish(self, context: ReceiveContext, place: CopiedUnit) -> None:
-        """Copies a unit."""
+        """Copies a unit, or visits and stores it."""
         if place.exists:
-            transport = self.op.transport
+            config, transport = self.op.config, self.op.transport
             arrival = transport.arrival(context.call, GEMM_ALL_TO_ALL.code, Role.RECEIVE_RESULT, place.tile)
-            copy_unit(self.op.config, transport, arrival, *place.copied)
+            visits = Visits(config, ("complete",))
+            if cutlass.const_expr(visits.is_empty):
+                copy_unit(config, transport, arrival, *place.copied)
+            else:
+                visit_unit(config, transport, visits, arrival, *place.copied, context.extras)

@@ -23,6 +23,7 @@ The result of a unit does not depend on the warp that takes it: results are bitw
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -34,6 +35,7 @@ from overlap_gemm.config.gemm_config import GemmConfig
 from overlap_gemm.device.memory import DTYPES, LANES, store_run
 from overlap_gemm.device.traced import Address, Extras, Scalar
 from overlap_gemm.exchange.call import Call
+from overlap_gemm.kernel.epilogue import Visits
 from overlap_gemm.kernel.shared_words import CtaCounters, count
 from overlap_gemm.kernel.stages import StageChunks, has_empty_subtiles
 from overlap_gemm.kernel.work import CtaTile, Work, cta_number, num_ctas
@@ -216,6 +218,80 @@ def copy_unit(
         row, column = tile.row + row, tile.column + column
         if row < window.rows and column < window.columns:
             window.store(row, column, loaded[(None, c)])
+
+
+LOADS_IN_FLIGHT = 8
+"""Loads of 16 bytes, of values and of the epilogue's inputs, that a lane has in flight in `visit_unit`."""
+
+
+@cute.jit
+def visit_unit(
+    config: cutlass.Constexpr,
+    transport: cutlass.Constexpr,
+    visits: cutlass.Constexpr,
+    arrival: Any,
+    address: Int64,
+    unit: Int32,
+    tile: CtaTile,
+    window: Window,
+    source: Int32,
+    extras: Extras,
+) -> None:
+    """Visits a unit of complete sums and stores it into the output; all lanes.
+
+    Args:
+        config: The kernel's configuration.
+        transport: Transport by which the values have arrived.
+        visits: Visits of complete sums, without outputs.
+        arrival: Arrival of the tile, as in `Transport.arrival`.
+        address: Address of the tile's slot, as in `copy_unit`.
+        unit: Number of the unit in the tile.
+        tile: Place of the tile in ``window``.
+        window: Window of the output.
+        source: Rank that sent the values.
+        extras: Operands of the epilogue's visitors.
+    """
+    chunks, dtype = StageChunks(config), DTYPES[config.out_dtype]
+    chunk_bytes, number = chunks.elements * dtype.width // 8, config.lane_chunks
+    step = _chunks_in_flight(number, visits)
+    for i in cutlass.range(0, number, step, unroll=1):
+        first = (unit * number + i) * LANES + cute.arch.lane_idx()
+        loaded = cute.make_rmem_tensor((chunks.elements, step), dtype)
+        inputs = visits.input_registers(chunks.elements, step)
+        for c in cutlass.range_constexpr(step):
+            transport.load(address + (first + c * LANES) * chunk_bytes, loaded[(None, c)])
+            row, column = _place(chunks, tile, window, first + c * LANES)
+            visits.load_chunk(of_chunk(inputs, c), row, column, extras)
+        places = partial(_chunks, address, first, chunk_bytes, step)
+        transport.take(arrival, places, loaded, [source] * step)
+        for c in cutlass.range_constexpr(step):
+            row, column = chunks.locate(first + c * LANES)
+            row, column = tile.row + row, tile.column + column
+            if row < window.rows and column < window.columns:
+                values = cute.make_rmem_tensor(chunks.elements, cutlass.Float32)
+                values.store(loaded[(None, c)].load().to(cutlass.Float32))
+                place = window.row + row, window.column + column
+                visits.on_chunk(values, *place, extras, of_chunk(inputs, c))
+                rounded = cute.make_rmem_tensor(chunks.elements, dtype)
+                rounded.store(values.load().to(dtype))
+                window.store(row, column, rounded)
+
+
+def _chunks_in_flight(number: int, visits: Visits) -> int:
+    """Returns the number of chunks, a divisor of ``number``, whose loads are in flight in `visit_unit`."""
+    most = max(LOADS_IN_FLIGHT // (1 + visits.num_loads), 1)
+    return max(n for n in range(1, min(most, number) + 1) if number % n == 0)
+
+
+def of_chunk(inputs: Sequence[Any], chunk: int) -> tuple[Any, ...]:
+    """Returns the registers of one chunk of each input of the epilogue."""
+    return tuple([one[(None, chunk)] for one in inputs])
+
+
+def _place(chunks: StageChunks, tile: CtaTile, window: Window, chunk: Scalar) -> tuple[Any, Any]:
+    """Returns (row, first column) in the output of a chunk of a tile."""
+    row, column = chunks.locate(chunk)
+    return window.row + tile.row + row, window.column + tile.column + column
 
 
 def _chunks(address: Address, first: Scalar, chunk_bytes: int, number: int) -> list[Any]:

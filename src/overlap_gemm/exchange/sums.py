@@ -21,7 +21,7 @@ from overlap_gemm.config.rules import LEAVES
 from overlap_gemm.device.failure import Role
 from overlap_gemm.device.memory import CHUNK_BYTES, DTYPES, LANES
 from overlap_gemm.device.traced import Address, Extras, Fragment, Predicate, Scalar
-from overlap_gemm.exchange.receive import ReceiveContext, Window, unit_exists
+from overlap_gemm.exchange.receive import ReceiveContext, Window, of_chunk, unit_exists
 from overlap_gemm.exchange.send import place_of
 from overlap_gemm.kernel.epilogue import Visits
 from overlap_gemm.kernel.stages import StageChunks
@@ -72,11 +72,6 @@ class SummedUnit(NamedTuple):
     unit: Scalar
     exists: Predicate
     lane: Lane
-
-
-def _of_chunk(inputs: Sequence[Any], chunk: int) -> tuple[Any, ...]:
-    """Returns the registers of one chunk of each input of the epilogue."""
-    return tuple([one[(None, chunk)] for one in inputs])
 
 
 def _last_again(lane: Lane, source: Scalar) -> Any:
@@ -184,7 +179,7 @@ class Sums:
         for c in cutlass.range_constexpr(window):
             self._load(lane, c, 0, loaded[(None, None, c)])
             if cutlass.const_expr(ahead):  # else there are no registers
-                self._load_inputs(lane, c, _of_chunk(inputs, c), extras)
+                self._load_inputs(lane, c, of_chunk(inputs, c), extras)
         for i in cutlass.range(0, chunks, window, unroll=1):
             for c in cutlass.range_constexpr(window):
                 total = cute.make_rmem_tensor(self.chunks.elements, cutlass.Float32)
@@ -196,16 +191,16 @@ class Sums:
                 if i + window < chunks:
                     self._load(lane, i + window + c, 0, loaded[(None, None, c)])
                 if cutlass.const_expr(not ahead):
-                    self._load_inputs(lane, i + c, _of_chunk(inputs, c), extras)
-                self._store(lane, i + c, total, _of_chunk(inputs, c), extras)
+                    self._load_inputs(lane, i + c, of_chunk(inputs, c), extras)
+                self._store(lane, i + c, total, of_chunk(inputs, c), extras)
                 if cutlass.const_expr(ahead):  # noqa: SIM102 - one is evaluated while the kernel is traced
                     if i + window < chunks:
-                        self._load_inputs(lane, i + window + c, _of_chunk(inputs, c), extras)
+                        self._load_inputs(lane, i + window + c, of_chunk(inputs, c), extras)
 
     @cute.jit
     def _sum_many(self, lane: Lane, extras: Extras) -> None:
         """Sums any number of ranks, at a time as many as loads are in flight."""
-        inputs = _of_chunk(self._input_registers(1), 0)
+        inputs = of_chunk(self._input_registers(1), 0)
         for i in cutlass.range(self.config.lane_chunks, unroll=1):
             total = cute.make_rmem_tensor(self.chunks.elements, cutlass.Float32)
             total.fill(0.0)
@@ -219,7 +214,7 @@ class Sums:
     @cute.jit
     def _sum_in_tree(self, lane: Lane, extras: Extras) -> None:
         """Sums up to `MOST_LEAVES` ranks, a power of two: first as many as loads are in flight."""
-        inputs = _of_chunk(self._input_registers(1), 0)
+        inputs = of_chunk(self._input_registers(1), 0)
         for i in cutlass.range(self.config.lane_chunks, unroll=1):
             total = self._subtree(lane, i, 0, MOST_LEAVES)
             self._load_inputs(lane, i, inputs, extras)

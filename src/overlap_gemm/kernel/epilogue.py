@@ -35,6 +35,11 @@ class Visits:
     of: tuple[Sum, ...]
 
     @property
+    def is_empty(self) -> bool:
+        """Returns whether no visitor is applied to these sums."""
+        return not any(visitor.of in self.of for visitor in self.config.epilogue)
+
+    @property
     def num_loads(self) -> int:
         """Returns the number of inputs with a value for each element."""
         inputs = [visitor.reads for visitor in self.config.epilogue if visitor.of in self.of]

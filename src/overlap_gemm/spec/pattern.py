@@ -24,6 +24,8 @@ class PatternSpec:
         to_all: Whether each tile or shard is sent to every rank; else to its owner.
         returns: Whether owners send sums to every rank.
         kernel: ``module:class`` of the op's part of the kernel (`kernel.protocols.KernelOp`).
+        has_epilogue: Whether the kernel of an op with a replicated weight applies epilogues of complete sums
+            to this rank's result; not read for other ops.
     """
 
     name: str
@@ -32,6 +34,7 @@ class PatternSpec:
     to_all: bool
     returns: bool
     kernel: str
+    has_epilogue: bool = False
 
     @property
     def spec(self) -> OpSpec:

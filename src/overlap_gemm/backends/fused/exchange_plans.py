@@ -29,6 +29,7 @@ from ...tuning.settings import late_weights, settings, within
 from ...tuning.space import choose_config, constants
 from ...tuning.time_model import Facts
 from ..base import Problem
+from ..epilogues import Applying, read_by_kernel
 from ..scales.block_scales import gathered_scales, layout_of, num_bytes, scales_by_shard
 from ..scales.tma_operands import ROW_ELEMENTS, aligned, has_tma_strides, major, padded
 from . import plan_cache as plans
@@ -259,24 +260,30 @@ def bind(
     keep: bool,
     out_dtype: torch.dtype | None = None,
     blocks: Blocks | None = None,
+    applying: Applying | None = None,
 ) -> Callable[..., tuple[Tensor, list[Tensor]]]:
     """Returns the bound function of an all-to-all GEMM (`Backend.bind`).
 
-    Collective at the first call of a signature. Arguments are those of `all_to_all_gemm`. The function
-    launches the plan directly if no tensor needs a copy.
+    Collective at the first call of a signature. `applying` is an epilogue with its dtypes, or None. The other
+    arguments are those of `all_to_all_gemm`. The function launches the plan directly if no tensor needs a
+    copy, and there are neither scales nor an epilogue.
     """
+    visitor = None if applying is None else applying.visitor
 
     def run(
-        x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], *scales: Any
+        x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], *others: Any
     ) -> tuple[Tensor, list[Tensor]]:
-        return all_to_all_gemm(x, weights, biases, shards, group, keep, scales, out_dtype, blocks)
+        common = x, weights, biases, shards, group, keep
+        if visitor is not None:
+            return all_to_all_gemm(*common, epilogue=(visitor, *others))
+        return all_to_all_gemm(*common, others, out_dtype, blocks)
 
     run = within(settings(), run)  # later calls use the settings of this one
     columns, (_, depth) = [len(weight) for weight in weights], x.shape
     is_direct = x.is_contiguous() and all(has_tma_strides(weight) for weight in weights)
     is_direct &= all(n and n % ROW_ELEMENTS == 0 for n in columns)
     is_direct &= all(bias.stride(0) == 1 for bias in biases)
-    if group.size == 1 or out_dtype is not None or not (shards.total and is_direct):
+    if group.size == 1 or out_dtype is not None or visitor is not None or not (shards.total and is_direct):
         return run
     visitors = bias_visitor(bool(biases), x.dtype)
     plan = plan_for(group, x, weights, visitors, shards, keep)
@@ -293,6 +300,7 @@ def all_to_all_gemm(
     scales: Sequence[Any] = (),
     out_dtype: torch.dtype | None = None,
     blocks: Blocks | None = None,
+    epilogue: tuple[Visitor, Sequence[Tensor]] | None = None,
 ) -> tuple[Tensor, list[Tensor]]:
     """Runs an all-to-all GEMM on tensors of any strides, alignment and N. Collective.
 
@@ -307,6 +315,7 @@ def all_to_all_gemm(
             Those of x are sent with its rows.
         out_dtype: Dtype of the results if there are scales; else None.
         blocks: Blocks that share a scale; None: there are no scales.
+        epilogue: Epilogue that the kernel applies after the bias, and its inputs; or None.
 
     Returns:
         The exchanged x `[shards.size(rank), K]` (without `keep`, and in a group of one, x itself), and the
@@ -328,8 +337,13 @@ def all_to_all_gemm(
         filled = [bias if len(bias) else bias.new_zeros(1) for bias in biases]
         of_biases = [padded_vector(bias, padded(len(bias))) for bias in filled]
         vectors = [(*read, bias) for read, bias in zip(vectors, of_biases, strict=True)]
-    extras = [read or None for read in vectors]
     visitors, kept = bias_visitor(bool(biases), dtype), None
+    if epilogue is not None:
+        visitor, inputs = epilogue
+        visitors += (visitor,)
+        pairs = zip(vectors, used, strict=True)
+        vectors = [(*v, *read_by_kernel(visitor, inputs, rows, len(weight))) for v, weight in pairs]
+    extras = [read or None for read in vectors]
     with late_weights():
         if group.size == 1:
             for weight, out, read in zip(operands, narrowed, extras, strict=True):

@@ -235,7 +235,7 @@ class Fused:
                 problem.applying,
             )  # fmt: skip
         if problem.spec.operand_is_sent:
-            how = problem.keep, problem.out_dtype, problem.blocks
+            how = problem.keep, problem.out_dtype, problem.blocks, problem.applying
             return exchange.bind(x, weight, bias, shards, group, *how)
         if problem.spec.takes_lists:
             return self._bind_each(problem, x, weight, bias, shards, group)
@@ -261,6 +261,8 @@ class Fused:
         ]
 
         def run(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], *scales: Any) -> Any:
+            if problem.applying is not None:  # of one weight; its inputs are in place of scales
+                return x, runs[0](x, weights[0], bias_of(biases, 0), *scales)
             outs = []
             for i, (one, weight) in enumerate(zip(runs, weights, strict=True)):
                 weight_scales = (scales[0], scales[1][i]) if scales else ()
@@ -287,7 +289,7 @@ class Fused:
             return run
         majors = major(x, "m"), major(weight, "n")
         arguments = group, x.device, x.dtype, shape
-        epilogue = bias_visitor(bias is not None, dtype or x.dtype)
+        epilogue = bias_visitor(bias is not None, dtype or x.dtype, op)
         plan = plan_for(*arguments, *majors, epilogue, depth, dtype, problem.blocks, weight.dtype)
         written, result = extents.made_by(plan)
         is_full, out_dtype = result == slice(0, written), dtype or x.dtype
@@ -325,11 +327,11 @@ class Fused:
         run = within(settings(), run)  # later calls use the settings of this one
         if op.gathers_output or not _fits(extents, x, weight, bias):
             return run
-        epilogue = *bias_visitor(bias is not None, x.dtype), visitor
+        epilogue = *bias_visitor(bias is not None, x.dtype, op), visitor
         majors = major(x, "m"), major(weight, "n")
         plan = plan_for(group, x.device, x.dtype, extents.shape, *majors, epilogue, depth)
         (written, result), columns, config = extents.made_by(plan), extents.out[1], plan.products[0].config
-        size = (len(x) if visitor.of == "partial" else written), len(weight)
+        size = (len(x) if visitor.of == "partial" else written), columns
         is_all, dtype = result == slice(0, written), result_dtype(visitor.epilogue, x.dtype)
 
         def run_as_planned(
@@ -362,7 +364,7 @@ class Fused:
         visitor: Visitor | None = None,
         inputs: Sequence[Tensor] = (),
     ) -> Any:
-        """Runs an op other than all-gather and all-to-all GEMMs on tensors of any strides. Collective.
+        """Runs an op whose result is sent on tensors of any strides. Collective.
 
         Each rank's partial sums are rounded once, to the slots' dtype, before they are summed over the ranks.
 
@@ -399,7 +401,7 @@ class Fused:
         a, b = aligned(x, extents.shard), aligned(weight)
         majors = major(a, "m"), major(b, "n")
         arguments = group, x.device, x.dtype, shape
-        epilogue = bias_visitor(bias is not None, dtype)
+        epilogue = bias_visitor(bias is not None, dtype, op)
         epilogue += (visitor,) if visitor is not None else ()
         with late_weights(b is not passed_weight):
             plan = plan_for(*arguments, *majors, epilogue, depth, out_dtype, blocks, weight.dtype)
@@ -413,7 +415,8 @@ class Fused:
             config = plan.products[0].config
             if op.gathers_output:  # the kernel computes the local columns; every rank stores all columns
                 inputs = slice_inputs(visitor, inputs, *shards.range(group.rank))
-            size = (len(x) if visitor.of == "partial" else written), len(weight)
+            width = columns if op.weight is None else len(weight)
+            size = (len(x) if visitor.of == "partial" else written), width
             stored, outputs = written_by_kernel(visitor, config, plan.counts, x, *size)
             extras += (*read_by_kernel(visitor, inputs, *size), *stored)
         plan.launch(a, (b,), (out,), (extras or None,))

@@ -24,7 +24,7 @@ from ...runtime.group import Group
 from ...runtime.identity import call_signature
 from ...runtime.memory.workspace import Workspace
 from ...runtime.peers import Peers, peers_of
-from ...spec import GEMM_ALL_REDUCE, PATTERNS, patterns_of
+from ...spec import GEMM_ALL_REDUCE, PATTERNS, OpSpec, patterns_of
 from ...tuning.settings import settings
 from ...tuning.space import constants, default_config, with_pattern
 from ..epilogues import counts_of
@@ -133,9 +133,16 @@ def kind_of(
     return FLOAT8[dtype], fields
 
 
-def bias_visitor(has_bias: bool, dtype: torch.dtype) -> tuple[Visitor, ...]:
-    """Returns the epilogue that adds a bias of this dtype; () without a bias."""
-    return (bias_of(DTYPES[dtype]),) if has_bias else ()
+def bias_visitor(has_bias: bool, dtype: torch.dtype, spec: OpSpec | None = None) -> tuple[Visitor, ...]:
+    """Returns the epilogue that adds a bias of this dtype; () without a bias.
+
+    Args:
+        has_bias: Whether there is a bias.
+        dtype: Dtype of the bias.
+        spec: Op; if its columns are sent, the bias is that of all columns of a rank's product. None: another.
+    """
+    is_sent = spec is not None and spec.weight is None and spec.out == "n"
+    return (bias_of(DTYPES[dtype], "partial" if is_sent else "complete"),) if has_bias else ()
 
 
 def _with_pattern(
