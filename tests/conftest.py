@@ -1,6 +1,7 @@
 """What holds for all tests: their order, and what processes side by side share."""
 
 import contextlib
+import faulthandler
 import fcntl
 import os
 import shutil
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from _pytest.faulthandler import fault_handler_stderr_fd_key
 
 from overlap_gemm import register  # noqa: F401  # makes all public names, and so registers every op
 
@@ -88,6 +90,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return next((i for i, name in folders if name in item.path.parts), len(FIRST_SIDE_BY_SIDE))
 
     items.sort(key=place)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
+    """Lets a process live (`faulthandler_timeout`) a bit longer than a mark `timeout` allows its test."""
+    allowed = item.get_closest_marker("timeout")
+    if allowed is not None:
+        seconds = max(float(item.config.getini("faulthandler_timeout")), allowed.args[0] + 100)
+        stderr = item.config.stash[fault_handler_stderr_fd_key]
+        faulthandler.dump_traceback_later(seconds, file=stderr, exit=True)
+    return (yield)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -51,6 +51,25 @@ def test_this_run_holds_its_folders(variable):
         lock(os.environ[variable])
 
 
+def test_a_process_lives_as_long_as_a_test_may_take(tmp_path):
+    """Ends a process that hangs in a usual test, not one in a test that is marked to take longer."""
+    (tmp_path / "test_two.py").write_text(
+        "import pytest, time\n\n@pytest.mark.timeout(60)\ndef test_longer():\n    time.sleep(3)\n\n"
+        "def test_usual():\n    time.sleep(60)\n"
+    )
+    how = ["-v", "-p", "tests.conftest", "-c", str(ROOT / "pyproject.toml"), "-o", "faulthandler_timeout=2"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *how, str(tmp_path / "test_two.py")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert "test_longer PASSED" in done.stdout
+    assert "Timeout (0:00:02)!" in done.stderr
+    assert "test_usual" in done.stderr
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
 def test_without_a_gpu_its_tests_do_not_run_even_if_they_are_named():
     done = subprocess.run(
