@@ -335,3 +335,9 @@ def test_a_ledgers_later_calls_differ_if_an_earlier_one_did():
             ledger.note(word, "call")
         chains.append(ledger._calls[-1][1])
     assert chains[0] != chains[1]
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_an_invariance_that_a_call_names_is_checked(op):
+    with pytest.raises(ValueError, match="invariant='batch'"):
+        getattr(overlap_gemm, op)(X, WEIGHT, backend="torch", invariant="batch")
