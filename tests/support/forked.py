@@ -10,17 +10,37 @@ import contextlib
 import importlib
 import json
 import os
+import runpy
 import select
 import signal
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 from typing import Any, NoReturn
 
 CHECKOUT = Path(__file__).parents[2]
 PRELOADED = ("pytest", "numpy", "torch.distributed.tensor", "torch._dynamo", "cutlass.cute")
 """What most test files import."""
-ARGUMENTS = ("-q", "-x", "-p", "no:cacheprovider", "-p", "no:hypothesispytest", "-p", "no:xdist")
+ARGUMENTS = ("-q", "-p", "no:cacheprovider", "-p", "no:hypothesispytest", "-p", "no:xdist")
+RECORDER = """
+import sys, threading
+
+log, seen = open({log!r}, "a", buffering=1), {{}}
+
+def note(frame, event, argument):
+    code = frame.f_code
+    if event == "call" and id(code) not in seen:
+        seen[id(code)] = code
+        file = code.co_filename.rpartition({name!r} + "/")
+        if file[0].endswith("/"):
+            log.write(f"{{file[2]}}:{{code.co_firstlineno}}\\n")
+
+threading.setprofile(note)
+sys.setprofile(note)
+"""
+"""A `sitecustomize.py` of processes whose functions are recorded."""
 
 
 class ForkedTests:
@@ -51,6 +71,24 @@ class ForkedTests:
         assert self._server.stdin is not None and self._server.stdout is not None
         print(json.dumps([str(source), test, self._limit]), file=self._server.stdin, flush=True)
         return self._server.stdout.readline() != "passed\n"
+
+    def entered(self, package: Path, test: str) -> tuple[float, list[str]]:
+        """Records the functions that a test file enters, in its process and in those that it starts.
+
+        Returns:
+            Seconds that it took, infinite if it fails; and "file:line" of each function of `package`, whose
+            files are relative to it.
+        """
+        with tempfile.TemporaryDirectory(prefix="overlap-gemm-entered-") as folder:
+            log = Path(folder) / "log"
+            (Path(folder) / "sitecustomize.py").write_text(RECORDER.format(log=str(log), name=package.name))
+            (Path(folder) / package.name).symlink_to(package)
+            start = time.monotonic()
+            failed = self.fail(folder, test)
+            seconds = time.monotonic() - start
+            if failed and self.fail(package.parent, test):  # a test may count functions itself
+                seconds = float("inf")
+            return seconds, sorted(set(log.read_text().splitlines())) if log.exists() else []
 
     def __enter__(self) -> "ForkedTests":
         return self
@@ -86,8 +124,12 @@ def _run(source: str, test: str) -> NoReturn:
         for descriptor in range(3):
             os.dup2(nowhere, descriptor)
         sys.path.insert(0, source)
+        arguments = [*ARGUMENTS, "-x"]
+        if (recorder := Path(source) / "sitecustomize.py").exists():
+            arguments.pop()
+            runpy.run_path(str(recorder))
         os.environ["PYTHONPATH"] = os.pathsep.join([source, os.environ.get("PYTHONPATH", "")])
-        code = pytest.main([*ARGUMENTS, test])
+        code = pytest.main([*arguments, test])
     finally:
         os._exit(int(code))
 

@@ -4,19 +4,24 @@
         for mutant in mutants(file):
             assert noticed_by(mutant, ["tests/cpu/test_peers.py"], runs)
 
-What is changed: comparisons, `and` and `or`, `not`, `min` and `max`, arithmetic, numbers, truth values, `|=`,
-calls made for their effect. A mutant that no test notices is either equivalent to the original or shows a
-test that is missing. For kernels there is ``cute_emulator.mutate``.
+Changed are comparisons, `and` and `or`, `not`, `min` and `max`, arithmetic, numbers, truth values and `|=`.
+Calls made for their effect and keyword arguments are dropped, and a `return` repeats its first value. A
+mutant that no test notices is either equivalent to the original or shows a test that is missing. For kernels
+there is ``cute_emulator.mutate``.
 
-    python -m tests.support.mutants tests/cpu/host_mutants.json 8
+    python -m tests.support.mutants tests/cpu/host_mutants.json 150 2711
 
-tries eight mutants of each file in `NOTICED_BY` and writes who noticed them. Those that the data has are not
-tried again, but for survivors without a reason ("why", written by hand); so it may be stopped at any time.
+draws 150 mutants of `PACKAGES` and writes which test file noticed each. For each mutant those files of
+`TESTS` run that enter its function, the fastest first. The functions that each enters are recorded once, in a
+file next to the data. Mutants that the data has are not tried again, but for survivors without a reason
+("why", written by hand); so it may be stopped at any time.
 """
 
 import ast
 import copy
 import json
+import math
+import random
 import shutil
 import subprocess
 import sys
@@ -25,12 +30,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import date
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from tests.support.forked import ForkedTests
 
-PACKAGE = Path(__file__).parents[2] / "src" / "overlap_gemm"
+CHECKOUT = Path(__file__).parents[2]
+PACKAGE = CHECKOUT / "src" / "overlap_gemm"
 
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
@@ -40,45 +47,23 @@ ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv,
 }  # fmt: skip
 RULES = "tests/cpu/test_host_rules.py"
-NOTICED_BY = {
-    "dispatch/calls.py": ["tests/cpu/test_calls.py", RULES],
-    "spec/sharding.py": ["tests/cpu/test_sharding.py"],
-    "runtime/agree.py": [
-        RULES,
-        "tests/multi/test_disagree.py",
-        "tests/multi/test_one_rank_fails.py",
-        "tests/multi/test_faults.py",
-    ],
-    "runtime/bootstrap.py": [RULES, "tests/cpu/test_alone.py", "tests/multi/test_launchers.py"],
-    "runtime/compile_cache.py": ["tests/cpu/test_compile_cache.py"],
-    "runtime/environment.py": ["tests/cpu/test_environment.py"],
-    "runtime/peers.py": ["tests/cpu/test_peers.py", RULES, "tests/multi/test_one_rank_fails.py"],
-    "runtime/memory/symmetric.py": [
-        "tests/cpu/test_symmetric.py",
-        "tests/cpu/test_workspace.py",
-        "tests/multi/test_one_rank_fails.py",
-    ],
-    "runtime/memory/workspace.py": [
-        "tests/cpu/test_workspace.py",
-        RULES,
-        "tests/multi/test_one_rank_fails.py",
-    ],
-    "backends/peer_access.py": [RULES, "tests/cpu/test_select.py", "tests/multi/test_peer_access.py"],
-    "backends/select.py": [
-        "tests/cpu/test_select.py",
-        "tests/cpu/test_fused_backend.py",
-        "tests/multi/test_logging.py",
-    ],
-    "backends/torch_backend.py": ["tests/cpu/test_select.py", "tests/multi/test_ops.py"],
-    "backends/fused/plan_cache.py": [
-        RULES,
-        "tests/cpu/test_fused_backend.py",
-        "tests/multi/test_one_rank_fails.py",
-    ],
-    "tuning/machine.py": [RULES, "tests/cpu/test_select.py", "tests/cpu/test_tune_command.py"],
-    "tuning/settings.py": ["tests/cpu/test_settings.py"],
-}
-"""Files of the package, and the tests to ask for their mutants, those that take longest last."""
+PACKAGES = ("api", "backends", "dispatch", "runtime", "spec", "tuning")
+TESTS = tuple(
+    f"tests/{folder}/test_{name}.py"
+    for folder, names in (
+        ("cpu", "alone autotuned_times autotuning block_scales calibrate calls compile_cache constants "
+                "environment epilogue_gradients epilogue_time epilogues fused_backend host_rules kept_ranks "
+                "kernel_config local manners model model_of_few_rows order peers plan_command priors "
+                "promise_costs quantization scaled_arguments schedules select settings sharding signature "
+                "spans spec symmetric timing tune_command watcher workspace"),
+        ("multi", "all_to_all autotuning call_identity disagree epilogues float8 gradients groups invariance "
+                  "kept_weights launchers ledger nn one_rank_fails ops peer_access registration retry scaled "
+                  "shard_lengths stats"),
+        ("emulated", "ahead fused_calls gather_calls virtual_world"),
+    )
+    for name in names.split()
+)  # fmt: skip
+"""Test files that may notice a mutant."""
 
 NAMES = {"min": "max", "max": "min", "any": "all", "all": "any"}
 
@@ -107,25 +92,33 @@ class Mutant:
 
 
 def mutants(file: str) -> list[Mutant]:
-    """All mutants of a file of the package, in the order of its lines."""
+    """Returns all mutants of a file of the package, in the order of its lines."""
     tree = ast.parse((PACKAGE / file).read_text())
-    found = []
-    places = sum(1 for _ in _changes(tree))
-    for number in range(places):
-        changed = copy.deepcopy(tree)
-        node, change = next(place for i, place in enumerate(_changes(changed)) if i == number)
-        line, column = getattr(node, "lineno", 0), getattr(node, "col_offset", 0)
-        before = _short(node)
-        change()
-        text = ast.unparse(ast.fix_missing_locations(changed))
-        found.append(Mutant(file, line, column, f"{before} -> {_short(node)}", text))
+    found = [_mutant(file, tree, number) for number in range(_places(tree))]
     return sorted(found, key=lambda mutant: (mutant.line, mutant.column))
 
 
-def sample(file: str, count: int) -> list[Mutant]:
-    """So many of a file's mutants, evenly over it; the same ones every time."""
-    every = mutants(file)
-    return [every[i * len(every) // count] for i in range(count)] if len(every) > count else every
+def drawn(count: int, seed: int) -> list[Mutant]:
+    """Draws mutants of all files of `PACKAGES`; the same ones as long as these are."""
+    files = sorted(path for name in PACKAGES for path in (PACKAGE / name).rglob("*.py"))
+    trees = {str(path.relative_to(PACKAGE)): ast.parse(path.read_text()) for path in files}
+    every = [(file, number) for file, tree in trees.items() for number in range(_places(tree))]
+    return [_mutant(file, trees[file], number) for file, number in random.Random(seed).sample(every, count)]
+
+
+def _places(tree: ast.AST) -> int:
+    return sum(1 for _ in _changes(tree))
+
+
+def _mutant(file: str, tree: ast.AST, number: int) -> Mutant:
+    """Returns the mutant that has change `number` of a file's."""
+    changed = copy.deepcopy(tree)
+    node, change = next(islice(_changes(changed), number, None))
+    line, column = getattr(node, "lineno", 0), getattr(node, "col_offset", 0)
+    before = _short(node)
+    change()
+    text = ast.unparse(ast.fix_missing_locations(changed))
+    return Mutant(file, line, column, f"{before} -> {_short(node)}", text)
 
 
 def edited(file: str, before: str, after: str) -> Mutant:
@@ -147,27 +140,52 @@ def noticed_by(mutant: Mutant, tests: Sequence[str], runs: ForkedTests) -> str |
         return next((test for test in tests if runs.fail(folder, test)), None)
 
 
-def try_all(data: Path, count: int) -> None:
-    """Tries mutants of every file, and keeps in `data` who noticed which, as the module says."""
+def chosen_tests(mutant: Mutant, entries: Sequence[tuple[str, float, set[str]]]) -> list[str]:
+    """Returns the test files that enter a mutant's function, or, outside of functions, any of its file."""
+    functions = [
+        (node.end_lineno or 0, min(one.lineno for one in (node, *node.decorator_list)))
+        for node in ast.walk(ast.parse((PACKAGE / mutant.file).read_text()))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    ]
+    around = [first for last, first in functions if first <= mutant.line <= last]
+    places = {f"{mutant.file}:{first}" for first in ([max(around)] if around else dict(functions).values())}
+    return [test for test, _, entered in entries if entered & places]
+
+
+def try_all(data: Path, count: int, seed: int) -> None:
+    """Tries drawn mutants, and stores in `data` which test file noticed each, as the module says."""
     known: dict[str, dict[str, Any]] = {}
     if data.exists():
         every = json.loads(data.read_text())["mutants"]
         known = {one["mutant"]: one for one in every if one["noticed_by"] or one.get("why")}
     found: list[dict[str, Any]] = list(known.values())
-    with ForkedTests(limit=120) as runs:
-        for file, tests in NOTICED_BY.items():
-            for mutant in sample(file, count):
-                if str(mutant) not in known:
-                    found.append({"mutant": str(mutant), "noticed_by": noticed_by(mutant, tests, runs)})
-                    print(*found[-1].values(), flush=True)
-                    _keep(data, found)
+    with ForkedTests() as runs:
+        entries = _entries(data.with_suffix(".entries"), runs)
+        for mutant in drawn(count, seed):
+            if str(mutant) not in known:
+                noticed = noticed_by(mutant, chosen_tests(mutant, entries), runs)
+                found.append({"mutant": str(mutant), "noticed_by": noticed})
+                print(*found[-1].values(), flush=True)
+                _keep(data, found, seed)
 
 
-def _keep(data: Path, found: list[dict[str, Any]]) -> None:
+def _entries(path: Path, runs: ForkedTests) -> list[tuple[str, float, set[str]]]:
+    """(test file, seconds, functions that it enters) of `TESTS` that pass, the fastest first."""
+    known = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    for test in TESTS:
+        if test not in [one[0] for one in known]:
+            known.append([test, *runs.entered(PACKAGE, test)])
+            with path.open("a") as lines:
+                print(json.dumps(known[-1]), file=lines)
+    passed = [(test, seconds, set(entered)) for test, seconds, entered in known if seconds < math.inf]
+    return sorted(passed, key=lambda one: one[1])
+
+
+def _keep(data: Path, found: list[dict[str, Any]], seed: int) -> None:
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=PACKAGE, capture_output=True, text=True
     )
-    report = {"commit": commit.stdout.strip(), "date": str(date.today()), "mutants": found}
+    report = {"commit": commit.stdout.strip(), "date": str(date.today()), "seed": seed, "mutants": found}
     data.write_text(json.dumps(report, indent=1) + "\n")
 
 
@@ -192,6 +210,11 @@ def _changes(tree: ast.AST) -> Iterator[tuple[ast.AST, Callable[[], object]]]:
             yield node, partial(setattr, node, "id", NAMES[node.id])
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             yield node, partial(setattr, node, "value", ast.Constant(None))
+        elif isinstance(node, ast.Return) and node.value is not None and not _is_fixed(node.value):
+            yield node, partial(_repeat, node)
+        if isinstance(node, ast.Call):
+            for number in _keywords(node):
+                yield node, partial(node.keywords.pop, number)
 
 
 def _code(tree: ast.AST) -> Iterator[ast.AST]:
@@ -207,6 +230,22 @@ def _code(tree: ast.AST) -> Iterator[ast.AST]:
                 yield from _code(node)
 
 
+def _keywords(call: ast.Call) -> list[int]:
+    """The numbers of a call's keyword arguments; `strict` is an assertion."""
+    return [number for number, one in enumerate(call.keywords) if one.arg != "strict"]
+
+
+def _repeat(node: ast.Return) -> None:
+    """Makes a `return` repeat the first value that it has ever returned."""
+    assert node.value is not None
+    place = ast.Constant(f"returned at {node.lineno}:{node.col_offset}")
+    node.value = ast.Call(ast.parse("globals().setdefault", mode="eval").body, [place, node.value], [])
+
+
+def _is_fixed(value: ast.expr) -> bool:
+    return isinstance(value, ast.Constant) or (isinstance(value, ast.Name) and value.id == "self")
+
+
 def _is_text(node: ast.BinOp) -> bool:
     return any(isinstance(side, (ast.JoinedStr, ast.List, ast.Tuple)) for side in (node.left, node.right))
 
@@ -217,4 +256,4 @@ def _short(node: ast.AST) -> str:
 
 
 if __name__ == "__main__":
-    try_all(Path(sys.argv[1]), int(sys.argv[2]))
+    try_all(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
