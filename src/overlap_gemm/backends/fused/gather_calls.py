@@ -76,13 +76,14 @@ def bind(
         if not visitor.of_two_weights or group.size == 1 or not fits or not is_weight_pair(*weights):
             return run_with_epilogue
         of_pair = plan_for(group, x, depth, (tuple(weights),), (visitor,), shards, keep)
+        dtype = result_dtype(visitor.epilogue, x.dtype)
 
         def run_pair_as_planned(
             x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], inputs: Sequence[Tensor]
         ) -> tuple[Tensor, list[Tensor]]:
             if any_misaligned(x, *weights) or not is_weight_pair(*weights) or not of_pair.is_open:
                 return run_with_epilogue(x, weights, biases, inputs)
-            out = x.new_empty(rows, columns[0], dtype=result_dtype(visitor.epilogue, x.dtype))
+            out = x.new_empty(rows, columns[0], dtype=dtype)
             kept = x.new_empty(rows, depth) if keep else None
             read = read_by_kernel(visitor, inputs, rows, columns[0])
             of_pair.launch(x, (tuple(weights),), (out,), (read or None,), kept)
