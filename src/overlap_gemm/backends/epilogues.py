@@ -232,8 +232,8 @@ def why_after(problem: Problem, columns: int) -> str | None:
         return "kernels of all-to-all ops store no results of 8 bits"
     if epilogue.outputs and not (spec.sums and problem.world_size > 1):
         return "kernels support outputs in ops that sum over several ranks only"
-    needs_rows = epilogue.outputs or (epilogue.result is not None and problem.world_size > 1)
-    if needs_rows and spec.out is None and problem.m > ONE_SHOT_ROWS:
+    is_all_reduce = spec.sums and spec.out is None and problem.world_size > 1
+    if is_all_reduce and epilogue.needs_one_shot and problem.m > ONE_SHOT_ROWS:
         what = "outputs" if epilogue.outputs else "8-bit results"
         return f"kernels support {what} of an all-reduce up to M={ONE_SHOT_ROWS}, not M={problem.m}"
     return None

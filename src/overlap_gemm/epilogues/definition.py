@@ -98,6 +98,14 @@ class Epilogue:
         return sums and self.of == "partial"
 
     @property
+    def needs_one_shot(self) -> bool:
+        """Returns whether a kernel can apply it in a one-shot all-reduce only.
+
+        There each rank sums entire rows, as outputs need, and no rank sends results, which may have 8 bits.
+        """
+        return bool(self.outputs) or self.result is not None
+
+    @property
     def with_rows(self) -> Epilogue:
         """Returns the epilogue with inputs of kind "rows" in place of "gathered_rows"; "r" ends its digest.
 

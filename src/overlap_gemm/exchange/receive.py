@@ -214,8 +214,7 @@ def copy_unit(
     places = partial(_chunks, address, first, chunk_bytes, number)
     transport.take(arrival, places, loaded, [source] * number)
     for c in cutlass.range_constexpr(number):
-        row, column = chunks.locate(first + c * LANES)
-        row, column = tile.row + row, tile.column + column
+        row, column = _place(chunks, tile, first + c * LANES)
         if row < window.rows and column < window.columns:
             window.store(row, column, loaded[(None, c)])
 
@@ -260,18 +259,17 @@ def visit_unit(
         inputs = visits.input_registers(chunks.elements, step)
         for c in cutlass.range_constexpr(step):
             transport.load(address + (first + c * LANES) * chunk_bytes, loaded[(None, c)])
-            row, column = _place(chunks, tile, window, first + c * LANES)
-            visits.load_chunk(of_chunk(inputs, c), row, column, extras)
+            row, column = _place(chunks, tile, first + c * LANES)
+            visits.load_chunk(of_chunk(inputs, c), window.row + row, window.column + column, extras)
         places = partial(_chunks, address, first, chunk_bytes, step)
         transport.take(arrival, places, loaded, [source] * step)
         for c in cutlass.range_constexpr(step):
-            row, column = chunks.locate(first + c * LANES)
-            row, column = tile.row + row, tile.column + column
+            row, column = _place(chunks, tile, first + c * LANES)
             if row < window.rows and column < window.columns:
                 values = cute.make_rmem_tensor(chunks.elements, cutlass.Float32)
                 values.store(loaded[(None, c)].load().to(cutlass.Float32))
-                place = window.row + row, window.column + column
-                visits.on_chunk(values, *place, extras, of_chunk(inputs, c))
+                at = window.row + row, window.column + column
+                visits.on_chunk(values, *at, extras, of_chunk(inputs, c))
                 rounded = cute.make_rmem_tensor(chunks.elements, dtype)
                 rounded.store(values.load().to(dtype))
                 window.store(row, column, rounded)
@@ -288,10 +286,10 @@ def of_chunk(inputs: Sequence[Any], chunk: int) -> tuple[Any, ...]:
     return tuple([one[(None, chunk)] for one in inputs])
 
 
-def _place(chunks: StageChunks, tile: CtaTile, window: Window, chunk: Scalar) -> tuple[Any, Any]:
-    """Returns (row, first column) in the output of a chunk of a tile."""
+def _place(chunks: StageChunks, tile: CtaTile, chunk: Scalar) -> tuple[Any, Any]:
+    """Returns (row, first column) in the tile's window of a chunk."""
     row, column = chunks.locate(chunk)
-    return window.row + tile.row + row, window.column + tile.column + column
+    return tile.row + row, tile.column + column
 
 
 def _chunks(address: Address, first: Scalar, chunk_bytes: int, number: int) -> list[Any]:

@@ -91,7 +91,7 @@ class RowCopies:
 
 
 def copies_of(
-    workspace: Workspace, shards: Shards, row_bytes: int, chunk: int, full: int, scale_bytes: int
+    workspace: Workspace, shards: Shards, layout: BufferLayout, chunk: int, scale_bytes: int
 ) -> RowCopies:
     """Returns the copies to all peers: the first chunk of each peer, then the second, and so on.
 
@@ -100,13 +100,13 @@ def copies_of(
     Args:
         workspace: Workspace with the gather buffer, which has a slot for each source rank.
         shards: Division of the rows.
-        row_bytes: Bytes of a row of the local columns, K / P elements.
+        layout: Layout of the gather buffer, whose shards are the sources' slots.
         chunk: Rows that share a flag.
-        full: Bytes from one source's slot to the next.
-        scale_bytes: Bytes of the scales of a full shard of the rows, which follow its rows; 0 without scales.
+        scale_bytes: Bytes of the scales of a full shard of the rows; 0 without scales.
     """
     group, bases = workspace.group, workspace.memory.bases.tolist()
-    slot = workspace.size.zeroed + group.rank * full
+    row_bytes, slot = layout.row, workspace.size.zeroed + group.rank * layout.shard
+    scales_at = workspace.size.zeroed + layout.scales + group.rank * layout.next_scales
     order, places = [(group.rank - i) % group.size for i in range(1, group.size)], []
     for number in range(ceil_div(shards.chunk, chunk)):
         for peer in order:
@@ -116,11 +116,7 @@ def copies_of(
                 target = bases[peer] + slot + number * chunk * row_bytes
                 flag = bases[peer] + CONTROL_BYTES + FLAG_BYTES * (number * group.size + group.rank)
                 places.append((first * row_bytes, target, (last - first) * row_bytes, flag))
-    scales = [
-        (peer * scale_bytes, bases[peer] + slot + shards.chunk * row_bytes, scale_bytes)
-        for peer in order
-        if scale_bytes
-    ]
+    scales = [(peer * scale_bytes, bases[peer] + scales_at, scale_bytes) for peer in order if scale_bytes]
     return RowCopies(tuple(places), workspace.memory.local.data_ptr() + NEXT_EPOCH_OFFSET, tuple(scales))
 
 
@@ -243,7 +239,7 @@ def _make_plan(
     gate = prepared_gate(peers) if len(products) > 1 else None
     side_work: SideStreamWork | None = None
     if not push:
-        side_work = copies_of(workspace, shards, row_bytes, chunk, full, scale_bytes)
+        side_work = copies_of(workspace, shards, of_buffer, chunk, scale_bytes)
     return Plan(
         executor, pattern, products, workspace, exchange,
         gathering=gathering, side_work=side_work, gate=gate,

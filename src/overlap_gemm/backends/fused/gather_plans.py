@@ -27,7 +27,6 @@ from ...exchange.geometry import (
     CONTROL_BYTES,
     FLAG_BYTES,
     NEXT_EPOCH_OFFSET,
-    SCALE_BYTES,
     shard_puts,
 )
 from ...runtime.executor import CudaExecutor
@@ -41,11 +40,8 @@ from ...tuning.settings import settings
 from ...tuning.space import choose_config, constants
 from ...tuning.time_model import Facts
 from ..scales.block_scales import gathered_scales, num_bytes
-from ..scales.scaling import shard_bytes
-from ..scales.tma_operands import (
-    major,
-    padded,
-)
+from ..scales.scaling import shard_bytes, vector_bytes
+from ..scales.tma_operands import major
 from .compiled import compiled_gate, compiled_gather, compiled_relay
 from .launch_plan import Copies, LocalShard, Plan, Product, RelayKernel, SideStreamWork, Weight
 from .plan_cache import (
@@ -97,7 +93,7 @@ class BufferLayout(NamedTuple):
         full, size = rows + after, shards.parts * (rows + after)
         if blocks or puts:
             return BufferLayout(row, full, size, rows, full)
-        return BufferLayout(row, rows, size, shards.parts * rows, padded(shards.chunk, 4) * SCALE_BYTES)
+        return BufferLayout(row, rows, size, shards.parts * rows, vector_bytes(shards.chunk))
 
 
 def plan_for(
@@ -180,7 +176,7 @@ def _make_plan(
     row_bytes, full = of_buffer.row, of_buffer.shard
     nbytes, local_bytes = local_rows * row_bytes, 0
     if scaled and local_rows:
-        local_bytes = num_bytes(blocks, chunk, depth) if blocks else padded(local_rows, 4) * SCALE_BYTES
+        local_bytes = num_bytes(blocks, chunk, depth) if blocks else vector_bytes(local_rows)
     scales_at = of_buffer.scales + group.rank * of_buffer.next_scales
     local_shard = LocalShard(nbytes, local_bytes, scales_at - group.rank * full if scaled else 0)
     scales_sent = ShardScales(0, local_bytes, full, *of_buffer[3:]) if scaled else None

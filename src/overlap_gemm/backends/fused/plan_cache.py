@@ -157,15 +157,12 @@ def _with_pattern(
 
     The model's choice is `tuning.space.with_pattern`. The exceptions:
 
-    - An all-reduce whose epilogue has outputs, or a result of 8 bits, is one-shot: each rank then sums
-      entire rows, and no rank sends results.
+    - An all-reduce is one-shot if its epilogue needs it (`Epilogue.needs_one_shot`).
     - A reduce-scatter whose epilogue reads matrices or an element per row keeps its pattern. An all-reduce
       in its place would need the operands of other ranks' rows.
     """
     operands = [operand for visitor in epilogue for operand in visitor.operands]
-    if shape.spec.op == GEMM_ALL_REDUCE.name and any(
-        visitor.writes or visitor.epilogue.result for visitor in epilogue
-    ):
+    if shape.spec.op == GEMM_ALL_REDUCE.name and any(one.epilogue.needs_one_shot for one in epilogue):
         (pattern,) = (name for name in patterns_of(shape.spec.op) if PATTERNS[name].cut is None)
         return ExchangeShape.even(shape.rows, shape.cols, shape.world, pattern, blocks)
     if shape.spec.op != GEMM_ALL_REDUCE.name and any(o.kind not in ("columns", "scalar") for o in operands):

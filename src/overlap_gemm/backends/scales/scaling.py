@@ -152,6 +152,11 @@ def shard_bytes(rows: int, depth: int, blocks: Blocks | None) -> tuple[int, int]
     return depth, ceil_div(after, SHARD_ALIGN) * SHARD_ALIGN
 
 
+def vector_bytes(rows: int) -> int:
+    """Returns the bytes of the scales of `rows` rows as kernels send them (`scales_of_shard`)."""
+    return padded(rows, SCALE_BYTES) * SCALE_BYTES
+
+
 def scales_of_shard(scale: Tensor, rows: int) -> Tensor:
     """Returns the scales of `rows` rows as kernels send them: address and size are multiples of 16 bytes.
 
