@@ -61,8 +61,8 @@ def test_nodes_of_promoted_sums_are_kept_in_local_memory(mma, tile, cluster, com
 def check_nodes(config, seen):
     """Compares the stack with the nodes' bytes, and looks for local memory in inner loops."""
     assert seen.report.warnings == ()
-    beside = seen.report.stack_bytes - config.parked_bytes
-    assert 0 <= beside <= (BESIDE_NODES if config.arch == "sm_90a" else 16)
+    others = seen.report.stack_bytes - config.parked_bytes
+    assert 0 <= others <= (BESIDE_NODES if config.arch == "sm_90a" else 16)
     if config.arch == "sm_90a":
         loops = sorted(inner_loops(disassemble(seen.cubin)), key=len)[:2]
         assert len(loops) == 2  # of the leaves but the last, and of the last

@@ -2,17 +2,16 @@
 
 import os
 import resource
-import textwrap
 from pathlib import Path
 
 import pytest
 import torch
 
 import overlap_gemm
-from cute_emulator.testing import emulator_command
 from overlap_gemm.backends.fused.launch_plan import Plan
 from overlap_gemm.runtime.memory.workspace import MismatchedCallsError
 from tests.support.emulated.op_runs import world_of
+from tests.support.emulated.rank_scripts import lines_of_ranks
 
 ROWS, WIDTH = 128, 64
 
@@ -110,8 +109,4 @@ SCRIPT = """
 
 
 def test_a_destroyed_world_is_named_and_an_exit_without_finalize_ends_with_0(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(textwrap.dedent(SCRIPT))
-    done = emulator_command("--arch", "sm_90a", "--ranks", 2, script)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert sorted(done.stdout.splitlines()) == ["right on rank 0", "right on rank 1"]
+    assert lines_of_ranks(tmp_path, SCRIPT) == ["right on rank 0", "right on rank 1"]

@@ -1,11 +1,10 @@
 """Tensor-parallel models as scripts of several ranks: gradients through the fused kernels."""
 
-import textwrap
 from pathlib import Path
 
 import pytest
 
-from cute_emulator.testing import emulator_command
+from tests.support.emulated.rank_scripts import lines_of_ranks
 
 MODEL = """
     import sys
@@ -56,12 +55,9 @@ MODEL = """
     ],
 )
 def test_gradients_are_those_of_the_unsharded_model(tmp_path, arch, families, rows):
-    script = tmp_path / "model.py"
-    script.write_text(textwrap.dedent(MODEL))
     support = {"PYTHONPATH": str(Path(__file__).parents[2])}
-    done = emulator_command("--arch", arch, "--ranks", 2, script, families, rows, env=support)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert sorted(line for line in done.stdout.splitlines() if "RIGHT" in line) == ["RIGHT 0", "RIGHT 1"]
+    lines = lines_of_ranks(tmp_path, MODEL, families, rows, arch=arch, env=support)
+    assert [line for line in lines if "RIGHT" in line] == ["RIGHT 0", "RIGHT 1"]
 
 
 BLOCK = """
@@ -104,8 +100,5 @@ BLOCK = """
 
 
 def test_block_with_epilogues_in_kernels_equals_the_unsharded_one(tmp_path):
-    script = tmp_path / "block.py"
-    script.write_text(textwrap.dedent(BLOCK))
-    done = emulator_command("--arch", "sm_90a", "--ranks", 2, script)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert sorted(line for line in done.stdout.splitlines() if "RIGHT" in line) == ["RIGHT 0", "RIGHT 1"]
+    lines = lines_of_ranks(tmp_path, BLOCK)
+    assert [line for line in lines if "RIGHT" in line] == ["RIGHT 0", "RIGHT 1"]
