@@ -100,17 +100,17 @@ def warmed_up_in_8_bits(rank, size, op, block):
     e4m3 = torch.float8_e4m3fn
     m, n, k = 8, 32, 25 if block is None else 576
     if op not in SCALED:
-        with pytest.raises(
-            TypeError, match="sends x in parts of K, which is not supported for operands with scales"
-        ):
+        k = 4 * 128  # x is sent in parts of K, of whole blocks
+    if op not in SCALED and block != 128:
+        with pytest.raises(TypeError, match="x is sent in parts of K, each with its rank's scales"):
             overlap_gemm.warmup(op, (m, n, k), dtype=e4m3, block=block)
         return
     overlap_gemm.warmup(op, (m, n, k), dtype=e4m3, bias=True, block=block)
     never = mock.Mock(side_effect=AssertionError("found out after the warm-up"))
     x, weight = OPS[op].shapes(m, n, k, Shards.owned_by(size, rank))
     given = {"bias": torch.ones(weight[0], dtype=torch.bfloat16), **OPS[op].arguments(m, n, k)}
-    along = -(-x[1] // {None: x[1], "mx": 32}.get(block, block))
-    scales = torch.ones(x[0], along), torch.ones(1 if block == 128 else weight[0], along)
+    along = [1 if block is None else -(-depth // {"mx": 32}.get(block, block)) for _, depth in (x, weight)]
+    scales = torch.ones(x[0], along[0]), torch.ones(1 if block == 128 else weight[0], along[1])
     if block == "mx":
         scales = tuple(map(overlap_gemm.swizzle_scales, scales))
     given |= {"scale_x": scales[0], "scale_w": scales[1], "block": block}
@@ -120,7 +120,7 @@ def warmed_up_in_8_bits(rank, size, op, block):
     ):
         getattr(overlap_gemm, op)(torch.ones(x).to(e4m3), torch.ones(weight).to(e4m3), **given)
     with pytest.raises(TypeError, match="have no gradients"):
-        overlap_gemm.warmup(op, (m, n, k), dtype=e4m3, backward=True)
+        overlap_gemm.warmup(op, (m, n, k), dtype=e4m3, block=block, backward=True)
 
 
 @pytest.mark.parametrize("block", [None, 128, "mx"])

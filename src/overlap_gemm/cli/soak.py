@@ -150,8 +150,8 @@ def _workload(draw: random.Random, ranks: int, device_type: str) -> Workload:
     kinds: list[tuple[torch.dtype, Any]] = [(torch.bfloat16, None), (torch.float16, None)]
     if device_type == "cpu":
         kinds = [(torch.float32, None), (torch.bfloat16, None)]
-    if not OPS[op].reshards_k:  # which takes no operands with scales
-        kinds += [(dtype, scales) for dtype in FLOAT8 for scales in ("rows", "blocks")]
+    served = ("blocks",) if OPS[op].reshards_k else ("rows", "blocks")
+    kinds += [(dtype, scales) for dtype in FLOAT8 for scales in served]
     dtype, scales = draw.choice(kinds)
     n, k = draw.choice(widths), draw.choice(widths)
     if scales:

@@ -103,16 +103,17 @@ def unit_scales(
     """Returns new scales of value 1 in the public layout; scales of rows are columns, `[M, 1]` and `[N, 1]`.
 
     Args:
-        x: `[M, K]` of x.
-        weight: `[N, K]` of the weight.
+        x: Shape of x; its K may be a part of the weight's.
+        weight: Shape of the weight.
         blocks: Blocks that share a scale; None: rows.
         device: Device of the scales.
     """
     if blocks == MX:
         of_x, of_weight = (torch.ones(mx.num_scales(*shape), device=device) for shape in (x, weight))
         return of_x.to(mx.SCALE), of_weight.to(mx.SCALE)
-    height, along = (blocks[1], blocks_along(x[1], blocks)) if blocks else (1, 1)
-    shapes = (x[0], along), (ceil_div(weight[0], height), along)
+    height = blocks[1] if blocks else 1
+    along = [blocks_along(depth, blocks) if blocks else 1 for _, depth in (x, weight)]
+    shapes = (x[0], along[0]), (ceil_div(weight[0], height), along[1])
     of_x, of_weight = (torch.ones(shape, device=device) for shape in shapes)
     return of_x, of_weight
 
