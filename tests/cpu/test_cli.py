@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 import overlap_gemm
 from overlap_gemm import cli
 from overlap_gemm.cli import app
+from overlap_gemm.spec import OPS
 
 
 @pytest.fixture(autouse=True)
@@ -98,6 +99,13 @@ def test_explain_as_if_of_more_ranks():
     assert code == 0, said
     assert said.startswith("gemm_reduce_scatter runs as 'torch'") and "P=8" in said
     assert "backward: all_gather_gemm runs as 'torch'" in said
+
+
+@pytest.mark.parametrize("op", [name for name in OPS if OPS[name].weight is None])
+def test_explain_as_if_of_more_ranks_divides_rows_and_scales_among_them(op):
+    for options in ((), ("--dtype", "float8_e4m3fn", "--block", 128)):
+        code, text = explained(op, 512, 512, 512, "--ranks", 2, *options)
+        assert code == 0 and "P=2" in text and "without any" not in text, text
 
 
 @pytest.mark.parametrize(

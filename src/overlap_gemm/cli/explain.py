@@ -17,7 +17,7 @@ from ..epilogues import Epilogue
 from ..runtime.bootstrap import World
 from ..runtime.group import find
 from ..spec import OPS
-from ..spec.sharding import Shards
+from ..spec.sharding import Shards, shard_rows
 from ..testing.workload import Workload
 from .command_options import (
     BlockOption,
@@ -82,7 +82,8 @@ def _as_if(choice: Choice, ranks: int, world: World, epilogue: Epilogue | None) 
     if world.device.type == "cuda":
         local = this_device(world.device)
         access = PeerAccess(local.arch, local.num_sms, local.why_not, local.uncalibrated)
-    problem = replace(choice.problem, world_size=ranks, peer_access=access)
+    call = choice.problem.call._replace(chunk=shard_rows(choice.problem.shards.total, ranks))
+    problem = replace(choice.problem, call=call, world_size=ranks, peer_access=access)
     if epilogue is not None:
         problem = problem.with_epilogue(epilogue, usual_dtypes(epilogue, problem.dtype))
     return explained(problem, choice.requested, problem.local_columns)
