@@ -1,6 +1,7 @@
-"""Tensor-parallel layers with Megatron's names. Each equals the unsharded `nn.Linear` of which it is a shard.
+"""Tensor-parallel layers with Megatron's names. Each equals the unsharded module of which it is a shard.
 
-Parameters are plain tensors, this rank's shards. Code that is not aware of that treats them as full tensors:
+Parameters are plain tensors: of linears this rank's shards, of norms (and of `UlyssesAttention` without
+`tp_group`) full ones. Code that is not aware of shards treats them as full tensors:
 
 - torch's distributed checkpoints would store them as copies of one tensor: use `full_state_dict`.
 - torch's `clip_grad_norm_` would use one rank's norm: use `clip_grad_norm_` of this module.

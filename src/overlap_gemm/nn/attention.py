@@ -50,8 +50,9 @@ class UlyssesAttention(nn.Module):
         bias: Add biases to queries, keys and values.
         out_bias: Add a bias to the output.
         attention: Function of `q [B, heads of this rank, S, head_dim]`, k and v, which returns a tensor of
-            q's shape; it may rotate or normalize q and k first. Default: torch's
-            `scaled_dot_product_attention`. It is not called on a rank without heads.
+            q's shape. k and v have this rank's key and value heads, which are not repeated. The function may
+            rotate or normalize q and k first. Default: torch's `scaled_dot_product_attention` with
+            `enable_gqa=True`. It is not called on a rank without heads.
         init_method: Function that fills a full weight, as in `ColumnParallelLinear`.
         sequence_dim: 0 for `[s, b, h]`, 1 for `[b, s, h]`.
         group: Ranks over which the sequence is sharded: ProcessGroup, 1-D DeviceMesh, or None for the world.
@@ -217,7 +218,7 @@ def attend(
     attention: Callable[..., Tensor] | None,
     **options: Any,
 ) -> Tensor:
-    """Returns the heads' attention, in the shape of the projected queries.
+    """Returns the heads' attention, in the shape of the projected queries; empty on a rank without heads.
 
     Args:
         projected: Queries, keys and values `[S, B, heads * head_dim]`, or `[B, S, ...]`.

@@ -20,11 +20,17 @@ if TYPE_CHECKING:  # typing's own is newer than Python 3.10
 class ParallelAttention(nn.Module):
     """Attention whose heads are divided over the ranks, plus an optional residual.
 
-    With `sequence_parallel`, q, k and v share one gather of x, as gate and up do in `ParallelMLP`.
-
     Input and output: `[S, B, hidden_size]`, or with `sequence_dim=1` `[B, S, hidden_size]`, replicated; with
-    `sequence_parallel` this rank's rows of it. The children have Llama's names: q_proj, k_proj, v_proj,
-    o_proj.
+    `sequence_parallel` this rank's rows of it. The children have Llama's names. With P ranks:
+
+    | child | weight of a rank | op with `sequence_parallel` | without |
+    |---|---|---|---|
+    | q_proj | `[num_heads / P * head_dim, hidden_size]` | one `all_gather_gemm` of the three | none |
+    | k_proj, v_proj | `[num_kv_heads / P * head_dim, hidden_size]` | | none |
+    | o_proj | `[hidden_size, num_heads / P * head_dim]` | `gemm_reduce_scatter` | `gemm_all_reduce` |
+
+    If q_proj, k_proj or v_proj has hooks or is wrapped, each of them is called and gathers x itself. Without
+    `sequence_parallel`, the backward pass of each of them sums a gradient of x by `gemm_all_reduce`.
 
     Args:
         hidden_size: Width of input and output.
@@ -32,15 +38,16 @@ class ParallelAttention(nn.Module):
         num_kv_heads: Heads of keys and values, which divides `num_heads`. Default: `num_heads`.
         head_dim: Columns of a head. Default: `hidden_size // num_heads`.
         qkv_bias: Add biases to queries, keys and values; `bias` is that of the output alone.
-        attention: Function of q, k and v, as in `UlyssesAttention`. Default: torch's
-            `scaled_dot_product_attention`.
-        rows: Total number of rows, as in `ColumnParallelLinear`.
+        attention: Function of q, k and v of this rank's heads and all of S, as in `UlyssesAttention`.
+            Default: torch's `scaled_dot_product_attention`, without a mask.
+        rows: S, if the ranks do not divide it, as in `ColumnParallelLinear`.
         fuse: Apply the residual as an epilogue, as in `RowParallelLinear`.
-        **options: Other options of `ColumnParallelLinear` and `RowParallelLinear`; `bias` is False by
-            default.
+        **options: Options that `ColumnParallelLinear` and `RowParallelLinear` have in common, except
+            `skip_bias_add`. `bias` is False by default.
 
     Raises:
-        ValueError: `num_kv_heads` does not divide `num_heads`, or the ranks do not divide `num_kv_heads`.
+        ValueError: `num_kv_heads` does not divide `num_heads`, or the ranks do not divide `num_kv_heads`. Or
+            an option has no such value (`sequence_dim`, `backend`, `invariant`, ...).
     """
 
     def __init__(
@@ -60,8 +67,8 @@ class ParallelAttention(nn.Module):
         kv_heads, world = num_kv_heads or num_heads, group_size(group_name(options.get("tp_group")))
         if num_heads % kv_heads or kv_heads % world:
             raise ValueError(
-                f"num_heads={num_heads} must be a multiple of num_kv_heads={kv_heads}, and that of the "
-                f"{world} ranks of tp_group"
+                f"ParallelAttention: num_heads={num_heads} must be a multiple of num_kv_heads={kv_heads}, "
+                f"and num_kv_heads of the {world} ranks of tp_group; use fewer ranks, or other heads"
             )
         self.num_heads, self.num_kv_heads = num_heads, kv_heads
         self.head_dim, self.attention = head_dim or hidden_size // num_heads, attention
@@ -75,7 +82,13 @@ class ParallelAttention(nn.Module):
         self.o_proj = RowParallelLinear(width, hidden_size, fuse=fuse, **common)
 
     def forward(self, x: Tensor, residual: Tensor | None = None, **options: Any) -> Tensor:
-        """Attends, and adds a residual of the output's shape; options are passed to the function."""
+        """Computes attention, and adds a residual of the output's shape.
+
+        Args:
+            x: Input, see the class.
+            residual: Tensor of the output's shape that is added to the output, or None.
+            **options: Options of the attention function, such as `is_causal=True`.
+        """
         layers = self.q_proj, self.k_proj, self.v_proj
         projected = column_products(layers, x, shared_gather(layers, x))
         out = attend(projected, self.head_dim, self.sequence_dim, self.attention, **options)
@@ -89,10 +102,13 @@ class ParallelAttention(nn.Module):
 class ParallelBlock(nn.Module):
     """A decoder block: `x + attention(norm(x))`, then the same with a gated MLP.
 
-    Input and output are those of `ParallelAttention`. The children have Llama's names (input_layernorm,
-    self_attn, post_attention_layernorm, mlp): `load_state_dict` accepts the state of a `LlamaDecoderLayer`.
-    Its rotary positions belong in `attention`. Built from the same seed on every rank it is the shard of one
-    block.
+    Input and output are those of `ParallelAttention`, the ops those of `ParallelAttention` and `ParallelMLP`.
+    The children have Llama's names: input_layernorm, self_attn, post_attention_layernorm, mlp. So
+    `load_state_dict` accepts the state of a `LlamaDecoderLayer` with biases in the same places: full tensors,
+    of which each rank keeps its shards, or shards. Rotary positions belong in `attention`.
+
+    Built from the same seed on every rank it is the shard of one block. The norms are replicated, and their
+    gradients are complete on every rank.
 
     Args:
         hidden_size: Width of input and output.
@@ -100,16 +116,17 @@ class ParallelBlock(nn.Module):
         ffn_hidden_size: Width between the products of the MLP, divided over the ranks.
         num_kv_heads: Heads of keys and values, as in `ParallelAttention`.
         head_dim: Columns of a head, as in `ParallelAttention`.
-        qkv_bias: Add biases to queries, keys and values; `bias` is that of the other linears.
+        qkv_bias: Add biases to queries, keys and values; `bias` is that of the other linears (o_proj and
+            the MLP).
         attention: Function of q, k and v, as in `ParallelAttention`.
-        eps: Epsilon of both norms, `RMSNorm`.
+        eps: Epsilon of both norms, which are `RMSNorm`.
         activation: "silu" (SwiGLU), "gelu" or "gelu_tanh" (GeGLU).
-        rows: Total number of rows, as in `ColumnParallelLinear`.
+        rows: S, as in `ParallelAttention`.
         fuse: Apply residuals and activation as epilogues, as in `ParallelMLP`.
         **options: Other options of `ParallelMLP`.
 
     Raises:
-        ValueError: The conditions of `ParallelAttention`.
+        ValueError: The conditions of `ParallelAttention` and `ParallelMLP`.
     """
 
     def __init__(

@@ -242,6 +242,9 @@ class ParallelMLP(nn.Module):
             only with `sequence_parallel`.
         device: Device of the parameters.
         dtype: dtype of the parameters.
+
+    Raises:
+        ValueError: `activation` or another option has no such value.
     """
 
     def __init__(
@@ -357,12 +360,12 @@ def shared_gather(layers: Sequence[ColumnParallelLinear], x: Tensor) -> SharedGa
 def column_products(
     layers: Sequence[ColumnParallelLinear], x: Tensor, gather: SharedGather | None
 ) -> Sequence[Tensor]:
-    """Returns each layer's product with x.
+    """Returns each layer's product with x, `[..., output_size of this rank]` of all rows.
 
     Args:
-        layers: Layers that `shared_gather` supports.
+        layers: Layers with the same options, which gather no output.
         x: Input of the layers.
-        gather: Result of `shared_gather`; None: each layer is called.
+        gather: Result of `shared_gather` for these layers and x; None: each layer is called.
     """
     if gather is None:
         return [layer(x) for layer in layers]
