@@ -76,14 +76,19 @@ class Applying(NamedTuple):
 
 
 def result_dtype(epilogue: Epilogue | None, out_dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype of a result with an epilogue, or None, of an op whose results have `out_dtype`."""
+    """Returns the dtype of a call's result.
+
+    Args:
+        epilogue: Epilogue of the call, or None.
+        out_dtype: Dtype of the op's results without an epilogue.
+    """
     if epilogue is None or epilogue.result is None:
         return out_dtype
     return RESULT_DTYPES[epilogue.result]
 
 
 def _rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns values in a dtype; those beyond an 8-bit one become its largest, as kernels convert them."""
+    """Returns values in a dtype; those beyond +-the largest of an 8-bit one become that, as in kernels."""
     if dtype.itemsize == 1:  # torch 2.13 saturates on CPUs by itself; nothing promises it elsewhere
         most = torch.finfo(dtype).max
         values = values.clamp(-most, most)

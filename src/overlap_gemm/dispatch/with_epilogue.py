@@ -213,7 +213,7 @@ def call_with_epilogue(
 
     Raises:
         TypeError: `applied` is no epilogue with inputs, an input's dtype or device is not supported, or
-            operands have scales.
+            operands have scales. Or a gradient is needed, and the result has 8 bits or the sums are partial.
         ValueError: Shapes of weights or inputs do not fit, or the call has `invariant=`.
     """
     if not isinstance(applied, Applied):
@@ -250,7 +250,10 @@ def call_with_epilogue(
                 "torch.no_grad()"
             )
         if epilogue.is_partial(op.spec.sums):
-            raise TypeError(f"{op.name}: epilogue {epilogue.name} of partial sums has no gradient")
+            raise TypeError(
+                f"{op.name}: epilogue {epilogue.name} of partial sums has no gradient; call the op under "
+                "torch.no_grad(), or declare of='complete'"
+            )
         return _function_after(*after)
     if is_seen_by_autograd_alone:
         ranks = find(group)

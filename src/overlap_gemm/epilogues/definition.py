@@ -32,10 +32,12 @@ values of all ranks are gathered before the kernel.
 """
 
 OutputKind = Literal["element", "row_sum", "row_max"]
-"""Shape of an output: one value for each element, or for each row the sum or maximum of its values."""
+"""Shape of an output: one value for each element, in the op's type even if the result has another; or for
+each row the sum or maximum of its values, in fp32 (of float64 operands in float64)."""
 
 ResultType = Literal["e4m3"]
-"""8-bit type of a result: float8_e4m3fn; larger values become the largest of the type, 448."""
+"""8-bit type of a result: float8_e4m3fn. Values are rounded to nearest; those beyond +-448, infinities
+included, become +-448, and a NaN stays NaN."""
 
 PAIR = 32
 """Width of a pair's column block: PAIR columns of first values (gate), then PAIR of second values (up)."""
@@ -58,7 +60,7 @@ class Epilogue:
             but not the functions and constants that `gradient` uses. Computed once, by the decorator.
         function: Function of values.
         gradient: Gradient function as in `epilogue`, or None.
-        result: Type of the result; None: that of the op.
+        result: Type of the result (`ResultType`); None: that of the op.
         key: "name:digest", by which graphs, records and other ranks name it (see `epilogue_of`).
         has_gathered_rows: Whether an input is of kind "gathered_rows".
         reads_outputs: Whether `gradient` reads the result and the outputs: its second parameter has no
@@ -251,8 +253,8 @@ def epilogue(
             with a leading underscore (`_inputs`) gets an empty tuple, and its tensors are not saved. None: in
             calls that need a gradient, no kernel applies the epilogue. The plain op runs, then the function
             on tensors; autograd differentiates both and saves the sum.
-        result: "e4m3": the result is rounded to 8 bits (float8_e4m3fn); values beyond +-448 become +-448. The
-            function divides by the scale, which is an input. Such a call has no gradient. None: the result
+        result: "e4m3": the result is rounded to 8 bits (`ResultType`), outputs are not. The function divides
+            by the scale, which is an input. A call that needs a gradient raises TypeError. None: the result
             has the op's type.
 
     Returns:
@@ -263,7 +265,7 @@ def epilogue(
             uses anything else than the operations above, or returns another number of values than declared.
             Or its source is not available, or it or a function that it uses is a lambda.
         ValueError: A kind or type does not exist; or `of="partial"` is combined with outputs, pairs, a
-            gradient or a type, or `gradient` with a type.
+            gradient or `result`, or `gradient` with `result`.
     """
     if function is None:
         return lambda function: epilogue(

@@ -115,13 +115,17 @@ def geglu_tanh(gate: Any, up: Any) -> Any:
 
 @epilogue(inputs={"scale": "scalar"}, result="e4m3")
 def to_e4m3(x: Any, scale: Any) -> Any:
-    """Returns x / scale in 8 bits; `scale` is the result's scale in a product that follows."""
+    """Returns x / scale in 8 bits.
+
+    `scale` is a number or a tensor of one element. A product that follows takes it as `scale_x`, a float32
+    tensor of one element.
+    """
     return x / scale
 
 
 @epilogue(inputs={"scale": "scalar"}, pairs=True, result="e4m3")
 def swiglu_e4m3(gate: Any, up: Any, scale: Any) -> Any:
-    """Returns silu(gate) * up / scale in 8 bits."""
+    """Returns silu(gate) * up / scale in 8 bits; `scale` as in `to_e4m3`."""
     return silu(gate) * up / scale
 
 
