@@ -68,8 +68,8 @@ def joins_shards(config: GemmConfig, rows: int, shard: int) -> bool:
     """Returns whether an all-gather GEMM's tiles have rows of several shards (`gather.few_rows`).
 
     They do if there are at most half as many tiles then: the weight is read less often, but no tile begins
-    before all shards have arrived. Scales of rows must be one vector, without padding. Scales of blocks lie
-    between the shards in the gather buffer, so such rows are not joined.
+    before all shards have arrived. Scales of rows must be one vector, without padding: `shard` is a multiple
+    of `SCALES_SENT`. Rows with scales of blocks are not joined: these lie between the shards in the buffer.
 
     Args:
         config: Configuration of the kernel.

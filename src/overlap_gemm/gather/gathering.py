@@ -41,8 +41,8 @@ class ShardScales(NamedTuple):
 
     Attributes:
         address: ``Int64``: address of this rank's scales: a vector if rows have scales; a matrix, with the
-            extents of a full shard, if blocks have scales.
-        nbytes: ``Int64``: bytes of the scales, a multiple of 16; 0 if this rank has no rows.
+            extents of a full shard, if blocks have scales. In `input_exchange` such a matrix for each rank.
+        nbytes: ``Int64``: bytes of the scales that a peer gets, a multiple of 16; 0 if this rank has no rows.
         shard_bytes: ``Int64``: bytes from the rows of a full shard to those of the next.
         first: ``Int64``: bytes from the start of the gather buffer to the scales of shard 0.
         pitch: ``Int64``: bytes from the scales of a shard to those of the next.
@@ -119,7 +119,10 @@ class GatherCall(NamedTuple):
         return self.call.base + self.call.exchange.slots_offset
 
     def shard(self, source: Scalar) -> tuple[Any, Any]:
-        """Returns (offset in a gather buffer, bytes) of a shard; bytes are 0 or less after the last owner."""
+        """Returns (offset in a gather buffer, bytes) of a shard; bytes are 0 or less after the last owner.
+
+        With scales the bytes are those to the next shard, `full_bytes`, also of a shorter one.
+        """
         (offset, nbytes), after = self.rows(source), self.arguments.after
         if after is None:
             return offset, nbytes

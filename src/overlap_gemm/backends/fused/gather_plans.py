@@ -56,12 +56,24 @@ from .transport_hosts import obtain_transport, requested_transport
 
 
 class BufferLayout(NamedTuple):
-    """Places in a gather buffer, in bytes.
+    """Places in a gather buffer, in bytes; equal on all ranks, and part of a call's signature.
+
+    Of P ranks, every one has a place in each buffer, of `c` rows of a full shard, also this rank and those
+    without rows. `s` are the bytes of the scales of `c` rows, `s'` these rounded up to `SHARD_ALIGN`:
+
+    | scales | shard | scales | next_scales | size |
+    |---|---|---|---|---|
+    | none | c row | 0 | 0 | P c row |
+    | of rows, not put | c row | P c row | s | P (c row + s') |
+    | of blocks; of rows, put by a relay | c row + s' | c row | c row + s' | P (c row + s') |
+
+    Users: the fused all-gather GEMM, `by_shards` (rows without scales), and the fused all-to-all GEMM
+    (`exchange_plans`): its buffer has a slot for each source rank, whose rows have K / P columns.
 
     Attributes:
-        row: From a row to the next.
+        row: From a row to the next: K in memory; in fused kernels a multiple of 16.
         shard: From the rows of a full shard to those of the next.
-        size: Of the buffer.
+        size: Size of the buffer.
         scales: From the start of the buffer to the scales of shard 0; 0 without scales.
         next_scales: From the scales of a shard to those of the next; 0 without scales.
     """
@@ -74,7 +86,13 @@ class BufferLayout(NamedTuple):
 
     @staticmethod
     def of(shards: Shards, depth: int, itemsize: int) -> BufferLayout:
-        """Returns the layout of rows of ``depth`` elements without scales."""
+        """Returns the layout of rows without scales.
+
+        Args:
+            shards: Division of the rows.
+            depth: Elements of a row in memory, padding included.
+            itemsize: Bytes of an element.
+        """
         row = depth * itemsize
         return BufferLayout(row, shards.chunk * row, shards.parts * shards.chunk * row)
 
@@ -84,7 +102,7 @@ class BufferLayout(NamedTuple):
 
         Args:
             shards: Division of the rows.
-            depth: K in memory, padding included.
+            depth: Elements, and bytes, of a row in memory, padding included: a multiple of 16.
             blocks: Blocks that share a scale; None: rows.
             puts: Whether a relay puts a shard's rows and scales together.
         """

@@ -140,9 +140,9 @@ def dequantised(
 
 
 def shard_bytes(rows: int, depth: int, blocks: Blocks | None) -> tuple[int, int]:
-    """Returns (bytes of a row, bytes after the rows for scales) of a full shard in a gather buffer.
+    """Returns (bytes of a row, bytes for the scales) of a full shard in a gather buffer.
 
-    The second is a multiple of `SHARD_ALIGN`.
+    The second is a multiple of `SHARD_ALIGN`. Its place: `gather_plans.BufferLayout`.
 
     Args:
         rows: Rows of a full shard.
