@@ -108,19 +108,27 @@ def all_to_all_gemm(
 
     It is the projection after attention, and its exchange is the inverse of that of `gemm_all_to_all`.
 
+    8-bit operands need scales of blocks, because each rank's part of K has its own: `block=128` or `32`.
+    `scale_x` is `[S, ..., ceil(K_local / block)]`, of this rank's columns, and is sent with them; `scale_w`
+    `[ceil(N / block), ceil(K / block)]`, the same on every rank. ceil(K / P) is a multiple of `block`; the
+    fused kernel needs K / P to be a multiple of 128. No gradient.
+
     Args:
         x: This rank's columns of all rows, `[S, ..., K_local]`; K_local is its share of K as `torch.chunk`
-            cuts it. 8-bit operands need scales of blocks (`block=128` or `32`, of which K / P is a multiple),
-            otherwise TypeError: each rank's part of K has its own.
+            cuts it.
         weight: `[N, K]` or a list, as for `gemm_all_to_all`.
-        heads: Heads, of K / heads columns of x each, that are not cut; P or more, otherwise ValueError.
+        heads: Heads, of K / heads columns of x each, that are not cut; P or more. With scales a multiple of
+            P.
         **options: Options of `gemm_all_to_all` except `rows`, which x has.
 
     Returns:
         `[S_local, ..., N]`, or a list of such tensors; S_local is this rank's share of S.
 
     Raises:
-        ValueError, TypeError, RuntimeError: As `all_gather_gemm`.
+        TypeError: Operands have scales that are not of blocks, or scales and `heads` that P does not divide.
+        ValueError: `heads` is less than P, or x has not this rank's share of the columns. Or P > 1, and
+            `block` does not divide ceil(K / P); torch.compile does not check it.
+        ValueError, TypeError, RuntimeError: The conditions of `all_gather_gemm`.
     """
     if heads is None:
         return _all_to_all_gemm(x, weight, **options)

@@ -49,7 +49,10 @@ from .transport_hosts import obtain_transport, requested_transport
 
 
 def why_not(problem: Problem) -> str | None:
-    """Returns the reason K or the promises allow no all-to-all of x in a kernel; None if they do."""
+    """Returns the reason K or the promises allow no all-to-all of x in a kernel; None if they do.
+
+    K / P must be a multiple of 8, with scales of 128 (a k tile). With P > 1 no `invariant=` is supported.
+    """
     world, promises = problem.world_size, problem.promises
     unit, why = ROW_ELEMENTS, "TMA rows are whole 16 bytes"
     if problem.is_scaled and world > 1:
@@ -59,7 +62,7 @@ def why_not(problem: Problem) -> str | None:
     if promises.leaves and world > 1:
         return (
             f"kernels sum K from a rank's own columns on, so bits depend on the rank that has a row, and "
-            f"it on M (invariant={promises.invariant!r})"
+            f"that rank depends on M (invariant={promises.invariant!r})"
         )
     return None
 
@@ -123,7 +126,17 @@ def copies_of(
 def signature_of(
     dtype: torch.dtype, row_bytes: int, shards: Shards, chunk: int, blocks: Blocks | None = None
 ) -> int:
-    """Returns the signature of a call, which kernels compare with the peers': layout of the gather buffer."""
+    """Returns the signature of a call, which kernels compare with the peers': layout of the gather buffer.
+
+    N and the sender (warps or copy engines) are not included.
+
+    Args:
+        dtype: Dtype of x.
+        row_bytes: Bytes of a row of K / P columns.
+        shards: Division of the rows.
+        chunk: Rows that share a flag.
+        blocks: Blocks that share a scale; None: there are no scales.
+    """
     facts: dict[str, Any] = {"rows": shards.total, "shard": shards.chunk, "world": shards.parts}
     facts |= {"blocks": blocks} if blocks else {}
     return call_signature(ALL_TO_ALL_GEMM.name, **facts, row_bytes=row_bytes, chunk_rows=chunk, dtype=dtype)
@@ -146,7 +159,7 @@ def plan_for(
     Args:
         group: Ranks that take part, more than one; each of them has rows.
         x: Local columns `[M, K / P]`, contiguous.
-        weights: Weights, for their rows and layouts.
+        weights: Weights, for their rows, layouts and dtypes.
         epilogue: Epilogue that the kernel applies to the sums.
         shards: Division of the rows.
         keep: Whether the kernel stores the exchanged x for the caller.

@@ -168,13 +168,15 @@ def scales_of_shard(scale: Tensor, blocks: Blocks, rows: int, depth: int) -> Ten
 
 
 def scales_by_shard(scale: Tensor, blocks: Blocks, shards: Shards, depth: int) -> Tensor:
-    """Returns the scales of each shard of the rows as they are sent, `[shards * lines, elements]`.
+    """Returns a copy of the scales of each shard of the rows as they are sent, `[shards * lines, elements]`.
+
+    Each shard has the extents of a full one, with zeros for rows that it lacks.
 
     Args:
         scale: Scales `[rows, blocks of K]` of `PROMOTED` in the public layout.
         blocks: Blocks that share a scale.
         shards: Division of the rows.
-        depth: K of the operand.
+        depth: K of the operand; in the all-to-all GEMM K / P.
     """
     extents = layout_of(blocks).extents(shards.chunk, depth)
     rows = F.pad(scale, (0, 0, 0, shards.parts * shards.chunk - len(scale)))

@@ -212,6 +212,8 @@ class Scaled(NamedTuple):
     def exchanged(self, exchange: Callable[[Tensor, int], Tensor], depth: int) -> Scaled:
         """Returns this rank's rows and their scales of blocks, of every rank's columns. Collective.
 
+        Values are sent as bytes. Blocks divide ceil(K / P), so that the scales are divided as the columns.
+
         Args:
             exchange: Collective function of a matrix and its number of columns over all ranks, as
                 `collectives.columns_to_rows`.
