@@ -4,11 +4,16 @@
     python tools/versions.py try                    # every stack of the record, the oldest and the newest
     python tools/versions.py try sglang oldest "torch==2.15.0 transformers==5.24.0"
 
-`record` asks the index what each stack pins. `try` installs those versions and runs tests of models. Both
-write into docs/integrations/versions.json; `try` writes the table of runs on the page versions.md, too. A run
-replaces an earlier one of the same name. An environment takes minutes and about 6 GB, the tests about 15
-minutes of two cores. Environments stay in a folder of the temporary one, and are used again. A stack itself
-is not installed, only its versions of packages that this library uses.
+`record` asks pip's index what the newest release of each stack pins. `try` installs those versions and runs
+tests of models. Both write into docs/integrations/versions.json; `try` writes the table of runs on the page
+versions.md, too, after each run. A run replaces an earlier one of the same name. Tests that fail are counted
+and listed in the record, and leave the exit status 0; a failure of pip or git ends the command. Runs with
+other names ("newest, a part") were written by hand.
+
+Start it with Python 3.11 or newer, which is also the Python of the environments. An environment takes minutes
+and about 6 GB, the tests (`SELECTED`, and tests/multi/test_model*.py) about 15 minutes of two cores.
+Environments stay in `overlap_gemm-versions` of the temporary folder, and are used again: delete one for newer
+releases. A stack itself is not installed, only its versions of packages that this library uses (`PACKAGES`).
 """
 
 from __future__ import annotations
@@ -42,7 +47,7 @@ SELECTED = (
     "test_hugging_face.py", "test_kept_lora.py", "test_float8.py", "test_compile.py",
     "test_drawn_compositions.py",
 )  # fmt: skip
-"""Files of tests/multi that run in an environment, and those of models."""
+"""Files of tests/multi that run in an environment, in addition to test_model*.py."""
 
 
 def requirements_of(stack: str) -> dict[str, Any]:
@@ -69,7 +74,13 @@ def our_requirements() -> list[Requirement]:
 
 
 def wanted(name: str, stacks: dict[str, Any]) -> list[str]:
-    """Returns the requirements of an environment: of a stack, our oldest, none, or those named."""
+    """Returns the requirements of an environment, in addition to this library's.
+
+    Args:
+        name: Stack of the record: its requirements. "oldest": the lowest versions that this library allows.
+            "newest": none. Any other name is a list of requirements, separated by spaces.
+        stacks: Stacks of the record.
+    """
     if name == "newest":
         return []
     if name == "oldest":
@@ -101,7 +112,18 @@ def write(record: dict[str, Any]) -> None:
 
 
 def run_in(folder: Path, requirements: list[str]) -> dict[str, Any]:
-    """Makes an environment of the versions, runs tests of models in it, and returns versions and counts."""
+    """Makes an environment of the versions, runs tests of models in it, and returns the run's record.
+
+    Args:
+        folder: Folder of the environment; an existing one is used again.
+        requirements: Requirements of `wanted`.
+
+    Returns:
+        Date, commit, Python, version of each package, number of tests by result, names of failed ones.
+
+    Raises:
+        CalledProcessError: pip, venv or git failed. Failed tests raise nothing.
+    """
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
     python = folder / "bin/python"
     pip = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
