@@ -398,13 +398,21 @@ def test_the_compiled_operations_follow_torchs_baselines(compiled, monkeypatch):
     assert "torch" in result.timings[EAGER].seconds
 
 
+def test_an_epilogue_is_timed_of_operands_with_scales(compiled):
+    result = bench(
+        "--op", "gemm_all_reduce", "--m", 6, "--n", 64, "--k", 32, "--dtype", "float8_e4m3fn",
+        "--epilogue", "add_bias", "--backends", "auto",
+    )  # fmt: skip
+    assert result.exit_code == 0 and "auto, compiled" in result.output
+
+
 def test_epilogues_without_equal_operations_after_the_op_are_refused():
     sizes = ["--m", 6, "--n", 64, "--k", 8]
     for arguments, rule in (
         (["--op", "gemm_all_reduce", "--epilogue", "scale_rows_and_columns"], "takes partial sums"),
         (["--op", "gemm_all_reduce", "--epilogue", "scale_gathered_rows"], "gathers none"),
         (["--epilogue", "norm"], "'norm' is not among add_bias, add_residual"),
-        (["--dtype", "float8_e4m3fn", "--epilogue", "add_bias"], "operands with scales support none"),
+        (["--dtype", "float8_e4m3fn", "--epilogue", "swiglu"], "timed of operands without scales"),
     ):
         result = bench(*sizes, *arguments)
         assert result.exit_code == 2 and rule in " ".join(result.output.replace("│", "").split())

@@ -189,6 +189,23 @@ def test_explain_states_where_and_what_it_takes(on_hopper):
     assert "epilogue add_residual: by torch after the op, torch's products have no epilogue" in text
 
 
+def of_8_bits(problem, block=None):
+    call = problem.call._replace(out_dtype=torch.bfloat16, block=block)
+    return replace(problem, call=call, dtype=torch.float8_e4m3fn, weight_dtype=torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize("block", [None, "128"])
+def test_one_rule_for_operands_with_scales(on_hopper, block, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    with_residual = of_8_bits(of(epilogues.add_residual, 8192), block)
+    choice = select.explained(with_residual, "auto", 8192)
+    assert choice.backend.name == "fused" and "add_residual: in the kernel; predicted" in str(choice)
+    pair = of_8_bits(of(epilogues.swiglu, 8192, op="all_gather_gemm"), block)
+    why = select.why_after(choice, replace(pair, num_weights=2), 2048)
+    assert why == (block and "kernels read scales of blocks of 128 x 128 of one weight")
+    assert select.why_after(choice, pair, 4096) is None
+
+
 def plan(*arguments):
     result = CliRunner().invoke(app, ["plan", *map(str, arguments)])
     return result, " ".join(result.output.split())
@@ -229,5 +246,18 @@ def test_plan_states_why_no_kernel_applies_an_epilogue():
     assert "scale_rows_and_columns: in fused kernels; not in the model: its sums are partial" in text
     result, text = plan(*how, "norm")
     assert result.exit_code == 2 and "'norm' is not among add_bias, add_residual" in text
-    result, text = plan(*how, "add_residual", "--dtype", "float8_e4m3fn")
-    assert result.exit_code == 2 and "supports neither operands with scales nor --invariant" in text
+    result, text = plan(*how, "add_residual", "--invariant", "batch")
+    assert result.exit_code == 2 and "does not support --invariant" in text
+
+
+@pytest.mark.parametrize("block", [[], ["--block", 128]])
+def test_plan_of_operands_with_scales(block):
+    """Checks that sums of 8-bit operands are read and written as 16 bits, like those of 16-bit ones."""
+    how = ("gemm_reduce_scatter", 8192, 8192, 8192, "--ranks", 2, "--machine", "h200")
+    model = times("gemm_reduce_scatter", epilogues.add_residual, 8192, 8192, 8192)
+    scaled = *how, "--dtype", "float8_e4m3fn", *block
+    text, plain = plan(*scaled, "--epilogue", "add_residual")[1], plan(*scaled)[1]
+    assert f"epilogue add_residual: in fused kernels; {model}" in text
+    assert microseconds(text, "fused") - microseconds(plain, "fused") == pytest.approx(
+        model.kernel * 1e6, abs=0.2
+    )

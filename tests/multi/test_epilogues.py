@@ -372,7 +372,7 @@ def refused(rank, size):
         (
             {"epilogue": epilogues.apply_relu(), "scale_x": torch.ones(1), "scale_w": torch.ones(1)},
             TypeError,
-            "an epilogue does not support operands with scales",
+            "dtype with scales must be one of",
         ),
         (
             {"epilogue": epilogues.apply_relu(), "out_dtype": torch.float8_e4m3fn},

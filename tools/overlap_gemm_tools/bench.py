@@ -95,8 +95,8 @@ def bench(
         raise typer.BadParameter("no shape is left to run", param_hint="--only")
     applied = epilogue_named(epilogue)
     if applied is not None:
-        whys = [why_no_calls(applied, workload.op) for workload in workloads]
-        if why := next(filter(None, whys), "operands with scales support none" if scales else None):
+        whys = [why_no_calls(applied, workload) for workload in workloads]
+        if why := next(filter(None, whys), None):
             raise typer.BadParameter(why, param_hint="--epilogue")
 
     group = find(None)

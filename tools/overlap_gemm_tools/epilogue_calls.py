@@ -34,8 +34,11 @@ def backend_of(name: str) -> str:
     return name.partition(",")[0]
 
 
-def why_no_calls(epilogue: Epilogue, op: str) -> str | None:
-    """Returns why an epilogue of an op has no equal operations after the op; None if it has."""
+def why_no_calls(epilogue: Epilogue, workload: Workload) -> str | None:
+    """Returns why an epilogue of a workload has no equal operations after the op; None if it has."""
+    op = workload.op
+    if epilogue.pairs and workload.scales is not None:
+        return f"{epilogue.name} takes pairs: they are timed of operands without scales"
     if epilogue.is_partial(OPS[op].sums):
         return f"{epilogue.name} takes partial sums: no operations after {op} are equal to it"
     if epilogue.has_gathered_rows and not OPS[op].gathers_operand:
@@ -51,7 +54,7 @@ class EpilogueCalls:
 
     Args:
         epilogue: Epilogue of the calls.
-        workload: Op, shape and types; operands without scales.
+        workload: Op, shape and types; pairs are of operands without scales.
     """
 
     def __init__(self, epilogue: Epilogue, workload: Workload):

@@ -136,6 +136,9 @@ def warmup(
                 biases = [local_bias[: len(one)] for one in weights] if bias else []  # noqa: B023
                 operands = [t.requires_grad_(backward) for t in (x, *weights, *biases)]  # noqa: B023
                 is_list = len(weights) > 1
+                if is_list and scales:  # noqa: B023
+                    each = [unit_scales(x_shape, one.shape, blocks, where)[1] for one in weights]  # noqa: B023
+                    how["scale_w"] = each
                 how["bias"] = (biases if is_list else biases[0]) if bias else None
                 run = partial(call, x, weights if is_list else weights[0], group=group, **how)  # noqa: B023
                 if backward and epilogue is not None:  # which is another call if a gradient is needed

@@ -150,10 +150,8 @@ def explain(
     ranks = resolve(name)
     problem = Problem.of(spec.name, lowered.call.summed(spec, x.shape[-1], ranks.size), x, ranks, weights)
     if epilogue is not None:
-        if scales or problem.promises.invariant:
-            raise ValueError(
-                f"explain: {spec.name} supports no epilogue of operands with scales or with invariant="
-            )
+        if problem.promises.invariant:
+            raise ValueError(f"explain: {spec.name} supports no epilogue with invariant=")
         dtypes = [one.dtype if isinstance(one, Tensor) else torch.float32 for one in epilogue.inputs]
         problem = problem.with_epilogue(epilogue.epilogue, dtypes)
     one_pass = epilogue is not None and epilogue.otherwise is not None

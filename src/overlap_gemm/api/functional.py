@@ -168,7 +168,7 @@ def all_gather_gemm(
         backend, deterministic, reserve_sms, False, out_dtype, block, partials, invariant,
     )  # fmt: skip
     if epilogue is not None:
-        scales = scale_x, scale_w
+        scales = scale_x, scales_w
         gathered, *outs = call_with_epilogue(
             ops.all_gather_gemm, x_shard, weights, biases, group, call, epilogue, *scales
         )

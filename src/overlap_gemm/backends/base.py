@@ -316,9 +316,9 @@ class Backend(Protocol):
     ) -> Callable[..., Any]:
         """Returns a function that runs `problem` on tensors with the shapes, strides and dtypes of these.
 
-        The arguments of the returned function are `(x, weight, bias)`. If `problem.is_scaled`, they are
-        `(x, weight, bias, scale_x, scale_w)`, see `scaling`. If `problem.applying`, they are
-        `(x, weight, bias, inputs)`, see `epilogues.applied_after`. Its calls are collective over `group`,
+        The arguments of the returned function are `(x, weight, bias)`. If `problem.applying`, `inputs`
+        follow, see `epilogues.applied_after`. If `problem.is_scaled`, `scale_x, scale_w` are the last, see
+        `scaling`. Its calls are collective over `group`,
         stream-ordered on CUDA (torch's current stream), and return new tensors, which the caller owns. The
         bias is added once, after the sum over the ranks. An op that takes lists returns (communicated
         operand, list of results); with an epilogue the results are [result, outputs...].

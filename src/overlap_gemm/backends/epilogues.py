@@ -10,11 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..config.gemm_config import GemmConfig
+from ..config.scale_blocks import in_words
 from ..config.visitors import Visitor
 from ..epilogues import PAIR, Applied, Epilogue, apply_relu
 from ..epilogues.definition import bands
 from ..epilogues.library import BINARY, TORCH_OPERATIONS
 from ..spec import PATTERNS, OpSpec, patterns_of
+from .scales.scaling import FLOAT8, OUT_DTYPES
 from .scales.tma_operands import ROW_BYTES, ROW_ELEMENTS, aligned_vector
 
 if TYPE_CHECKING:
@@ -174,8 +176,9 @@ def usual_dtypes(epilogue: Epilogue, dtype: torch.dtype) -> list[torch.dtype]:
 
     Args:
         epilogue: Epilogue of the call.
-        dtype: Dtype of the operands.
+        dtype: Dtype of the operands; if these have scales, inputs have the default dtype of results.
     """
+    dtype = OUT_DTYPES[0] if dtype in FLOAT8 else dtype
     wide = torch.promote_types(dtype, torch.float32)
     return [dtype if kind in ("element", "columns") else wide for _, kind in epilogue.inputs]
 
@@ -214,6 +217,8 @@ def why_after(problem: Problem, columns: int) -> str | None:
     applying, spec = problem.applying, problem.spec
     assert applying is not None, problem
     epilogue = applying.epilogue
+    if problem.num_weights > 1 and problem.blocks:
+        return f"kernels read scales of {in_words(problem.blocks)} of one weight"
     if problem.num_weights > 1:
         columns *= problem.num_weights
         if problem.n is not None:  # a rule on N over all ranks gives the same reason on every rank

@@ -288,11 +288,9 @@ def why_unfit(backend: Backend, problem: Problem) -> str | None:
 def explained(problem: Problem, requested: str, columns: int, one_pass: bool = False) -> Choice:
     """Returns the choice with all that `explain` prints; the other arguments are those of `why_after`."""
     choice = choose(problem, requested)
-    if problem.is_scaled:
-        return choice
     if problem.applying is not None:
         choice = replace(choice, epilogue=_epilogue_line(choice, problem, columns, one_pass))
-    return with_backward(choice)
+    return choice if problem.is_scaled else with_backward(choice)
 
 
 def with_backward(choice: Choice) -> Choice:

@@ -14,7 +14,7 @@ from .base import VIRTUAL, Portable, Problem
 from .collectives import all_gather_rows, scattered_rows
 from .epilogues import Applying
 from .portable_arithmetic import Arithmetic, arithmetic_of, wide_product
-from .scales.scaling import why_no_scaled_mm
+from .scales.scaling import why_no_scaled_mm, with_scales
 
 
 @dataclass(frozen=True)
@@ -67,11 +67,16 @@ class Sequential(Portable):
         applying = problem.applying
         if applying is None:
             return super().bind(problem, x, weight, bias, shards, group)
-        method = partial(getattr(self, problem.op), shards=shards, group=group)
-        plain = arithmetic_of(problem.promises, group.size)
+        plain, dtype = arithmetic_of(problem.promises, group.size), problem.out_dtype
+        of_op = partial(getattr(self, problem.op), shards=shards, group=group)
 
-        def run(x: Tensor, weight: Tensor, bias: Tensor | None, inputs: Sequence[Tensor]) -> list[Tensor]:
-            return [method(x.contiguous(), weight, bias, how=WithEpilogue(applying, inputs, plain))]
+        def run(
+            x: Tensor, weight: Tensor, bias: Tensor | None, inputs: Sequence[Tensor], *scales: Tensor
+        ) -> list[Tensor]:
+            method = partial(of_op, how=WithEpilogue(applying, inputs, plain))
+            if dtype is not None:
+                method = with_scales(method, dtype, self.operand, problem.blocks)  # type: ignore[assignment]
+            return [method(x.contiguous(), weight, bias, *scales)]
 
         return run
 

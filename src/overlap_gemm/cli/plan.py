@@ -82,10 +82,8 @@ def plan(
         raise typer.BadParameter(why, param_hint="--block")
     applied, times, why_after = epilogue_named(epilogue), None, None
     if applied is not None:
-        if problem.is_scaled or invariant:
-            raise typer.BadParameter(
-                "supports neither operands with scales nor --invariant", param_hint="--epilogue"
-            )
+        if invariant:
+            raise typer.BadParameter("does not support --invariant", param_hint="--epilogue")
         dtypes = usual_dtypes(applied, kind)
         problem = problem.with_epilogue(applied, dtypes)
         times = epilogue_time(applied, [one.itemsize for one in dtypes], facts, constants, arch, sms)

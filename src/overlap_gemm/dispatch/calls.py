@@ -144,16 +144,16 @@ def needs_grad(*tensors: Any) -> bool:
     """Returns whether autograd must record a call with these arguments.
 
     Args:
-        *tensors: Tensors, lists of tensors, and None.
+        *tensors: Tensors and lists of tensors; other values need no gradient.
     """
     if torch.is_grad_enabled():
         for one in tensors:
             if isinstance(one, Tensor):
                 if one.requires_grad:
                     return True
-            elif one is not None:
+            elif isinstance(one, (list, tuple)):
                 for part in one:
-                    if part.requires_grad:
+                    if isinstance(part, Tensor) and part.requires_grad:
                         return True
     return False
 

@@ -14,16 +14,17 @@ from torch import Tensor
 
 from ..backends.epilogues import Applying, TensorKind, author_gradient, result_dtype
 from ..backends.op_call import SCHEMA, OpCall
-from ..epilogues import PAIR, Applied, Epilogue, epilogue_of
+from ..epilogues import Applied, Epilogue, epilogue_of
 from ..runtime.group import Group, GroupLike, find, group_name
 from ..spec import ARGUMENTS, OPS
 from .autocast import autocast_call
 from .bound import call_op
 from .calls import enter, is_plain, keep, layouts, needs_grad, state
 from .choosing import chosen, why_after
+from .epilogue_checks import check_epilogue, check_shapes
 from .lowering import Lowered, lower
-from .operands import DTYPES, shape_of
-from .ops import GEMM_OPS, GemmOp, result_extents, without_none
+from .operands import Scales, shape_of
+from .ops import GEMM_OPS, NO_GRADIENT, GemmOp, result_extents, without_none
 from .registered import Bound, Registered, Run
 from .shard_ops import all_gather_rows, new
 
@@ -40,9 +41,12 @@ class EpilogueOp(Registered):
 
     def __init__(self, plain: GemmOp) -> None:
         self.plain, self.spec, self.takes_lists = plain, plain.spec, plain.takes_lists
-        operands = "Tensor[] weight, Tensor[]? bias" if self.takes_lists else "Tensor weight, Tensor? bias"
+        operands, scale_w = "Tensor weight, Tensor? bias", "Tensor? scale_w"
+        if self.takes_lists:
+            operands, scale_w = "Tensor[] weight, Tensor[]? bias", "Tensor[]? scale_w"
+        tensors = f"Tensor x, {operands}, Tensor[] inputs, Tensor? scale_x, {scale_w}"
         super().__init__(
-            f"{plain.name}_with_epilogue(Tensor x, {operands}, Tensor[] inputs, {SCHEMA}) -> Tensor[]",
+            f"{plain.name}_with_epilogue({tensors}, {SCHEMA}) -> Tensor[]",
             bind=self._bind,
             fake=self._fake,
             backward=plain.backward,
@@ -50,51 +54,60 @@ class EpilogueOp(Registered):
         )
         WITH_EPILOGUE[plain.name] = self
 
-    def _bind(self, x: Tensor, weight: Any, bias: Any, inputs: Any, *arguments: Any) -> Run:
-        call = OpCall(*arguments)
+    def _bind(self, x: Tensor, weight: Any, bias: Any, inputs: Any, *rest: Any) -> Run:
+        call = OpCall(*rest[-len(OpCall._fields) :])
         if not self.takes_lists:
             return chosen(self.spec, call, x, weight, bias, inputs).run
         run_op, keeps = chosen(self.spec, call, x, weight, bias or (), inputs).run, call.keep
 
-        def run(x: Tensor, weights: Any, biases: Any, inputs: Any) -> list[Tensor | None]:
-            moved, outs = run_op(x, weights, biases or (), inputs)
+        def run(x: Tensor, weights: Any, biases: Any, inputs: Any, *scales: Any) -> list[Tensor | None]:
+            moved, outs = run_op(x, weights, biases or (), inputs, *scales)
             return [new(x, moved) if keeps else None, *outs]
 
         return run
 
     def dispatched(self, tensors: tuple[Any, ...], arguments: tuple[Any, ...]) -> Any:
-        """Returns the result; torch's dispatcher takes no None in lists."""
+        """Returns the result; the dispatcher passes scales that are None, and takes no None in lists."""
+        if tensors[4] is None:
+            tensors = tensors[:4]
         return without_none(super().dispatched(tensors, arguments), tensors[0])
 
-    def _fake(self, x: Tensor, weight: Any, bias: Any, inputs: Any, *arguments: Any) -> list[Tensor]:
-        call = OpCall(*arguments)
+    def _fake(self, x: Tensor, weight: Any, bias: Any, inputs: Any, *rest: Any) -> list[Tensor]:
+        call = OpCall(*rest[-len(OpCall._fields) :])
+        dtype = call.out_dtype or x.dtype
         assert call.epilogue is not None
         epilogue, (rows, columns) = epilogue_of(call.epilogue), extents(self.plain, call, weight)
         width = columns // 2 if epilogue.pairs else columns
-        made = [x.new_empty(rows, width, dtype=result_dtype(epilogue, x.dtype))]
+        made = [x.new_empty(rows, width, dtype=result_dtype(epilogue, dtype))]
         for _, kind in epilogue.outputs:
-            wide = torch.promote_types(x.dtype, torch.float32)
-            one = x.new_empty(rows, width) if kind == "element" else x.new_empty(rows, dtype=wide)
-            made.append(one)
+            wide = torch.promote_types(dtype, torch.float32)
+            shape, kept = ((rows, width), dtype) if kind == "element" else ((rows,), wide)
+            made.append(x.new_empty(shape, dtype=kept))
         if not self.takes_lists:
             return made
         return [x.new_empty(*self.plain.kept_extents(call, x, weight[0])), *made]
 
     def keep(self, ctx: Any, tensors: Sequence[Any], arguments: OpCall, output: Any) -> None:
         """Saves x, or the part of it that is kept, the weights, and the tensors that the gradient reads."""
-        x, weight, _, inputs = tensors
+        x, weight, _, inputs, *scales = tensors
         made = output[1:] if self.takes_lists else output
         weights = weight if self.takes_lists else [weight]
         assert arguments.epilogue is not None
         epilogue = epilogue_of(arguments.epilogue)
         read = [*(inputs if epilogue.reads_inputs else ()), *(made if epilogue.reads_outputs else ())]
-        ctx.rest, ctx.weights = arguments, len(weights)
+        ctx.rest, ctx.weights, ctx.is_scaled = arguments, len(weights), bool(scales) and scales[0] is not None
         ctx.inputs, ctx.outputs = TensorKind.of(inputs), TensorKind.of(made)
         ctx.save_for_backward(output[0] if arguments.keep else x, *weights, *read)
         ctx.set_materialize_grads(False)
 
     def gradients(self, ctx: Any, needs: Any, *grads: Any) -> tuple[Any, ...]:
-        """Returns the gradients of x, weight, bias (by the plain op) and inputs (by `author_gradient`)."""
+        """Returns the gradients of x, weight, bias (by the plain op) and inputs (by `author_gradient`).
+
+        Raises:
+            TypeError: Operands had scales.
+        """
+        if ctx.is_scaled:
+            raise TypeError(NO_GRADIENT)
         (returned,), call = grads, ctx.rest
         assert call.epilogue is not None
         epilogue = epilogue_of(call.epilogue)
@@ -176,10 +189,12 @@ class _PreparedApplied(NamedTuple):
     bound: Bound
     shapes: _Shapes
 
-    def __call__(self, x: Tensor, weight: Any, bias: Any, inputs: list[Tensor]) -> list[Tensor]:
+    def __call__(self, x: Tensor, weight: Any, bias: Any, inputs: list[Tensor], *scales: Any) -> list[Tensor]:
         shapes = self.shapes
         if shapes.lowered.dim is not None:
             x, inputs = shapes.lowered.flatten(x), shapes.flat(inputs)
+        if scales:
+            return shapes.shaped(self.bound.run(x, weight, bias, inputs, *shapes.lowered.vectors(*scales)))
         run = self.bound.with_gradient if needs_grad(x, weight, bias, inputs) else self.bound.run
         return shapes.shaped(run(x, weight, bias, inputs))
 
@@ -205,15 +220,16 @@ def call_with_epilogue(
         group: Process group, device mesh, name of a group, or None for the default group.
         call: Options and extents of the caller.
         applied: Epilogue with its inputs (`epilogues.Applied`).
-        scale_x: Scales of x, which must be None.
-        scale_w: Scales of the weight, which must be None.
+        scale_x: Scales of x; None without scales.
+        scale_w: Scales of the weight, or a list of them; None without scales.
 
     Returns:
         A list: the operand that was communicated, if the op takes lists of weights; the result; the outputs.
 
     Raises:
-        TypeError: `applied` is no epilogue with inputs, an input's dtype or device is not supported, or
-            operands have scales. Or a gradient is needed, and the result has 8 bits or the sums are partial.
+        TypeError: `applied` is no epilogue with inputs, or an input's dtype or device is not supported. Or a
+            gradient is needed, and the result has 8 bits or the sums are partial. Or operands with scales
+            require a gradient; inputs may.
         ValueError: Shapes of weights or inputs do not fit, or the call has `invariant=`.
     """
     if not isinstance(applied, Applied):
@@ -222,10 +238,7 @@ def call_with_epilogue(
             f"{op.name}: epilogue must be an epilogue with its inputs, as add_bias(bias=b) or apply_silu(); "
             f"got {got}"
         )
-    if scale_x is not None or scale_w is not None:
-        raise TypeError(
-            f"{op.name}: an epilogue does not support operands with scales; pass x and weight without scales"
-        )
+    scales: Scales = () if scale_x is None and scale_w is None else (scale_x, scale_w)
     epilogue, otherwise = applied.epilogue, applied.otherwise
     inputs = [
         torch.full((1,), value, dtype=torch.float32, device=x.device)
@@ -235,14 +248,15 @@ def call_with_epilogue(
     ]
     if op.takes_lists and not bias:
         bias = None
-    is_seen_by_autograd_alone = is_plain(x, weight, bias, inputs)
-    has_gradient = epilogue.gradient is not None or not needs_grad(x, weight, bias, inputs)
+    is_seen_by_autograd_alone = is_plain(x, weight, bias, inputs, *scales)
+    has_gradient = epilogue.gradient is not None and not scales
+    has_gradient = has_gradient or not needs_grad(x, weight, bias, inputs, *scales)
     if not (is_seen_by_autograd_alone and has_gradient) or epilogue.has_gathered_rows:
-        _check(op, x, weight, call, epilogue, inputs)  # prepared calls have been checked
+        check_epilogue(op, x, weight, call, epilogue, inputs)  # prepared calls have been checked
     if epilogue.has_gathered_rows:
-        call, inputs = _with_gathered_rows(op, x, weight, bias, group, call, epilogue, inputs)
+        call, inputs = _with_gathered_rows(op, x, weight, bias, group, call, epilogue, inputs, scales)
         epilogue = epilogue.with_rows
-    after = op, x, weight, bias, group, call, epilogue, inputs, otherwise
+    after = op, x, weight, bias, group, call, epilogue, inputs, scales, otherwise
     if not has_gradient:
         if epilogue.result is not None:
             raise TypeError(
@@ -257,21 +271,24 @@ def call_with_epilogue(
         return _function_after(*after)
     if is_seen_by_autograd_alone:
         ranks = find(group)
-        called = op, ranks, x, weight, bias, inputs, call, epilogue, otherwise is not None
+        called = op, ranks, x, weight, bias, inputs, scales, call, epilogue, otherwise is not None
         made: list[Tensor] | None = enter(ranks, op.name, x, _run, *called)
         return _function_after(*after) if made is None else made
-    if otherwise is not None and not is_plain(x, weight, bias, inputs, as_op=False):  # compilers fuse, too
+    tensors = x, weight, bias, inputs, *scales
+    if otherwise is not None and not is_plain(*tensors, as_op=False):  # compilers fuse, too
         return _function_after(*after)
     fused = call._replace(epilogue=epilogue.key)
-    x, weight, bias, fused = autocast_call(x, weight, (bias or []) if op.takes_lists else bias, fused)
-    bias = None if isinstance(bias, list) and not bias else bias  # as above
-    shapes = _shapes_of(op, group_name(group), x, weight, bias, inputs, fused)
+    if not scales:
+        x, weight, bias, fused = autocast_call(x, weight, (bias or []) if op.takes_lists else bias, fused)
+        bias = None if isinstance(bias, list) and not bias else bias  # as above
+    shapes = _shapes_of(op, group_name(group), x, weight, bias, inputs, fused, scales)
     through = getattr(torch.ops.overlap_gemm, WITH_EPILOGUE[op.name].name)
     lowered = shapes.lowered
     operands = lowered.flatten(x), weight, bias, shapes.flat(inputs)
     if otherwise is not None and why_after(op.spec, lowered.call, *operands) is not None:
         return _function_after(*after)
-    return shapes.shaped(through(*operands, *lowered.call))
+    vectors = lowered.vectors(*scales) if scales else (None, None)
+    return shapes.shaped(through(*operands, *vectors, *lowered.call))
 
 
 def _with_gathered_rows(
@@ -283,6 +300,7 @@ def _with_gathered_rows(
     call: OpCall,
     epilogue: Epilogue,
     inputs: list[Tensor],
+    scales: Scales,
 ) -> tuple[OpCall, list[Tensor]]:
     """Returns the call with its rows over all ranks, and the inputs, with local rows gathered."""
     if not op.spec.gathers_operand:
@@ -296,7 +314,7 @@ def _with_gathered_rows(
                 f"{op.name}: input {name} of epilogue {epilogue.name} is for each row of this rank's x "
                 f"{shape_of(x)} and must be {list(x.shape[:-1])}, got {shape_of(tensor)}"
             )
-    lowered = lower(op.spec, group_name(group), x, weight, bias or [], call).call
+    lowered = lower(op.spec, group_name(group), x, weight, bias or [], call, scales).call
     inner = x.movedim(lowered.dim, 0).shape[1:-1]
     total = _extent_of_one(lowered.rows, inner)
     full = []
@@ -316,25 +334,27 @@ def _run(
     weight: Any,
     bias: Any,
     inputs: list[Tensor],
+    scales: Scales,
     call: OpCall,
     epilogue: Epilogue,
     in_kernel: bool,
 ) -> list[Tensor] | None:
     """Returns the op's results; None if `in_kernel` is set and no kernel can apply the epilogue."""
-    key = (op.name, epilogue.key, in_kernel, layouts(x, weight, bias, inputs), call, state(x))
+    key = (op.name, epilogue.key, in_kernel, layouts(x, weight, bias, inputs, *scales), call, state(x))
     prepared: _PreparedApplied | str | None = ranks.calls.get(key)
     if prepared is None:
-        _check(op, x, weight, call, epilogue, inputs)
+        check_epilogue(op, x, weight, call, epilogue, inputs)
         call, of_op = call._replace(epilogue=epilogue.key), WITH_EPILOGUE[op.name]
-        shapes = _shapes_of(op, ranks.name, x, weight, bias, inputs, call)
+        shapes = _shapes_of(op, ranks.name, x, weight, bias, inputs, call, scales)
         lowered = shapes.lowered
         operands = lowered.flatten(x), weight, bias, shapes.flat(inputs)
         prepared = why_after(op.spec, lowered.call, *operands) if in_kernel else None
         if prepared is None:
-            prepared = _PreparedApplied(of_op.bound(operands, lowered.call), shapes)
+            vectors = lowered.vectors(*scales) if scales else ()
+            prepared = _PreparedApplied(of_op.bound((*operands, *vectors), lowered.call), shapes)
         if op.spec.unresolved_axis is None or getattr(call, ARGUMENTS[op.spec.unresolved_axis]) != "exchange":
             keep(ranks, key, prepared)
-    return None if isinstance(prepared, str) else prepared(x, weight, bias, inputs)
+    return None if isinstance(prepared, str) else prepared(x, weight, bias, inputs, *scales)
 
 
 def _function_after(
@@ -346,16 +366,18 @@ def _function_after(
     call: OpCall,
     epilogue: Epilogue,
     inputs: list[Tensor],
+    scales: Scales,
     otherwise: Callable[..., Any] | None,
 ) -> list[Tensor]:
     """Calls the plain op, then applies the epilogue's function, or `otherwise`, to its results."""
-    results = call_op(op, x, weight, (bias or []) if op.takes_lists else bias, group, call)
+    biases = (bias or []) if op.takes_lists else bias
+    results = call_op(op, x, weight, biases, group, call, *scales)
     moved, products = (results[:1], results[1:]) if op.takes_lists else ([], [results])
     if otherwise is not None:
         made = otherwise(*products)
         return [*moved, *(made if isinstance(made, tuple) else (made,))]
     first = products[0]
-    _check_shapes(op, epilogue, inputs, (*first.shape[:-1], len(products) * first.shape[-1]), len(products))
+    check_shapes(op, epilogue, inputs, (*first.shape[:-1], len(products) * first.shape[-1]), len(products))
     applying = Applying(epilogue, tuple([tensor.dtype for tensor in inputs]), first.dtype)
     return [*moved, *applying.on_sums(first if len(products) == 1 else tuple(products), inputs)]
 
@@ -368,10 +390,10 @@ def _extent_of_one(rows: Any, others: Sequence[Any]) -> Any:
 
 
 def _shapes_of(
-    op: GemmOp, group: str, x: Tensor, weight: Any, bias: Any, inputs: Any, call: OpCall
+    op: GemmOp, group: str, x: Tensor, weight: Any, bias: Any, inputs: Any, call: OpCall, scales: Scales
 ) -> _Shapes:
     """Returns the lowered call and the shapes of its inputs, which are checked."""
-    lowered = lower(op.spec, group, x, weight, (bias or []) if op.takes_lists else bias, call)
+    lowered = lower(op.spec, group, x, weight, (bias or []) if op.takes_lists else bias, call, scales)
     assert lowered.call.epilogue is not None
     epilogue, (rows, columns) = epilogue_of(lowered.call.epilogue), extents(op, lowered.call, weight)
     if is_partial := epilogue.is_partial(op.spec.sums):
@@ -381,64 +403,5 @@ def _shapes_of(
     if "m" in (op.spec.x, op.spec.out) and not is_partial:
         dim = lowered.call.dim
         leading[dim] = _extent_of_one(rows, leading[:dim] + leading[dim + 1 :])
-    _check_shapes(op, shapes.epilogue, inputs, (*leading, columns), len(weight) if op.takes_lists else 1)
+    check_shapes(op, shapes.epilogue, inputs, (*leading, columns), len(weight) if op.takes_lists else 1)
     return shapes
-
-
-def _check(
-    op: GemmOp, x: Tensor, weight: Any, call: OpCall, epilogue: Epilogue, inputs: Sequence[Any]
-) -> None:
-    """Raises TypeError or ValueError for inputs, weights or promises that no call with the epilogue supports.
-
-    It reads what is in the key of a prepared call.
-    """
-    if op.takes_lists and len(weight) != 1:
-        shapes = [shape_of(one) for one in weight]
-        if not (epilogue.pairs and len(weight) == 2 and shapes[0] == shapes[1]):
-            raise ValueError(
-                f"{op.name}: epilogue {epilogue.name} needs one weight"
-                f"{', or two of equal shape' * epilogue.pairs}, "
-                f"got {len(weight)}: {', '.join(map(str, shapes))}"
-            )
-    for (name, _), value in zip(epilogue.inputs, inputs, strict=True):
-        if not isinstance(value, Tensor) or value.dtype not in DTYPES or value.device != x.device:
-            got = f"{value.dtype} on {value.device}" if isinstance(value, Tensor) else type(value).__name__
-            raise TypeError(
-                f"{op.name}: input {name} of epilogue {epilogue.name} must be a Tensor of one of "
-                f"{', '.join(map(str, DTYPES))} on {x.device}, got {got}"
-            )
-    if (promised := call.promises.invariant) is not None:
-        raise ValueError(
-            f"{op.name}: invariant={promised!r} allows no epilogue, because some backends apply epilogues to "
-            "rounded sums; omit epilogue=, and apply the function to the result"
-        )
-
-
-def _check_shapes(
-    op: GemmOp, epilogue: Epilogue, inputs: Sequence[Tensor], shape: Sequence[Any], weights: int
-) -> None:
-    """Raises ValueError for inputs that do not fit sums of `shape`, with the columns of all weights."""
-    *leading, columns = shape
-    if epilogue.pairs:
-        if columns % (2 * PAIR) and weights == 1:
-            raise ValueError(
-                f"{op.name}: epilogue {epilogue.name} takes pairs of columns, {PAIR} and {PAIR} of each "
-                f"{2 * PAIR}; N={columns} of this rank must be a multiple of {2 * PAIR}"
-            )
-        columns = columns // 2
-    of = "product" if epilogue.is_partial(op.spec.sums) else "result"
-    shapes: dict[str, list[Any]] = {
-        "element": [*leading, columns], "rows": leading, "columns": [columns],
-    }  # fmt: skip
-    for (name, kind), tensor in zip(epilogue.inputs, inputs, strict=True):
-        if kind in shapes and list(tensor.shape) != shapes[kind]:
-            raise ValueError(
-                f"{op.name}: input {name} of epilogue {epilogue.name} is for each "
-                f"{kind.removesuffix('s')} of this rank's {of} and must be {shapes[kind]}, "
-                f"got {shape_of(tensor)}"
-            )
-        if kind == "scalar" and tensor.numel() != 1:
-            raise ValueError(
-                f"{op.name}: input {name} of epilogue {epilogue.name} is a scalar and must have one element, "
-                f"got {shape_of(tensor)}"
-            )

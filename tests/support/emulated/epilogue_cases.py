@@ -10,6 +10,7 @@ from overlap_gemm.spec import OPS
 from overlap_gemm.spec.sharding import Shards
 from overlap_gemm.testing.cases import LAYOUTS
 from overlap_gemm.testing.emulated import poisoned_allocations
+from tests.support.emulated.scaled_cases import ACCUMULATION, dequantised
 
 RS, AR = "gemm_reduce_scatter", "gemm_all_reduce"
 ARCHITECTURES = "sm_90a", "sm_100a"
@@ -36,6 +37,7 @@ class Called:
     otherwise: object = None
     two_weights: str = ""
     has_bias: bool = False
+    scales: object = None  # "rows", "mx", or the extent of blocks: operands of 8 bits
     given: list = field(default_factory=list)
     exact: list = field(default_factory=list)
     bounds: list = field(default_factory=list)
@@ -52,8 +54,19 @@ class Called:
         layout, spec = LAYOUTS[self.op], OPS[self.op]
         partial = self.world if spec.sums else 1
         xs, ws = ([random(rows, k) for _ in range(partial)] for rows in (m, n))
-        total = sum(x.double() @ w.double().t() for x, w in zip(xs, ws, strict=True))
-        size = sum(x.double().abs() @ w.double().abs().t() for x, w in zip(xs, ws, strict=True))
+        of_xs, of_ws = [None] * partial, [None] * partial
+        wide = [one.double() for one in xs + ws]
+        if self.scales:
+            xs, ws = ([one.to(torch.float8_e4m3fn) for one in each] for each in (xs, ws))
+            of_xs, of_ws = (
+                [self._scale(one, height, generator) for one in each]
+                for each, height in ((xs, 1), (ws, self.block if isinstance(self.block, int) else 1))
+            )
+            pairs = zip(xs + ws, of_xs + of_ws, strict=True)
+            wide = [dequantised(one, scale, self.width) for one, scale in pairs]
+        wide = list(zip(wide[:partial], wide[partial:], strict=True))
+        total = sum(x @ w.t() for x, w in wide)
+        size = sum(x.abs() @ w.abs().t() for x, w in wide)
         self.bias = random(n) if self.has_bias else None
         if self.has_bias:
             total = total + self.bias.double()
@@ -68,13 +81,18 @@ class Called:
             dims["columns"] = 0 if layout.out == 1 else None
             inputs = [part(one, dims[kind]) for one, kind in zip(inputs, kinds, strict=True)]
             x, w = (xs[rank], ws[rank]) if spec.sums else (part(xs[0], layout.x), part(ws[0], layout.weight))
+            scales = (of_xs[rank], of_ws[rank]) if spec.sums else (of_xs[0], of_ws[0])
+            if self.scales and not spec.sums:
+                scales = part(scales[0], layout.x), part(scales[1], layout.weight)
             moved = [one.to(self.device) for one in inputs]
-            self.given.append((x.to(self.device), w.to(self.device), moved))
+            self.given.append((x.to(self.device), w.to(self.device), moved, scales))
             sums = part(total, layout.out)
             wide = [one.double() for one in inputs]
             loss = 2**-9 * part(size, layout.out) if spec.sums else 1e-5
+            if self.scales:
+                loss = loss + ACCUMULATION * part(size, layout.out)
             if spec.weight is None:  # kernels round before they send, portable backends before the epilogue
-                loss = 2**-8 * sums.abs()
+                loss = loss + 2**-8 * sums.abs()
             shifted = [
                 [one.clamp(-most, most) for one in self.one.on_tensors(sums + sign * loss, wide)]
                 for sign in (-1, 1, 0)
@@ -86,8 +104,25 @@ class Called:
                 for low, one, high in zip(shifted[0], exact, shifted[1], strict=True)
             ])  # fmt: skip
 
+    @property
+    def block(self):
+        """Returns the argument `block` of the op."""
+        return None if self.scales == "rows" else self.scales
+
+    @property
+    def width(self):
+        """Returns the elements of K that share a scale; 0: all."""
+        return 32 if self.block == "mx" else self.block or 0
+
+    def _scale(self, matrix, height, generator):
+        """Returns scales of rows or blocks of a matrix; those of MX types are powers of two."""
+        rows, depth = matrix.shape
+        along = -(-depth // self.width) if self.width else 1
+        exponents = 4 * torch.rand(-(-rows // height), along, generator=generator) - 2
+        return 2 ** (exponents.round() if self.block == "mx" else exponents)
+
     def call(self, rank, group):
-        x, w, inputs = self.given[rank]
+        x, w, inputs, scales = self.given[rank]
         m, n, k = self.sizes
         named = {name: one for (name, _), one in zip(self.one.inputs, inputs, strict=True)}
         lengths = OPS[self.op].arguments(m, n, k * self.world if OPS[self.op].sums else k)
@@ -100,6 +135,11 @@ class Called:
             if (w[0].data_ptr() > w[1].data_ptr()) == (self.two_weights == "gate-first"):
                 first, second = w[1].clone(), w[0].clone()
                 w = [w[1].copy_(second), w[0].copy_(first)]
+        if self.scales:
+            of_x, of_w = map(overlap_gemm.swizzle_scales, scales) if self.block == "mx" else scales
+            if self.two_weights:
+                of_w = [part.flatten(0, 1) for part in of_w.unflatten(0, (-1, 2, 32)).unbind(1)]
+            lengths |= {"scale_x": of_x, "scale_w": of_w, "block": self.block}
         return call(x, w, group=group, epilogue=applied, backend="fused", **lengths)
 
     def worst(self, outs):

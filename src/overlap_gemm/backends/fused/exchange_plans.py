@@ -284,7 +284,8 @@ def bind(
     ) -> tuple[Tensor, list[Tensor]]:
         common = x, weights, biases, shards, group, keep
         if visitor is not None:
-            return all_to_all_gemm(*common, epilogue=(visitor, *others))
+            inputs, *scales = others
+            return all_to_all_gemm(*common, scales, out_dtype, blocks, (visitor, inputs))
         return all_to_all_gemm(*common, others, out_dtype, blocks)
 
     run = within(settings(), run)  # later calls use the settings of this one

@@ -9,7 +9,7 @@ and can be captured in a CUDA graph.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,11 +18,11 @@ from ...config.arch import ARCHS, arch_of_capability
 from ...config.gemm_config import TILE_K_BYTES
 from ...config.scale_blocks import BLOCKS, PROMOTED, Blocks, in_words
 from ...config.visitors import Visitor
-from ...exchange.geometry import MAX_WORLD, ExchangeShape
+from ...exchange.geometry import MAX_WORLD
 from ...runtime import executor
 from ...runtime.executor import why_no_cuda
 from ...runtime.group import Group
-from ...spec import PATTERNS, OpSpec, patterns_of
+from ...spec import OpSpec, patterns_of
 from ...spec.sharding import Shards, num_owners, shard_rows
 from ...tuning.settings import late_weights, promised, settings, within
 from ...tuning.space import constants, every_config
@@ -39,60 +39,9 @@ from ..scales.block_scales import layout_of
 from ..scales.tma_operands import ROW_BYTES, ROW_ELEMENTS, aligned, aligned_vector, has_tma_strides, major
 from . import exchange_plans as exchange
 from . import gather_calls as gather
+from .extents import Sizes, sizes
 from .launch_plan import Plan
 from .plan_cache import DTYPES, bias_visitor, plan_for
-
-
-class Sizes(NamedTuple):
-    """Extents of a call.
-
-    Attributes:
-        shape: Shape of the exchange, the same on all ranks.
-        first: First row of this rank's result in the full product.
-        out: (rows, columns) of this rank's result.
-    """
-
-    shape: ExchangeShape
-    first: int
-    out: tuple[int, int]
-
-    @property
-    def shard(self) -> int:
-        """Returns the rows of x in a full shard if tiles restart at each shard; 0: they do not."""
-        shape = self.shape
-        return shape.shard if shape.spec.cut == "rows" and shape.owners > 1 else 0
-
-    def made_by(self, plan: Plan) -> tuple[int, slice]:
-        """Returns (rows of the output tensor of a plan, at least 1; slice of them that is the result)."""
-        rows, _ = self.out
-        if (
-            PATTERNS[plan.pattern].op != self.shape.spec.op
-        ):  # the plan's op computes all rows, of which this op's result is a shard
-            return self.shape.rows, slice(self.first, self.first + rows)
-        # A rank that owns no row of the result passes one row, which the kernel does not write.
-        return max(rows, 1), slice(0, rows)
-
-
-def sizes(spec: OpSpec, x: Tensor, weight: Tensor, shards: Shards, group: Group) -> Sizes:
-    """Returns the extents of a call.
-
-    Args:
-        spec: Definition of the op.
-        x: Operand `[rows, K]`.
-        weight: Local weight `[columns, K]`.
-        shards: Division of the rows, or of the columns if the output is gathered.
-        group: Ranks that take part.
-    """
-    rows, columns = x.shape[0], shards.total if spec.gathers_output else weight.shape[0]
-    pattern = patterns_of(spec.name)[-1]  # the plan chooses one
-    if spec.x == "m":  # x keeps its rows; columns of the product are sent to their owners
-        local = Shards.even(columns, group.size)
-        shape = ExchangeShape(shards.chunk, columns, group.size, local.chunk, pattern)
-        return Sizes(shape, 0, (shards.total, local.size(group.rank)))
-    first, end = shards.range(group.rank) if spec.out == "m" else (0, rows)
-    shape = ExchangeShape(rows, columns, group.size, shards.chunk, pattern)
-    return Sizes(shape, first, (end - first, columns))
-
 
 WITH_BLOCKS = {
     blocks: tuple(name for name in ARCHS if every_config(name, "e4m3", blocks=blocks)) for blocks in BLOCKS
@@ -261,8 +210,10 @@ class Fused:
         ]
 
         def run(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], *scales: Any) -> Any:
-            if problem.applying is not None:  # of one weight; its inputs are in place of scales
-                return x, runs[0](x, weights[0], bias_of(biases, 0), *scales)
+            if problem.applying is not None:  # of one weight
+                inputs, *vectors = scales
+                vectors = [vectors[0], vectors[1][0]] if vectors else []
+                return x, runs[0](x, weights[0], bias_of(biases, 0), inputs, *vectors)
             outs = []
             for i, (one, weight) in enumerate(zip(runs, weights, strict=True)):
                 weight_scales = (scales[0], scales[1][i]) if scales else ()
@@ -319,31 +270,37 @@ class Fused:
     ) -> Callable[..., list[Tensor]]:
         """Binds an op whose kernel applies an epilogue (`visitor`) after the bias."""
         op, depth, extents = problem.spec, problem.k, sizes(problem.spec, x, weight, shards, group)
+        out_dtype, blocks = problem.out_dtype, problem.blocks
 
-        def run(x: Tensor, weight: Tensor, bias: Tensor | None, inputs: Sequence[Tensor]) -> list[Tensor]:
-            made = self.call(op, x, weight, bias, shards, group, depth, visitor=visitor, inputs=inputs)
+        def run(
+            x: Tensor, weight: Tensor, bias: Tensor | None, inputs: Sequence[Tensor], *scales: Tensor
+        ) -> list[Tensor]:
+            how = depth, scales, out_dtype, blocks, visitor, inputs
+            made = self.call(op, x, weight, bias, shards, group, *how)
             return made if visitor.writes else [made]
 
         run = within(settings(), run)  # later calls use the settings of this one
         if op.gathers_output or not _fits(extents, x, weight, bias):
             return run
-        epilogue = *bias_visitor(bias is not None, x.dtype, op), visitor
-        majors = major(x, "m"), major(weight, "n")
-        plan = plan_for(group, x.device, x.dtype, extents.shape, *majors, epilogue, depth)
+        epilogue = *bias_visitor(bias is not None, out_dtype or x.dtype, op), visitor
+        arguments = group, x.device, x.dtype, extents.shape, major(x, "m"), major(weight, "n")
+        plan = plan_for(*arguments, epilogue, depth, out_dtype, blocks, weight.dtype)
         (written, result), columns, config = extents.made_by(plan), extents.out[1], plan.products[0].config
         size = (len(x) if visitor.of == "partial" else written), columns
-        is_all, dtype = result == slice(0, written), result_dtype(visitor.epilogue, x.dtype)
+        is_all, dtype = result == slice(0, written), result_dtype(visitor.epilogue, out_dtype or x.dtype)
 
         def run_as_planned(
-            x: Tensor, weight: Tensor, bias: Tensor | None, inputs: Sequence[Tensor]
+            x: Tensor, weight: Tensor, bias: Tensor | None, inputs: Sequence[Tensor], *scales: Tensor
         ) -> list[Tensor]:
             addresses = x.data_ptr() | weight.data_ptr() | (0 if bias is None else bias.data_ptr())
             if addresses % ROW_BYTES or not plan.is_open:
-                return run(x, weight, bias, inputs)
+                return run(x, weight, bias, inputs, *scales)
             out = x.new_empty(written, columns, dtype=dtype)
             stored, outputs = written_by_kernel(visitor, config, plan.counts, x, *size)
             read = read_by_kernel(visitor, inputs, *size)
             extras = (*read, *stored) if bias is None else (bias, *read, *stored)
+            if scales:
+                extras = (*_vectors(plan, x, weight, scales, blocks), *extras)
             plan.launch(x, (weight,), (out,), (extras or None,))
             return [out, *outputs] if is_all else [one[result] for one in (out, *outputs)]
 

@@ -63,17 +63,22 @@ def bind(
         visitor = replace(applying.visitor, of_two_weights=len(weights) == 2)
 
         def run_with_epilogue(
-            x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], inputs: Sequence[Tensor]
+            x: Tensor,
+            weights: Sequence[Tensor],
+            biases: Sequence[Tensor],
+            inputs: Sequence[Tensor],
+            *scales: Any,
         ) -> tuple[Tensor, list[Tensor]]:
+            common = x, weights, biases, shards, group, keep
             if visitor.of_two_weights:
-                return all_gather_pairs(x, weights, biases, shards, group, keep, visitor, inputs)
-            read = visitor, inputs
-            return all_gather_gemm(x, weights, biases, shards, group, keep, epilogue=read)
+                return all_gather_pairs(*common, visitor, inputs, scales, out_dtype)
+            return all_gather_gemm(*common, scales, out_dtype, blocks, (visitor, inputs))
 
         run_with_epilogue = within(settings(), run_with_epilogue)  # later calls use the settings of this one
         fits = rows and len(x) and x.is_contiguous() and padded(depth, x.itemsize) == depth
         fits = fits and not biases and all(has_tma_strides(weight) for weight in weights)
-        if not visitor.of_two_weights or group.size == 1 or not fits or not is_weight_pair(*weights):
+        fits = fits and visitor.of_two_weights and out_dtype is None
+        if group.size == 1 or not fits or not is_weight_pair(*weights):
             return run_with_epilogue
         of_pair = plan_for(group, x, depth, (tuple(weights),), (visitor,), shards, keep)
         dtype = result_dtype(visitor.epilogue, x.dtype)
@@ -296,6 +301,8 @@ def all_gather_pairs(
     keep: bool,
     visitor: Visitor,
     inputs: Sequence[Tensor],
+    scales: Sequence[Any] = (),
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, list[Tensor]]:
     """Runs `all_gather_gemm` with two weights and an epilogue of pairs, as one product. Collective.
 
@@ -311,33 +318,42 @@ def all_gather_pairs(
         keep: Whether to return the gathered x.
         visitor: Epilogue of the pairs.
         inputs: Inputs of the epilogue.
+        scales: Scales of rows, of x and a list of those of the weights; empty without scales.
+        out_dtype: Dtype of the results without the epilogue if there are scales; else None.
 
     Returns:
         The gathered x (without `keep`, and in a group of one, x itself), and a list of the result `[M, N]`.
     """
-    rows, depth, width = shards.total, x.shape[1], len(weights[0])
-    dtype = result_dtype(visitor.epilogue, x.dtype)
+    rows, depth, width, of_bias = shards.total, x.shape[1], len(weights[0]), out_dtype or x.dtype
+    dtype = result_dtype(visitor.epilogue, of_bias)
     if rows == 0:
         return x, [x.new_empty(0, width, dtype=dtype)]
     alone, pair = group.size == 1, weight_pair(*weights)
     shard = _shard(x, alone)
-    out, visitors = x.new_empty(rows, width, dtype=dtype), (*bias_visitor(bool(biases), x.dtype), visitor)
+    out, visitors = x.new_empty(rows, width, dtype=dtype), (*bias_visitor(bool(biases), of_bias), visitor)
+    # Vectors are in the order of the bands of B: first the weight at the lower address.
+    order = (0, 1) if pair[0].data_ptr() < pair[1].data_ptr() else (1, 0)
+
+    def by_bands(vectors: Sequence[Tensor]) -> Tensor:
+        bands = [aligned_vector(vectors[i], width).unflatten(0, (-1, PAIR)) for i in order]
+        return torch.stack(bands, 1).flatten()
+
     read: tuple[Tensor, ...] = ()
-    if biases:  # in the order of the bands of B: first the weight at the lower address
-        order = (0, 1) if pair[0].data_ptr() < pair[1].data_ptr() else (1, 0)
-        bands = [biases[i].unflatten(0, (-1, PAIR)) for i in order]
-        read = (torch.stack(bands, 1).flatten(),)
+    if scales:
+        read = ((aligned_vector if alone else scales_of_rows)(scales[0], len(x)), by_bands(scales[1]))
+    if biases:
+        read += (by_bands(biases),)
     read += read_by_kernel(visitor, inputs, rows, width)
     kept = None
     with late_weights(any(one is not weight for one, weight in zip(pair, weights, strict=True))):
         if alone:
             shape = ExchangeShape.even(rows, 2 * width, 1)
             arguments = group, x.device, x.dtype, shape, "k", "k", visitors, depth
-            plain = plans.plan_for(*arguments, None, None, x.dtype)
+            plain = plans.plan_for(*arguments, out_dtype, None, weights[0].dtype)
             plain.launch(shard, (pair,), (out,), (read or None,))
         else:
             kept = shard.new_empty(rows, shard.stride(0)) if keep else None
-            plan = plan_for(group, x, shard.shape[1], (pair,), visitors, shards, keep)
+            plan = plan_for(group, x, shard.shape[1], (pair,), visitors, shards, keep, out_dtype)
             plan.launch(shard, (pair,), (out,), (read or None,), kept)
     return x if kept is None else first_columns(kept, depth, group), [out]
 

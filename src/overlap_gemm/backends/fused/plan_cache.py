@@ -121,13 +121,13 @@ def kind_of(
         blocks: Blocks that share a scale; None: rows, or no scales.
         weight_dtype: Dtype of B if the operands have scales; None: that of A.
     """
-    if out_dtype is not None and not blocks:
-        epilogue = (SCALES, *epilogue)
+    result = epilogue[-1].epilogue.result if epilogue else None
     if out_dtype is None:
-        result = epilogue[-1].epilogue.result if epilogue else None
         return DTYPES[dtype], {"epilogue": epilogue, **({} if result is None else {"out_dtype": result})}
+    if not blocks:
+        epilogue = (SCALES, *epilogue)
     kind = DTYPES[out_dtype]
-    fields = {"epilogue": epilogue, "out_dtype": kind, "slot_dtype": kind, "blocks": blocks}
+    fields = {"epilogue": epilogue, "out_dtype": result or kind, "slot_dtype": kind, "blocks": blocks}
     if weight_dtype not in (None, dtype):
         fields["b_dtype"] = FLOAT8[weight_dtype]
     return FLOAT8[dtype], fields

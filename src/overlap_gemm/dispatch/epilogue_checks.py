@@ -1,0 +1,70 @@
+"""Checks of calls with an epilogue: the number of weights, the inputs' types and shapes, and promises."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ..backends.op_call import OpCall
+from ..epilogues import PAIR, Epilogue
+from .operands import DTYPES, shape_of
+from .ops import GemmOp
+
+
+def check_epilogue(
+    op: GemmOp, x: Tensor, weight: Any, call: OpCall, epilogue: Epilogue, inputs: Sequence[Any]
+) -> None:
+    """Raises TypeError or ValueError for inputs, weights or promises that no call with the epilogue supports.
+
+    It reads what is in the key of a prepared call.
+    """
+    if op.takes_lists and len(weight) != 1:
+        shapes = [shape_of(one) for one in weight]
+        if not (epilogue.pairs and len(weight) == 2 and shapes[0] == shapes[1]):
+            raise ValueError(
+                f"{op.name}: epilogue {epilogue.name} needs one weight"
+                f"{', or two of equal shape' * epilogue.pairs}, "
+                f"got {len(weight)}: {', '.join(map(str, shapes))}"
+            )
+    for (name, _), value in zip(epilogue.inputs, inputs, strict=True):
+        if not isinstance(value, Tensor) or value.dtype not in DTYPES or value.device != x.device:
+            got = f"{value.dtype} on {value.device}" if isinstance(value, Tensor) else type(value).__name__
+            raise TypeError(
+                f"{op.name}: input {name} of epilogue {epilogue.name} must be a Tensor of one of "
+                f"{', '.join(map(str, DTYPES))} on {x.device}, got {got}"
+            )
+    if (promised := call.promises.invariant) is not None:
+        raise ValueError(
+            f"{op.name}: invariant={promised!r} allows no epilogue, because some backends apply epilogues to "
+            "rounded sums; omit epilogue=, and apply the function to the result"
+        )
+
+
+def check_shapes(
+    op: GemmOp, epilogue: Epilogue, inputs: Sequence[Tensor], shape: Sequence[Any], weights: int
+) -> None:
+    """Raises ValueError for inputs that do not fit sums of `shape`, with the columns of all weights."""
+    *leading, columns = shape
+    if epilogue.pairs:
+        if columns % (2 * PAIR) and weights == 1:
+            raise ValueError(
+                f"{op.name}: epilogue {epilogue.name} takes pairs of columns, {PAIR} and {PAIR} of each "
+                f"{2 * PAIR}; N={columns} of this rank must be a multiple of {2 * PAIR}"
+            )
+        columns = columns // 2
+    of = "product" if epilogue.is_partial(op.spec.sums) else "result"
+    shapes: dict[str, list[Any]] = {
+        "element": [*leading, columns], "rows": leading, "columns": [columns],
+    }  # fmt: skip
+    for (name, kind), tensor in zip(epilogue.inputs, inputs, strict=True):
+        if kind in shapes and list(tensor.shape) != shapes[kind]:
+            raise ValueError(
+                f"{op.name}: input {name} of epilogue {epilogue.name} is for each "
+                f"{kind.removesuffix('s')} of this rank's {of} and must be {shapes[kind]}, "
+                f"got {shape_of(tensor)}"
+            )
+        if kind == "scalar" and tensor.numel() != 1:
+            raise ValueError(
+                f"{op.name}: input {name} of epilogue {epilogue.name} is a scalar and must have one element, "
+                f"got {shape_of(tensor)}"
+            )

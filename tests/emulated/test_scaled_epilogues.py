@@ -1,0 +1,67 @@
+"""Epilogues of 8-bit operands with scales, in kernels on virtual ranks: they act on the scaled fp32 sums."""
+
+import pytest
+import torch
+
+from overlap_gemm import epilogue, epilogues
+from overlap_gemm.backends.fused import compiled
+from overlap_gemm.kernel.epilogue import Visits
+from overlap_gemm.runtime.compile_cache import CompileCache
+from tests.support.emulated.epilogue_cases import AR, RS, STREAM, Called, gated, worst
+from tests.support.emulated.op_runs import world_of
+from tests.support.emulated.scaled_cases import A2A, AG, DUAL, GATHER
+
+
+def refuse(*_):
+    raise AssertionError
+
+
+@epilogue(inputs={"rstd": "rows", "gamma": "columns"}, of="partial")
+def of_partial(x, rstd, gamma):
+    return epilogues.relu(x * rstd * gamma)
+
+
+CASES = [
+    ("sm_90a", 2, GATHER, "rows", gated, (70, 144, 80), {"has_bias": True}),
+    ("sm_100a", 1, GATHER, "rows", epilogues.swiglu_e4m3, (70, 192, 80), {}),
+    ("sm_90a", 2, GATHER, 128, epilogues.swiglu, (70, 256, 272), {}),
+    ("sm_100a", 2, GATHER, "rows", epilogues.swiglu, (70, 384, 80), {"two_weights": "up-first"}),
+    ("sm_100a", 2, RS, "rows", STREAM, (70, 144, 80), {}),
+    ("sm_90a", 1, RS, 128, gated, (70, 144, 272), {"has_bias": True}),
+    ("sm_90a", 2, RS, 32, gated, (70, 144, 80), {}),
+    ("sm_100a", 2, RS, "mx", gated, (70, 144, 160), {"has_bias": True}),
+    ("sm_90a", 2, AR, "rows", epilogues.to_e4m3, (70, 144, 80), {}),
+    ("sm_90a", 2, AG, "rows", gated, (70, 192, 80), {}),
+    ("sm_90a", 2, A2A, "rows", gated, (70, 288, 80), {}),
+    ("sm_90a", 2, DUAL, 128, gated, (70, 144, 512), {}),
+]
+
+
+@pytest.mark.parametrize(
+    ("arch", "world", "op", "scales", "one", "sizes", "how"), CASES,
+    ids=lambda one: getattr(one, "name", str(one)),
+)  # fmt: skip
+def test_kernels_apply_epilogues_to_scaled_sums(arch, world, op, scales, one, sizes, how):
+    """Compares with float64; what takes the place of an epilogue that no kernel applies raises here."""
+    fields = {"mma": "1cta", "tile": (128, 128), "cluster": (1, 1)} if scales == "mx" else None
+    with world_of(arch, world, fields) as ranks:
+        assert worst(Called(op, world, one, sizes, scales=scales, otherwise=refuse, **how), ranks) <= 1
+
+
+def test_an_epilogue_of_partial_sums_precedes_the_sum_over_ranks():
+    """Checks that the function acts on each rank's scaled sums; inputs are those of its product."""
+    alone = [Called(RS, 1, of_partial, (70, 144, 80), seed=seed, scales="rows") for seed in range(2)]
+    with world_of("sm_90a", 2) as ranks:
+        outs = [case.call(0, name) for case, name in zip(alone, ranks.names, strict=True)]
+        ranks.synchronize()
+    parts = [case.exact[0][0] for case in alone]
+    bound = sum(case.bounds[0][0] for case in alone)
+    assert ((torch.cat(outs).double() - sum(parts)).abs() <= bound + 2**-8 * sum(parts).abs()).all()
+
+
+def test_an_epilogue_before_the_scales_is_noticed(monkeypatch):
+    visitors = Visits._visitors
+    monkeypatch.setattr(Visits, "_visitors", lambda self, extras: visitors(self, extras)[::-1])
+    monkeypatch.setattr(compiled, "_cache", lambda on_disk: CompileCache(folder=None))
+    with world_of("sm_90a", 2) as ranks:
+        assert worst(Called(GATHER, 2, gated, (70, 144, 80), scales="rows"), ranks) > 1
