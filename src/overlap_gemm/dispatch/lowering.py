@@ -232,7 +232,8 @@ def _check(
             if spec.reshards_k and call.blocks and ranks.size > 1 and of_ranks.chunk % call.blocks[2]:
                 raise ValueError(
                     f"{op}: K={depth} in {ranks.size} parts is {of_ranks.chunk} a rank, which must be a "
-                    f"multiple of block={call.blocks[2]}, because a block of the weight has one scale"
+                    f"multiple of block={call.blocks[2]}, because a block of the weight has one scale; use a "
+                    "smaller block, or 16-bit operands"
                 )
             if x.device.type not in ranks.device_types:
                 raise ValueError(

@@ -284,7 +284,7 @@ SCALE_BYTES = 4
 """Bytes of the fp32 scale of a row."""
 
 SHARD_ALIGN = 128
-"""Divisor of the bytes of a shard with scales after its rows: a line of the L2 cache."""
+"""Divisor of the bytes that a gather buffer has for the scales of a full shard: a line of the L2 cache."""
 
 SHARD_PIECES = 8
 """Largest number of pieces in which a shard of a gathered operand is put; each piece has a flag."""
