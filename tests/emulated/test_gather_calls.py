@@ -32,10 +32,10 @@ def queue(world, m=128, widths=(64, 32), k=64, stride=1, **options):
     return results
 
 
-def check(world, results):
+def check(world, results, **tolerance):
     world.world.synchronize()
     for expected, out in results:
-        torch.testing.assert_close(out, expected)
+        torch.testing.assert_close(out, expected, **tolerance)
         assert out.is_contiguous()
 
 
@@ -52,6 +52,27 @@ def test_what_tma_cannot_read_is_copied(world, changes, monkeypatch):
     monkeypatch.setattr(gather, "all_gather_gemm", lambda *given: (called.append(1), real(*given))[1])
     check(world, queue(world, **changes))
     assert called
+
+
+def test_scales_that_a_planned_call_cannot_read_are_copied(world, monkeypatch):
+    """Checks that a call with a strided scale of the weight, after one without, is not as planned."""
+    called, real = [], gather.all_gather_gemm
+    monkeypatch.setattr(gather, "all_gather_gemm", lambda *args: (called.append(1), real(*args))[1])
+    torch.manual_seed(0)
+    x, scale_x = overlap_gemm.quantize_rows(torch.randn(128, 64))
+    weight, scale_w = overlap_gemm.quantize_rows(torch.randn(32, 64))
+    results = []
+    for stride in (1, 2):
+        strided = scale_w.repeat(1, stride)[:, :1]
+        expected = (x.double() * scale_x) @ (weight.double() * scale_w).t()
+        for rank, group in enumerate(world.world.names):
+            local = slice(rank * 64, (rank + 1) * 64)
+            how = {"scale_x": scale_x[local], "scale_w": strided, "group": group, "rows": 128}
+            out = overlap_gemm.all_gather_gemm(x[local], weight, backend="fused", **how)
+            results.append((expected.bfloat16(), out))
+        assert bool(called) == (stride == 2), called
+    # Hopper sums products of 8 bits with fewer bits than float32.
+    check(world, results, rtol=2**-7, atol=2**-8)
 
 
 def test_a_closed_workspace_is_not_used_again(world):

@@ -196,7 +196,7 @@ def partly_frozen(rank, size, op, needed):
     grads = []
     for names in (("x", "weight", "bias"), needed):
         torch.manual_seed(10 + rank)
-        operands = {"x": torch.randn(2 * size, 3), "weight": torch.randn(4, 3)}
+        operands = {"x": torch.randn(3 * size, 3), "weight": torch.randn(4, 3)}
         if OPS[op].weight is None:  # the same on every rank
             torch.manual_seed(15)
             operands["weight"] = torch.randn(4, 3 * size if OPS[op].reshards_k else 3)
