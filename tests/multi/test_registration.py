@@ -10,7 +10,12 @@ from tests.support.references import reference
 from tests.support.tolerances import assert_as_good_as
 
 BACKENDS = "sequential", "decomposed", "torch"
-AXES = {"rows_to_columns": ("m", None, "n"), "columns_to_rows": ("k", None, "m")}
+AXES = {
+    "rows_to_columns": ("m", None, "n"),
+    "columns_to_rows": ("k", None, "m"),
+    "divided_and_gathered": (None, None, None),
+}
+DUALS = {"rows_to_columns": "columns_to_rows", "columns_to_rows": "rows_to_columns"}
 CASES = {
     "even": (24, 24, 48, 4, torch.float32),
     "alone": (23, 13, 29, 1, torch.float32),
@@ -22,11 +27,10 @@ CASES = {
 
 
 def registered():
-    """Registers both ops in this process, once."""
-    duals = dict(zip(AXES, reversed(AXES), strict=True))
+    """Registers the ops in this process, once."""
     for code, (name, (x, weight, out)) in enumerate(AXES.items(), start=31):
         if not hasattr(overlap_gemm, name):
-            spec = overlap_gemm.OpSpec(name, code, name, x, weight, out, dual=duals[name])
+            spec = overlap_gemm.OpSpec(name, code, name, x, weight, out, dual=DUALS.get(name, name))
             assert overlap_gemm.register(spec) is getattr(overlap_gemm, name)
 
 
