@@ -225,8 +225,8 @@ def dual_of(spec: OpSpec) -> GemmOp:
     if spec.dual not in GEMM_OPS:
         x, weight, out = spec.dual_axes
         raise RuntimeError(
-            f"{spec.name} has no gradient: its dual, {spec.dual!r}, is not registered; register an op with "
-            f"x={x!r}, weight={weight!r}, out={out!r}"
+            f"{spec.name} has no gradient: no op dual={spec.dual!r} is registered; register one with "
+            f"x={x!r}, weight={weight!r}, out={out!r}, and {spec.name} with its name as dual="
         )
     return GEMM_OPS[spec.dual]
 
