@@ -219,22 +219,10 @@ def _check(
             raise ValueError(
                 f"{op}: dim must name one of the {x.ndim - 1} row dimensions of x {shape_of(x)}, got {dim}"
             )
+        if spec.reshards_k:
+            _check_parts_of_k(spec, x, weights[0], group, call)
         if not torch.compiler.is_compiling():
             ranks = resolve(group)
-            depth = weights[0].shape[1]
-            of_ranks = Shards.even(depth, ranks.size)
-            local = of_ranks.size(ranks.rank)
-            if spec.reshards_k and x.shape[-1] != local:
-                raise ValueError(
-                    f"{op}: of K={depth} of weight {shape_of(weights[0])} rank {ranks.rank} of {ranks.size} "
-                    f"owns {local} (as torch.chunk cuts), but x has {x.shape[-1]} columns"
-                )
-            if spec.reshards_k and call.blocks and ranks.size > 1 and of_ranks.chunk % call.blocks[2]:
-                raise ValueError(
-                    f"{op}: K={depth} in {ranks.size} parts is {of_ranks.chunk} a rank, which must be a "
-                    f"multiple of block={call.blocks[2]}, because a block of the weight has one scale; use a "
-                    "smaller block, or 16-bit operands"
-                )
             if x.device.type not in ranks.device_types:
                 raise ValueError(
                     f"{op}: x is on {x.device}, for which group {group!r} (P={ranks.size}) has no backend; "
@@ -246,9 +234,27 @@ def _check(
         check_name(call.backend, bool(call.deterministic), promises)
         check_reserve_sms(call.reserve_sms)
     except (ValueError, TypeError) as error:
-        agree.report(op, resolve(group), error)
+        if not torch.compiler.is_compiling():
+            agree.report(op, resolve(group), error)
         raise
     return dim % x.ndim
+
+
+def _check_parts_of_k(spec: OpSpec, x: Tensor, weight: Tensor, group: str, call: OpCall) -> None:
+    """Checks the width of x, and that the rank's part of K is of whole blocks; ValueError if not."""
+    depth, size, rank = weight.shape[1], group_size(group), group_rank(group)
+    parts = Shards.even(depth, size)
+    if x.shape[-1] != parts.size(rank):
+        raise ValueError(
+            f"{spec.name}: of K={depth} of weight {shape_of(weight)} rank {rank} of {size} "
+            f"owns {parts.size(rank)} (as torch.chunk cuts), but x has {x.shape[-1]} columns"
+        )
+    if call.blocks and size > 1 and parts.chunk % call.blocks[2]:
+        raise ValueError(
+            f"{spec.name}: K={depth} in {size} parts is {parts.chunk} a rank, which must be a multiple of "
+            f"block={call.blocks[2]}, because a block of the weight has one scale; use a smaller block, or "
+            "16-bit operands"
+        )
 
 
 def total_extent(
