@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import (
 )
 
 import overlap_gemm
-from overlap_gemm.nn import ParallelBlock, full_state_dict
+from overlap_gemm.nn import ParallelAttention, ParallelBlock, full_state_dict
 from overlap_gemm.spec.sharding import Shards
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, BATCH = 8, 8, 4, 2, 2
@@ -143,6 +143,10 @@ def check_rest(rank, size):
     assert sorted(one.module for one in fusions if one.why_not is None) == ops
     with pytest.raises(ValueError, match="num_heads=6 must be a multiple of num_kv_heads=3.* 2 ranks"):
         ParallelBlock(12, 6, 8, num_kv_heads=3)
+    with pytest.raises(
+        TypeError, match="no option skip_bias_add; those of its linears are bias, init_method"
+    ):
+        ParallelAttention(12, 6, skip_bias_add=True)
 
 
 def alone(rank, size):

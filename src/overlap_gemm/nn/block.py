@@ -46,6 +46,7 @@ class ParallelAttention(nn.Module):
             `skip_bias_add`. `bias` is False by default.
 
     Raises:
+        TypeError: There is no such option.
         ValueError: `num_kv_heads` does not divide `num_heads`, or the ranks do not divide `num_kv_heads`. Or
             an option has no such value (`sequence_dim`, `backend`, `invariant`, ...).
     """
@@ -64,6 +65,11 @@ class ParallelAttention(nn.Module):
         **options: "Unpack[LayerOptions]",
     ):
         super().__init__()
+        if unknown := sorted(options.keys() - LayerOptions.__annotations__.keys()):
+            raise TypeError(
+                f"ParallelAttention: no option {', '.join(unknown)}; those of its linears are "
+                f"{', '.join(LayerOptions.__annotations__)}"
+            )
         kv_heads, world = num_kv_heads or num_heads, group_size(group_name(options.get("tp_group")))
         if num_heads % kv_heads or kv_heads % world:
             raise ValueError(
