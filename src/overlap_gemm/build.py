@@ -20,6 +20,7 @@ must be ``Int32`` or ``Int64`` objects: the DSL packs a plain ``int`` there wron
     (rows, N) of ``config.out_dtype``, N contiguous, 16-byte aligned, row stride a multiple of 16 bytes.
     ``rows`` is M for a plain GEMM, else the number of rows that this rank owns. A rank without rows passes
     any valid tensor of one row; the kernel does not write to it.
+    With ``config.weights`` above 1, ``b`` and ``out`` are tuples of that many.
 ``extras``
     Tuple of tensors, or None if there are none. First the two matrices of scales, if operands have scales of
     blocks (`mainloop.blocks`, `mx`). Then the operands of the epilogue's visitors, in the order of
@@ -169,10 +170,14 @@ def fake_arguments(kernel: FusedGemm) -> tuple[Any, ...]:
     b = matrix(cfg.in_dtypes[1], cfg.b_major == "k")
     if cfg.has_two_weights:
         b = b, matrix(cfg.in_dtypes[1], True)
+    out = matrix(cfg.out_dtype, True)
+    if cfg.weights > 1:
+        b = tuple(matrix(cfg.in_dtypes[1], cfg.b_major == "k") for _ in range(cfg.weights))
+        out = tuple(matrix(cfg.out_dtype, True) for _ in range(cfg.weights))
     return (
         matrix(cfg.in_dtype, cfg.a_major == "k"),
         b,
-        matrix(cfg.out_dtype, True),
+        out,
         extras,
         exchange,
         Int32(1),

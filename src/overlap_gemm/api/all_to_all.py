@@ -26,7 +26,7 @@ _gemm_all_to_all = register(
     GEMM_ALL_TO_ALL,
     PatternSpec(
         "column_exchange", GEMM_ALL_TO_ALL.name, cut="columns", to_all=False, returns=False,
-        kernel="overlap_gemm.exchange.all_to_all:AllToAll", has_epilogue=True,
+        kernel="overlap_gemm.exchange.all_to_all:AllToAll", has_epilogue=True, takes_lists=True,
     ),
 )  # fmt: skip
 _all_to_all_gemm = register(
@@ -52,8 +52,9 @@ def gemm_all_to_all(
 
     Args:
         x: This rank's rows `[S_local, ..., K]`, as for `all_gather_gemm`.
-        weight: `[N, K]`, the same on every rank; or a list of weights (q, k, v), whose products the portable
-            backends exchange at once. Its gradient is summed over the ranks, and complete on every rank.
+        weight: `[N, K]`, the same on every rank. Or a list of weights (q, k, v): their products are exchanged
+            at once, fused by one kernel (with `block`, and in a group of one, by one for each weight). Its
+            gradient is summed over the ranks, and complete on every rank.
         heads: Heads, of N / heads columns each, that are not cut; of a list of weights one number for each,
             or one for all. Fewer than P must divide P: rank r gets head `r * heads // P`. If P does not
             divide the heads, `block` and `epilogue` raise TypeError. Default: columns are cut wherever

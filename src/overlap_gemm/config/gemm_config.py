@@ -76,8 +76,8 @@ class GemmConfig:
         leaves: Parts of a rank's K whose sums are added by a binary tree (`mainloop.leaves`); 0: no tree.
         launch: Beginning of the kernel. ``"ordered"``: after the stream's preceding kernel has ended.
             ``"dependent"``: as its programmatic dependent (`kernel.dependent_launch`).
-            ``"dependent_weights"``, swapped kernels only: it also reads B before that kernel's end, so that
-            kernel must not write B.
+            ``"dependent_weights"``, swapped kernels only: it also reads B before that; nothing may write B.
+        weights: Number of matrices B, each with an output (`work.WeightColumns`).
     """
 
     arch: str = "sm_100a"
@@ -99,6 +99,7 @@ class GemmConfig:
     launch: Launch = "ordered"
     blocks: Blocks | None = None
     b_dtype: InDtype | None = None
+    weights: int = 1
 
     def __post_init__(self) -> None:
         """Raises ValueError, naming the rule, for a configuration no kernel exists for."""
@@ -292,10 +293,7 @@ class GemmConfig:
 
     @cached_property
     def epi_tile(self) -> tuple[int, int]:
-        """Returns (M, N) of a subtile: the content of one ring stage.
-
-        Swapped: 64 columns, at most 64 rows. Ping-pong: 64 x 64, with f32 or pairs 64 x 32. Else: 128 x 32.
-        """
+        """Returns (M, N) of a subtile: the content of one ring stage."""
         if self.is_swap_ab:
             return min(self.tile[0], 64), 64
         if self.mma == "pingpong":
@@ -443,7 +441,8 @@ class GemmConfig:
         return name_of(self)
 
 
-FACTS = ("arch", "in_dtype", "b_dtype", "out_dtype", "a_major", "b_major", "epilogue", "blocks", "leaves")
+_OPERANDS = ("arch", "in_dtype", "b_dtype", "out_dtype", "a_major", "b_major", "weights")
+FACTS = (*_OPERANDS, "epilogue", "blocks", "leaves")
 """Fields that the device, the operands of a call and its promises determine, not the caller."""
 
 CHOICES = tuple(field.name for field in fields(GemmConfig) if field.name not in FACTS)

@@ -28,6 +28,7 @@ def name_of(config: GemmConfig) -> str:
     parts += [blocks_name(config.blocks)] if config.blocks else []
     parts += [f"k{config.k_split}"] if config.k_split != 1 else []
     parts += [f"l{config.leaves}"] if config.leaves else []
+    parts += [f"w{config.weights}"] if config.weights != 1 else []
     parts += [f"g{config.raster_group}"] if config.raster_group != 8 else []
     return "_".join(parts)
 

@@ -8,6 +8,7 @@
 | a_major, b_major | any; 8-bit operands on sm_90a: "k" |
 | k_split | 1; 2 and 4 for swap_ab with tiles of at most 64 rows |
 | leaves | 0; 1, 2, 4, 8 with slot_dtype f32, not swap_ab; 8-bit operands: with blocks |
+| weights | 1; more without pairs, leaves and blocks |
 | launch | "ordered", "dependent"; "dependent_weights" for swap_ab |
 | inflight | 1 to ring_stages - 1 (`EpilogueRing` itself also takes 0) |
 | ring_stages | at most 63 ring and A/B stages together (`BARRIER_BYTES`); at least 2 A/B stages fit |
@@ -101,6 +102,11 @@ def check(config: GemmConfig) -> None:
     splits = K_SPLITS if may_split(config.mma, config.tile) else (1,)
     _require_in(f"k_split for mma={config.mma!r}, tile={config.tile}", config.k_split, splits)
     _check_leaves(config)
+    if config.weights > 1 and (config.has_pairs or config.leaves or config.blocks):
+        raise ValueError(
+            f"weights={config.weights} is for kernels without pairs of columns, leaves and scales of blocks; "
+            f"got leaves={config.leaves}, blocks={config.blocks}"
+        )
     if not 0 < config.inflight < config.ring_stages:
         raise ValueError(
             f"inflight={config.inflight} bulk groups must be at least 1 and fewer than "

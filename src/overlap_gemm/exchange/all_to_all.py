@@ -7,6 +7,9 @@ Every rank has its rows of ``a`` and all of ``b``: it computes its rows of each 
     receive role    per source and tile: waits for the flag, copies the slot into the source's rows; or first
                     applies visitors of complete sums, whose inputs are those of the output, and rounds again
 
+Of several weights (q, k, v) the tiles of each follow each other in an owner's shard (`work.WeightColumns`): a
+tile's weight determines what is loaded, and the output into which it is copied.
+
 A rank's tiles for itself pass through a slot, too. Shards of rows and of columns are those of
 ``torch.chunk``, and none is empty: a source with fewer rows sends the rows that exist, and flags of all tiles
 of a full shard.
@@ -33,7 +36,7 @@ from overlap_gemm.exchange.send import OwnerSender
 from overlap_gemm.exchange.tile_exchange import TileExchange
 from overlap_gemm.kernel.epilogue import Visits
 from overlap_gemm.kernel.protocols import Output
-from overlap_gemm.kernel.work import CtaTile, Share, TileShards, Work, shard_tiles
+from overlap_gemm.kernel.work import CtaTile, Share, TileShards, WeightColumns, Work, shard_tiles
 from overlap_gemm.spec import GEMM_ALL_TO_ALL
 from overlap_gemm.spec.sharding import ceil_div, num_owners
 
@@ -74,11 +77,15 @@ class AllToAll(TileExchange):
 
     def share(self, exchange: Exchange, rows: Scalar, cols: Scalar, out: Any) -> Share:
         """Returns this rank's rows by each owner's columns; slots are counted by full shards of both."""
-        full, shard = ceil_div(cute.size(out, mode=[0]), exchange.world), exchange.shard_rows
-        shards = TileShards(full, shard, 0, shard)
+        world, shard = exchange.world, exchange.shard_rows
+        if self.config.weights > 1:
+            weights, shard = WeightColumns.of(self.config, cols, world)
+            shards = TileShards(ceil_div(cute.size(out[0], mode=[0]), world), shard, 0, shard, weights)
+            return Share(rows, shard * world, exchange.rank, world, shards, shard)
+        shards = TileShards(ceil_div(cute.size(out, mode=[0]), world), shard, 0, shard)
         return Share(rows, cols, exchange.rank, num_owners(cols, shard), shards, shard)
 
-    def output(self, out: cute.Tensor, exchange: Exchange) -> Output:
+    def output(self, out: Any, exchange: Exchange) -> Output:
         """Returns the output for ordinary stores."""
         return Output(None, out)
 
@@ -103,15 +110,25 @@ class RowsOfSources:
 
     def locate(self, context: ReceiveContext, index: Scalar, unit: Scalar) -> CopiedUnit:
         """Returns the slot and the place of a unit: a tile is numbered as its source computes it."""
-        config, call, out, work = self.op.config, context.call, context.out, context.work
+        config, call, work = self.op.config, context.call, context.work
         source, tile = index % call.exchange.world, index // call.exchange.world
         at = CtaTile.numbered(config, self.op.order, work.all_tiles, tile)
-        first = source * work.shards.rows
-        rows = cutlass.min(work.shards.rows, cute.size(out, mode=[0]) - first)
-        window = Window.of(out, first, 0, rows, cute.size(out, mode=[1]))
+        at, window = self._window(context, at, source * work.shards.rows)
         slot = (Int64(source) * work.slots + tile) * config.tile_bytes
         exists = unit_exists(config, unit, at, window)
         return CopiedUnit(exists, call.base + call.buffer + slot, unit, at, window, source, tile)
+
+    def _window(self, context: ReceiveContext, at: CtaTile, first: Scalar) -> tuple[CtaTile, Window]:
+        """Returns the tile's place in its window: rows from ``first`` on of the output of its weight."""
+        shards = context.work.shards
+        outs = context.out if self.op.config.weights > 1 else (context.out,)
+        rows = cutlass.min(shards.rows, cute.size(outs[0], mode=[0]) - first)
+        window, *others = [Window.of(out, first, 0, rows, cute.size(out, mode=[1])) for out in outs]
+        if not others:
+            return at, window
+        for other, weight in zip(others, shards.weights[1:], strict=True):
+            window = Window.either(at.column >= weight.begin, other, window)
+        return at._replace(column=at.column - shards.weight_at(at.column).begin), window
 
     def await_tile(self, context: ReceiveContext, index: Scalar) -> None:
         """Waits for the source's flag of a tile."""

@@ -98,6 +98,7 @@ class ExchangeShape:
         shard: Rows, or columns (`is_by_columns`), of a full shard; ``shard * world`` is not less than the
             extent that is cut.
         pattern: Name of the communication pattern in `overlap_gemm.spec.PATTERNS`.
+        weights: Columns of each weight in a full shard, if a kernel multiplies several, whose sum is `shard`.
     """
 
     rows: int
@@ -105,6 +106,7 @@ class ExchangeShape:
     world: int
     shard: int
     pattern: str = "reduce_scatter"
+    weights: tuple[int, ...] = ()
 
     @classmethod
     def even(
@@ -148,9 +150,16 @@ class ExchangeShape:
         return (self.shard if self.spec.cut else self.rows), self.cols
 
     def grid(self, config: GemmConfig) -> TileGrid:
-        """Returns the grid of cluster tiles of a block."""
+        """Returns the grid of cluster tiles of a block. Each of several weights begins with a tile."""
         (rows, cols), (tile_m, tile_n) = self.block, config.cluster_tile
-        return TileGrid(ceil_div(rows, tile_m), ceil_div(cols, tile_n))
+        columns = sum(ceil_div(width, tile_n) for width in self.weights or (cols,))
+        return TileGrid(ceil_div(rows, tile_m), columns)
+
+    def weight_begins(self, config: GemmConfig) -> list[int]:
+        """Returns the first column in a shard of each of several weights, and the end of the last one."""
+        wide = config.cluster_tile[1]
+        tiles = [ceil_div(width, wide) for width in self.weights]
+        return [wide * sum(tiles[:i]) for i in range(len(tiles) + 1)]
 
     def cta_tiles(self, config: GemmConfig) -> int:
         """Returns the number of CTA tiles of a block: the range of tile numbers of slots and flags."""

@@ -150,6 +150,16 @@ class Window(NamedTuple):
         return Window(out.iterator.toint() + offset, rows, columns, out.stride[0], row, column)
 
     @staticmethod
+    def either(condition: Any, one: Window, other: Window) -> Window:
+        """Returns ``one`` if the condition holds, else ``other``; they have equal rows and first columns."""
+
+        def select(of: Any, field: str) -> Any:
+            return cutlass.select_(condition, of(getattr(one, field)), of(getattr(other, field)))
+
+        address, pitch = select(Int64, "address"), select(Int64, "pitch")
+        return other._replace(address=address, columns=select(Int32, "columns"), pitch=pitch)
+
+    @staticmethod
     def unsharded(out: cute.Tensor) -> Window:
         """Returns all of ``out``."""
         return Window.of(out, 0, 0, cute.size(out, mode=[0]), cute.size(out, mode=[1]))

@@ -44,8 +44,17 @@ def load_weights_early(mainloop: Mainloop, op: KernelOp, res: Any, ops: Any, wor
     """Loads the first k tiles of B of this cluster's first tile; all lanes of the load warp."""
     # Before the branch: with this in it the DSL's compiler (4.8.1) fails on a one-shot kernel with LL.
     place = work.place(op.order, 0)
-    col = place.shard * work.shards.col_step + place.n * mainloop.config.cluster_tile[1]
-    if work.num_tiles > 0:
+    column = place.n * mainloop.config.cluster_tile[1]
+    col = place.shard * work.shards.col_step + column
+    if cutlass.const_expr(mainloop.config.weights > 1):
+        weights = work.shards.weights
+        for i in cutlass.range_constexpr(len(weights)):
+            begin, columns = weights[i]
+            if (work.num_tiles > 0) & (column >= begin) & (column < begin + columns):
+                col = place.shard * columns + column - begin
+                _, b, first, _ = mainloop.loads(res, ops.of_weight(i), Int32(0), col)
+                load_first_weights(res.ab, mainloop.load_state(), b, first, num_early(mainloop.config, ops.b))
+    elif work.num_tiles > 0:
         _, b, first, _ = mainloop.loads(res, ops, Int32(0), col)
         load_first_weights(res.ab, mainloop.load_state(), b, first, num_early(mainloop.config, ops.b))
 

@@ -59,7 +59,7 @@ class FusedGemm:
         self,
         a: cute.Tensor,
         b: Any,
-        out: cute.Tensor,
+        out: Any,
         extras: Extras,
         exchange: Any,
         num_clusters: Int32,
@@ -67,11 +67,14 @@ class FusedGemm:
     ) -> None:
         """Encodes the TMA descriptors and launches ``num_clusters`` clusters on ``stream``."""
         cfg = self.config
-        is_swapped = None
+        is_swapped = others = None
         if cutlass.const_expr(cfg.has_two_weights):
             b, is_swapped = interleaved(*b)
+        if cutlass.const_expr(cfg.weights > 1):
+            further = [self.mainloop.operands(a, other, extras) for other in b[1:]]
+            b, others = b[0], tuple([(views.tma_b, views.b) for views in further])
         b = self.op.view_of_b(b, exchange)
-        ops = self.mainloop.operands(a, b, extras)._replace(is_swapped=is_swapped)
+        ops = self.mainloop.operands(a, b, extras)._replace(is_swapped=is_swapped, others=others)
         more = self.op.more_sources(self.mainloop, exchange)
         self.kernel(ops, more, self.op.output(out, exchange), out, extras, exchange).launch(
             grid=(num_clusters * cfg.cluster[0], cfg.cluster[1], cfg.k_split),
@@ -89,7 +92,7 @@ class FusedGemm:
         ops: OperandViews,
         more: Any,
         output: Any,
-        out: cute.Tensor,
+        out: Any,
         extras: Extras,
         exchange: Any,
     ) -> None:
@@ -99,8 +102,8 @@ class FusedGemm:
         if warp == mainloop.load_warp:
             cpasync.prefetch_descriptor(ops.tma_a)
             cpasync.prefetch_descriptor(ops.tma_b)
-        rows, cols = cute.size(ops.a, mode=[0]), cute.size(ops.b, mode=[0])
-        work = plan_work(cfg, op.order, op.share(exchange, rows, cols, out))
+        rows = cute.size(ops.a, mode=[0])
+        work = plan_work(cfg, op.order, op.share(exchange, rows, ops.columns, out))
         smem = memory.SmemAllocator()
         peer_table, call = smem_peer_table(smem), None
         if cutlass.const_expr(not cfg.loads_weights_early):

@@ -23,6 +23,7 @@ class OperandViews(NamedTuple):
         b: Coordinate tensor (N, K) of B.
         scales: Scales of blocks (`mx.MxScales`, `blocks.BlockScales`), or None.
         is_swapped: For two matrices B, whether a pair's second column comes first (`interleaved`); else None.
+        others: ``(tma_b, b)`` of further matrices B (`GemmConfig.weights`), or None.
     """
 
     mma: Any
@@ -32,6 +33,21 @@ class OperandViews(NamedTuple):
     b: Any
     scales: Any = None
     is_swapped: Any = None
+    others: Any = None
+
+    @property
+    def columns(self) -> Any:
+        """Returns N, or a tuple with N of each matrix B."""
+        if self.others is None:
+            return cute.size(self.b, mode=[0])
+        return tuple([cute.size(b, mode=[0]) for b in (self.b, *(b for _, b in self.others))])
+
+    def of_weight(self, index: int) -> OperandViews:
+        """Returns the views with one of several matrices B."""
+        if index == 0:
+            return self
+        tma_b, b = self.others[index - 1]
+        return self._replace(tma_b=tma_b, b=b)
 
     def of_shard(self, shard: Scalar, work: Any) -> OperandViews:
         """Returns the views for a tile of an owner's shard."""

@@ -130,7 +130,10 @@ class KernelOp(Protocol):
         """Returns the receive role, or None."""
 
     def share(self, exchange: Any, rows: Scalar, cols: Scalar, out: Any) -> Share:
-        """Returns this rank's share of the product; ``rows`` and ``cols`` are those of A and B."""
+        """Returns this rank's share of the product.
+
+        ``rows`` and ``cols`` are those of A and B; of several matrices B ``cols`` and ``out`` are tuples.
+        """
 
     def view_of_b(self, b: cute.Tensor, exchange: Any) -> cute.Tensor:
         """Returns B, or B cut along K for the gate, ``(N, K of a slice, slices)``; on the host."""

@@ -42,12 +42,49 @@ def load_role(mainloop: Mainloop, op: KernelOp, res: Any, ops: Any, more: Any, w
             row = place.shard * work.shards.row_step + place.m * tile_m
             col = place.shard * work.shards.col_step + place.n * tile_n
             operands = ops.of_shard(place.shard, work)
-            state = load_k_tiles(res.ab, state, *mainloop.loads(res, operands, row, col), early)
+            if cutlass.const_expr(mainloop.config.weights > 1):
+                at = place.shard, row, place.n * tile_n
+                state = load_of_weight(mainloop, res, ops, state, work.shards.weights, at, early)
+            else:
+                state = load_k_tiles(res.ab, state, *mainloop.loads(res, operands, row, col), early)
         if cutlass.const_expr(early is not None):
             early = Int32(0)
     mainloop.load_tail(res, state)
     if cutlass.const_expr(gate is not None):
         gate.end(call)
+
+
+@cute.jit
+def load_of_weight(
+    mainloop: Mainloop,
+    res: Any,
+    ops: Any,
+    state: pipeline.PipelineState,
+    weights: Any,
+    at: tuple[Int32, Int32, Int32],
+    early: Any,
+) -> pipeline.PipelineState:
+    """Loads a tile of A and of the one of several weights that has its first column.
+
+    Args:
+        mainloop: Mainloop that loads.
+        res: Resources of the mainloop.
+        ops: Operands.
+        state: Pipeline state of the loads.
+        weights: `WeightColumns` of each weight.
+        at: Owner of the tile, row of A, and column in the owner's shard.
+        early: Number of k tiles of B in flight, as in `load_k_tiles`.
+
+    Returns:
+        The pipeline state after the last k tile.
+    """
+    owner, row, column = at
+    for i in cutlass.range_constexpr(len(weights)):
+        begin, columns = weights[i]
+        if (column >= begin) & (column < begin + columns):
+            col = owner * columns + column - begin
+            state = load_k_tiles(res.ab, state, *mainloop.loads(res, ops.of_weight(i), row, col), early)
+    return state
 
 
 @cute.jit

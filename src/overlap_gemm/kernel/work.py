@@ -13,6 +13,28 @@ from overlap_gemm.device.traced import Scalar
 from overlap_gemm.spec.sharding import ceil_div, num_owners
 
 
+class WeightColumns(NamedTuple):
+    """Columns of one of several weights in a full shard, of which each begins with a cluster tile.
+
+    Attributes:
+        begin: First column in the shard, a multiple of a cluster tile's.
+        columns: Number of columns; up to the next weight's first one, the tile's other columns are not sent.
+    """
+
+    begin: Scalar
+    columns: Scalar
+
+    @staticmethod
+    def of(config: GemmConfig, widths: Any, world: Scalar) -> tuple[tuple[WeightColumns, ...], Any]:
+        """Returns the columns of each weight, as `torch.chunk` cuts them, and their end in a shard."""
+        wide, begin, parts = config.cluster_tile[1], Int32(0), []
+        for width in widths:
+            columns = ceil_div(width, world)
+            parts.append(WeightColumns(begin, columns))
+            begin = begin + ceil_div(columns, wide) * wide
+        return tuple(parts), begin
+
+
 class TileShards(NamedTuple):
     """Division of a rank's product into shards, one per owner: along the rows, or along the columns.
 
@@ -21,12 +43,22 @@ class TileShards(NamedTuple):
         cols: Columns of a full shard, possibly 0.
         row_step: Rows from one shard to the next; 0 if they are cut along the columns.
         col_step: Columns from one shard to the next; 0 if they are cut along the rows.
+        weights: `WeightColumns` of each weight, if there are several; else None.
     """
 
     rows: Scalar
     cols: Scalar
     row_step: Scalar
     col_step: Scalar
+    weights: Any = None
+
+    def weight_at(self, column: Scalar) -> WeightColumns:
+        """Returns the columns of the weight, one of several, that has this column of a shard."""
+        at = self.weights[0]
+        for weight in self.weights[1:]:
+            pairs = zip(weight, at, strict=True)
+            at = WeightColumns(*[cutlass.select_(column >= weight.begin, new, old) for new, old in pairs])
+        return at
 
 
 class Share(NamedTuple):
@@ -102,6 +134,9 @@ class Work(NamedTuple):
         """Returns (rows, columns) from a tile's first ones to its shard's end; 0 or less past the end."""
         shards = self.shards
         rows = cutlass.min(shards.rows, self.rows - at.owner * shards.row_step)
+        if shards.weights is not None:
+            begin, columns = shards.weight_at(at.column)
+            return rows - at.row, begin + columns - at.column
         columns = cutlass.min(shards.cols, self.cols - at.owner * shards.col_step)
         return rows - at.row, columns - at.column
 

@@ -26,11 +26,11 @@ from .layers import ColumnParallelLinear, RowParallelLinear, is_bare
 class UlyssesAttention(nn.Module):
     """Attention (Ulysses): input and output are sharded by sequence, the attention function by heads.
 
-    Queries, keys and values are projected and exchanged by one call of `gemm_all_to_all`; the result is sent
-    back by `all_to_all_gemm`. Every rank of `group` has all of each weight; gradients of weights and biases
-    are summed over these ranks. The constructor is collective: it broadcasts the weights of `group`'s rank 0,
-    so the ranks' seeds may differ. With `tp_group` the seeds of its ranks must be equal, as for
-    `ColumnParallelLinear`. The children have Llama's names: q_proj, k_proj, v_proj, o_proj.
+    Queries, keys and values are projected and exchanged by one call of `gemm_all_to_all` (fused: one kernel);
+    the result is sent back by `all_to_all_gemm`. Every rank of `group` has all of each weight; gradients of
+    weights and biases are summed over these ranks. The constructor is collective: it broadcasts the weights
+    of `group`'s rank 0, so the ranks' seeds may differ. With `tp_group` the seeds of its ranks must be equal,
+    as for `ColumnParallelLinear`. The children have Llama's names: q_proj, k_proj, v_proj, o_proj.
 
     Input and output: this rank's rows of `[S, B, hidden_size]`, or with `sequence_dim=1` of `[B, S,
     hidden_size]`.

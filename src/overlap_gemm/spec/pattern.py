@@ -26,6 +26,8 @@ class PatternSpec:
         kernel: ``module:class`` of the op's part of the kernel (`kernel.protocols.KernelOp`).
         has_epilogue: Whether the kernel of an op with a replicated weight applies epilogues of complete sums
             to this rank's result; not read for other ops.
+        takes_lists: Whether a kernel of an op that sends tiles multiplies a list of weights
+            (`GemmConfig.weights`).
     """
 
     name: str
@@ -35,6 +37,7 @@ class PatternSpec:
     returns: bool
     kernel: str
     has_epilogue: bool = False
+    takes_lists: bool = False
 
     @property
     def spec(self) -> OpSpec:

@@ -215,7 +215,7 @@ def facts_of(shape: ExchangeShape, dtype: str, depth: int | None, blocks: Blocks
     """Returns the model's facts of a call."""
     op = shape.spec.spec
     rows = shape.rows * (shape.world if op.x == "m" else 1)
-    return Facts(op.name, rows, shape.cols, depth, dtype, shape.world, shape.shard, blocks)
+    return Facts(op.name, rows, shape.cols, depth, dtype, shape.world, shape.shard, blocks, shape.weights)
 
 
 def choose_config(

@@ -54,6 +54,7 @@ class Facts:
         world: Number of ranks P.
         shard: Rows of a full shard if rows are sharded; 0 for even shards.
         blocks: Blocks of the scales of 8-bit operands; None: scales per row.
+        weights: `ExchangeShape.weights`.
     """
 
     op: str
@@ -64,6 +65,7 @@ class Facts:
     world: int
     shard: int = 0
     blocks: Blocks | None = None
+    weights: tuple[int, ...] = ()
 
     @cached_property
     def spec(self) -> OpSpec:
@@ -310,7 +312,8 @@ def _shape_of(facts: Facts, pattern: str) -> ExchangeShape:
     (rows, _, _), (_, columns, _) = facts.local, facts.extents
     if PATTERNS[pattern].cut == "rows" and facts.shard:
         return ExchangeShape(rows, columns, facts.world, facts.shard, pattern)
-    return ExchangeShape.even(rows, columns, facts.world, pattern, facts.blocks)
+    shape = ExchangeShape.even(rows, columns, facts.world, pattern, facts.blocks)
+    return replace(shape, weights=facts.weights) if facts.weights else shape
 
 
 def fused_time(

@@ -39,6 +39,7 @@ from ..scales.block_scales import layout_of
 from ..scales.tma_operands import ROW_BYTES, ROW_ELEMENTS, aligned, aligned_vector, has_tma_strides, major
 from . import exchange_plans as exchange
 from . import gather_calls as gather
+from . import list_calls as lists
 from .extents import Sizes, sizes
 from .launch_plan import Plan
 from .plan_cache import DTYPES, bias_visitor, plan_for
@@ -187,10 +188,10 @@ class Fused:
             how = problem.keep, problem.out_dtype, problem.blocks, problem.applying
             return exchange.bind(x, weight, bias, shards, group, *how)
         if problem.spec.takes_lists:
-            return self._bind_each(problem, x, weight, bias, shards, group)
+            return self._bind_list(problem, x, weight, bias, shards, group)
         return self._bind_one(problem, x, weight, bias, shards, group)
 
-    def _bind_each(
+    def _bind_list(
         self,
         problem: Problem,
         x: Tensor,
@@ -199,28 +200,14 @@ class Fused:
         shards: Shards,
         group: Group,
     ) -> Callable[..., Any]:
-        """Binds a separate launch for each weight of a list."""
-
-        def bias_of(biases: Sequence[Tensor], i: int) -> Tensor | None:
-            return biases[i] if biases else None
-
+        """Binds one launch for a list of weights, or one for each (`list_calls.why_each`)."""
+        if problem.applying is None and lists.why_each(problem, weights, group) is None:
+            return lists.bind_list(problem, x, weights, biases, shards, group)
         runs = [
-            self._bind_one(problem, x, weight, bias_of(biases, i), shards, group)
+            self._bind_one(problem, x, weight, biases[i] if biases else None, shards, group)
             for i, weight in enumerate(weights)
         ]
-
-        def run(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], *scales: Any) -> Any:
-            if problem.applying is not None:  # of one weight
-                inputs, *vectors = scales
-                vectors = [vectors[0], vectors[1][0]] if vectors else []
-                return x, runs[0](x, weights[0], bias_of(biases, 0), inputs, *vectors)
-            outs = []
-            for i, (one, weight) in enumerate(zip(runs, weights, strict=True)):
-                weight_scales = (scales[0], scales[1][i]) if scales else ()
-                outs.append(one(x, weight, bias_of(biases, i), *weight_scales))
-            return x, outs
-
-        return run
+        return lists.bind_each(runs, problem.applying is not None)
 
     def _bind_one(
         self, problem: Problem, x: Tensor, weight: Any, bias: Any, shards: Shards, group: Group

@@ -98,7 +98,7 @@ def plan_for(
     if plan is not None:
         return plan
     agreed, (kind, operands) = peers.agreed, kind_of(dtype, out_dtype, epilogue, blocks, weight_dtype)
-    operands |= {"a_major": a_major, "b_major": b_major}
+    operands |= {"a_major": a_major, "b_major": b_major, "weights": len(shape.weights) or 1}
     shape = _with_pattern(peers, kind, shape, depth, blocks, epilogue)
     config = default_config(agreed.arch, kind, shape, agreed.num_sms, depth, **operands)
     reserve = peers.reserve_sms if requested.reserve_sms is None else requested.reserve_sms

@@ -1,0 +1,22 @@
+"""The time model of kernels that multiply a list of weights."""
+
+from dataclasses import replace
+
+import pytest
+
+from overlap_gemm.config.gemm_config import GemmConfig
+from overlap_gemm.exchange.geometry import ExchangeShape
+from overlap_gemm.tuning.machine import load
+from overlap_gemm.tuning.time_model import Facts, fused_time
+
+
+def test_each_weight_of_a_list_begins_with_a_tile():
+    config, chunks = GemmConfig(tile=(128, 128)), (136, 72, 72)
+    shape = ExchangeShape(64, 2 * sum(chunks), 2, sum(chunks), "column_exchange", chunks)
+    assert shape.weight_begins(config) == [0, 256, 384, 512]
+    assert shape.grid(config).cols == 4 and shape.cta_tiles(config) == 4
+    call = Facts("gemm_all_to_all", 128, 560, 64, "bf16", 2)
+    joined, apart = (
+        fused_time(config, one, load("b200"), 1).waves for one in (call, replace(call, weights=chunks))
+    )
+    assert apart == pytest.approx(joined * 4 / 3)

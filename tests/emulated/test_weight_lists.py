@@ -1,0 +1,177 @@
+"""One kernel for a list of weights of `gemm_all_to_all`: q, k and v of an attention layer."""
+
+import pytest
+import torch
+
+import overlap_gemm
+from overlap_gemm.backends.fused.launch_plan import Plan
+from overlap_gemm.testing.emulated import poisoned_allocations
+from tests.support.emulated.op_runs import lagging, world_of
+from tests.support.emulated.rank_scripts import lines_of_ranks
+
+SWAPPED = {"mma": "swap_ab", "tile": (16, 64)}
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Returns a list to which each call appends the number of its kernels."""
+    seen, launch = [], Plan.launch
+
+    def counting(plan, *arguments):
+        seen.append(len(plan.products))
+        return launch(plan, *arguments)
+
+    monkeypatch.setattr(Plan, "launch", counting)
+    return seen
+
+
+class Operands:
+    """Operands of all ranks, and results in float64; `scaled`: of 8 bits with scales of rows."""
+
+    def __init__(self, rows, widths, depth=72, scaled=False, seed=0):
+        made = torch.Generator().manual_seed(seed)
+        self.x = torch.randn(rows, depth, generator=made).bfloat16()
+        self.weights = [torch.randn(n, depth, generator=made).bfloat16() for n in widths]
+        self.biases = [torch.randn(n, generator=made).bfloat16() for n in widths]
+        self.scales = None
+        values = self.x.double(), [weight.double() for weight in self.weights]
+        if scaled:
+            quantized = [overlap_gemm.quantize_rows(one) for one in (self.x, *self.weights)]
+            self.x, *self.weights = (one.values for one in quantized)
+            self.scales = quantized[0].scale, [one.scale for one in quantized[1:]]
+            full, *of_weights = [one.values.double() * one.scale for one in quantized]
+            values = full, of_weights
+        pairs = zip(values[1], self.biases, strict=True)
+        self.exact = [values[0] @ weight.t() + bias.double() for weight, bias in pairs]
+
+    def call(self, world, **options):
+        """Returns the lists of results of all ranks."""
+        ranks = len(world.names)
+        of_x = [None] * ranks if self.scales is None else self.scales[0].chunk(ranks)
+        of_weights = None if self.scales is None else self.scales[1]
+        with poisoned_allocations():
+            return [
+                overlap_gemm.gemm_all_to_all(
+                    x, self.weights, bias=self.biases, group=group, rows=len(self.x), backend="fused",
+                    scale_x=of_rows, scale_w=of_weights, **options,
+                )
+                for x, of_rows, group in zip(self.x.chunk(ranks), of_x, world.names, strict=True)
+            ]  # fmt: skip
+
+    def check(self, outs):
+        """Compares the results of all ranks, joined."""
+        for i, exact in enumerate(self.exact):
+            made = torch.cat([of_rank[i] for of_rank in outs], -1)
+            assert all(of_rank[i].is_contiguous() for of_rank in outs)
+            tolerance = 2**-10 if self.scales is None else 2**-6
+            torch.testing.assert_close(made.double(), exact, rtol=2**-8, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("arch", "ranks", "rows", "fields", "transport"),
+    [
+        ("sm_90a", 3, 200, None, None),
+        ("sm_100a", 2, 201, None, None),
+        ("sm_90a", 2, 130, {"mma": "cooperative", "tile": (128, 128), "cluster": (1, 2)}, None),
+        ("sm_90a", 4, 30, SWAPPED, "ll"),
+        ("sm_90a", 2, 30, SWAPPED | {"launch": "dependent_weights"}, None),
+    ],
+)
+def test_a_list_is_one_launch(launches, arch, ranks, rows, fields, transport):
+    """Rows are ragged. A rank has 136 columns of the first weight, and 72 of the others: parts of tiles."""
+    operands = Operands(rows, [136 * ranks, 72 * ranks, 72 * ranks])
+    with world_of(arch, ranks, fields, transport=transport) as world:
+        outs = operands.call(world)
+        world.synchronize()
+    operands.check(outs)
+    assert launches == [1] * ranks
+
+
+def test_calls_of_lists_and_of_single_weights_share_workspaces(launches):
+    """Checks lists of two shapes and one weight alone, on a rank that lags."""
+    calls = [
+        Operands(130, widths, seed=i) for i, widths in enumerate([(144, 144), (288,), (144, 288), (144, 144)])
+    ]
+    with world_of("sm_90a", 2, num_sms=1, schedule=lagging(1)) as world:
+        outs = [operands.call(world) for operands in calls]
+        world.synchronize()
+    for operands, of_call in zip(calls, outs, strict=True):
+        operands.check(of_call)
+    assert launches == [1] * 8
+
+
+def test_scales_of_rows_follow_the_columns_of_each_weight(launches):
+    operands = Operands(70, [144, 272], depth=128, scaled=True)
+    with world_of("sm_90a", 2) as world:
+        outs = operands.call(world)
+        world.synchronize()
+    operands.check(outs)
+    assert launches == [1, 1]
+
+
+def test_weights_of_several_layouts_are_copied_to_one(launches):
+    operands = Operands(70, [144, 272])
+    operands.weights[1] = operands.weights[1].t().contiguous().t()
+    with world_of("sm_90a", 2) as world:
+        outs = operands.call(world)
+        world.synchronize()
+    operands.check(outs)
+    assert launches == [1, 1]
+
+
+def test_scales_of_blocks_and_a_group_of_one_need_a_launch_for_each_weight(launches):
+    x, *weights = torch.randn(3, 256, 128).to(torch.float8_e4m3fn)
+    scales = torch.ones(128, 1), [torch.ones(2, 1)] * 2
+    with world_of("sm_90a", 2) as world:
+        for group in world.names:
+            overlap_gemm.gemm_all_to_all(
+                x[:128], weights, scale_x=scales[0], scale_w=scales[1], block=128,
+                group=group, rows=256, backend="fused",
+            )  # fmt: skip
+        world.synchronize()
+    assert launches == [1] * 4
+    launches.clear()
+    with world_of("sm_90a", 1) as world:
+        overlap_gemm.gemm_all_to_all(
+            x.bfloat16(), [w.bfloat16() for w in weights], group=world.names[0], backend="fused"
+        )
+        world.synchronize()
+    assert launches == [1, 1]
+
+
+LAYER = """
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention
+
+    import overlap_gemm
+    from overlap_gemm.backends.fused.launch_plan import Plan
+    from overlap_gemm.nn import UlyssesAttention
+    from overlap_gemm.tuning.settings import configured
+
+    launched, launch = [], Plan.launch
+    Plan.launch = lambda plan, *arguments: (launched.append(plan.pattern), launch(plan, *arguments))
+    world = overlap_gemm.init()
+    how = {"num_kv_heads": 1, "head_dim": 16, "bias": True, "dtype": torch.bfloat16, "device": world.device}
+    layer = UlyssesAttention(64, 4, backend="fused", **how)
+    x = torch.randn(40, 2, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    with configured(mma="pingpong", tile=(64, 128), cluster=(1, 1)):
+        out = layer(x.chunk(2)[world.rank].to(world.device), is_causal=True).cpu()
+
+    def projected(linear, x):
+        out = x @ linear.weight.cpu().double().t()
+        return out if linear.bias is None else out + linear.bias.cpu().double()
+
+    heads = [projected(one, x.double()) for one in (layer.q_proj, layer.k_proj, layer.v_proj)]
+    heads = [one.unflatten(-1, (-1, 16)).permute(1, 2, 0, 3) for one in heads]
+    exact = scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
+    exact = projected(layer.o_proj, exact.permute(2, 0, 1, 3).flatten(2)).chunk(2)[world.rank]
+    assert (out - exact).norm() <= 0.01 * exact.norm(), (out, exact)
+    overlap_gemm.finalize()
+    print(*sorted(launched))
+"""
+
+
+def test_an_attention_layer_launches_one_kernel_before_and_one_after_attention(tmp_path):
+    """Its one head of keys and values is replicated on both ranks."""
+    lines = lines_of_ranks(tmp_path, LAYER)  # the ranks are threads: a line has the launches of both
+    assert lines == ["column_exchange column_exchange input_exchange input_exchange"] * 2
