@@ -102,3 +102,72 @@ def before_the_sum_over_ranks(rank, size, op):
 @pytest.mark.parametrize("op", ["gemm_reduce_scatter", "gemm_all_reduce"])
 def test_epilogues_of_scaled_partial_sums(ranks, op):
     ranks(3).run(before_the_sum_over_ranks, op)
+
+
+def results_with_scales(rank, size, op):
+    """Compares with `quantize_rows` of the function, in rows of zeros and NaN, too."""
+    call, along = (
+        getattr(overlap_gemm, op),
+        {"dim": 1} if op in ("all_gather_gemm", "gemm_reduce_scatter") else {},
+    )
+    generator = torch.Generator().manual_seed(3 + rank * (op == "gemm_reduce_scatter"))
+    x, weight = torch.randn(2, 6, 32, generator=generator), torch.randn(512, 32, generator=generator)
+    x[0, 0], x[1, 2] = 0, torch.nan
+    plain = call(x, weight, **along)
+    for one, function in (
+        (epilogues.to_e4m3_blocks, lambda sums: sums),
+        (epilogues.swiglu_e4m3_blocks, lambda sums: epilogues.swiglu.on_tensors(sums, ())[0]),
+    ):
+        expected = overlap_gemm.quantize_rows(function(plain), block=128)
+        for run in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
+            values, scales = run(x, weight, epilogue=one(), **along)
+            assert values.dtype == E4M3 and scales.shape == (*values.shape[:-1], values.shape[-1] // 128)
+            torch.testing.assert_close(
+                values.float(), expected.values.float(), equal_nan=True, rtol=0, atol=0
+            )
+            torch.testing.assert_close(scales, expected.scale, equal_nan=True, rtol=0, atol=0)
+        if plain.shape[0] == 2 and op != "gemm_reduce_scatter":
+            assert (scales[0, 0] == 2.0**-60).all() and scales[1].isnan().any()
+    with pytest.raises(
+        ValueError, match="scales blocks of 128 columns; the 64 columns of this rank's result"
+    ):
+        call(x, weight[:64], epilogue=epilogues.to_e4m3_blocks(), **along)
+
+
+@pytest.mark.parametrize("op", ["all_gather_gemm", "gemm_reduce_scatter"])
+def test_scales_of_blocks_of_the_result(ranks, op):
+    ranks(2).run(results_with_scales, op)
+
+
+def a_pair_of_products_in_8_bits(rank, size):
+    generator = torch.Generator().manual_seed(rank)
+    x, down = torch.randn(6, 32, generator=generator), torch.randn(40, 256, generator=generator)
+    both = [torch.randn(256, 32, generator=generator) for _ in range(2)]
+    values, scales = overlap_gemm.all_gather_gemm(x, both, epilogue=epilogues.swiglu_e4m3_blocks())
+    rows, scale_w = overlap_gemm.quantize_rows(down, block=128)
+    weight = {"scale_w": scale_w[:1], "block": 128}  # a scale for 128 rows
+    out = overlap_gemm.gemm_reduce_scatter(values, rows, scale_x=scales, **weight)
+    wide = [values.float().unflatten(1, (-1, 128)) * scales[..., None], rows.float().unflatten(1, (-1, 128))]
+    product = [wide[0].flatten(1), (wide[1] * scale_w[:1, :, None]).flatten(1)]
+    expected = overlap_gemm.gemm_reduce_scatter(*product)
+    torch.testing.assert_close(out.float(), expected, rtol=2**-7, atol=2**-7)
+
+
+def test_the_result_is_an_operand_of_the_next_product(ranks):
+    ranks(2).run(a_pair_of_products_in_8_bits)
+
+
+@pytest.mark.parametrize(
+    "declared",
+    [
+        {"block": 64, "result": "e4m3"},
+        {"block": 128},
+        {"block": 128, "result": "e4m3", "outputs": {"y": "element"}},
+    ],
+)
+def test_scales_are_of_8_bit_results_without_outputs(declared):
+    def unchanged(x):
+        return x
+
+    with pytest.raises(ValueError, match="block must be 128, with result='e4m3' and without outputs"):
+        epilogue(unchanged, **declared)

@@ -14,9 +14,7 @@ from ..backends.scales.mx_scales import atoms_of
 from ..backends.scales.row_quantization import by_one_kernel, has_kernel
 from ..backends.scales.scaling import FLOAT8, along_rows
 from ..dispatch.calls import is_plain
-
-LEAST_SCALE = 2.0**-60
-"""Minimum of scales: the product of two is a normal float32, and rows of zeros need no special case."""
+from ..epilogues.definition import LEAST_SCALE
 
 
 class Quantized(NamedTuple):

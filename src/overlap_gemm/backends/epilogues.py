@@ -12,10 +12,11 @@ from torch import Tensor
 from ..config.gemm_config import GemmConfig
 from ..config.scale_blocks import in_words
 from ..config.visitors import Visitor
-from ..epilogues import PAIR, Applied, Epilogue, apply_relu
-from ..epilogues.definition import bands
+from ..epilogues import BLOCK, PAIR, Applied, Epilogue, apply_relu
+from ..epilogues.definition import LARGEST, LEAST_SCALE, bands
 from ..epilogues.library import BINARY, TORCH_OPERATIONS
 from ..spec import PATTERNS, OpSpec, patterns_of
+from ..spec.sharding import ceil_div
 from .scales.scaling import FLOAT8, OUT_DTYPES
 from .scales.tma_operands import ROW_BYTES, ROW_ELEMENTS, aligned_vector
 
@@ -70,6 +71,8 @@ class Applying(NamedTuple):
         if (operations := TORCH_OPERATIONS.get(self.epilogue.key)) is not None:
             return [_by_torch(self.epilogue, operations, sums, inputs).to(self.out_dtype)]
         result, *others = self.epilogue.on_tensors(sums, inputs)
+        if self.epilogue.block is not None:
+            return _by_blocks(result.float(), self.epilogue.block)
         outputs = zip(self.epilogue.outputs, others, strict=True)
         return [
             _rounded(result, result_dtype(self.epilogue, self.out_dtype)),
@@ -95,6 +98,30 @@ def _rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
         most = torch.finfo(dtype).max
         values = values.clamp(-most, most)
     return values.to(dtype)
+
+
+def _by_blocks(values: Tensor, block: int) -> list[Tensor]:
+    """Returns values in 8 bits, divided by the scales of their rows' blocks, and these scales."""
+    parts = values.unflatten(-1, (values.shape[-1] // block, block))
+    scale = (parts.abs().amax(-1) * (1 / LARGEST)).clamp(min=LEAST_SCALE)
+    quotients = (parts * scale.reciprocal().unsqueeze(-1)).flatten(-2)
+    _, scales = new_scales(values, scale.shape[:-1].numel(), values.shape[-1])
+    return [_rounded(quotients, torch.float8_e4m3fn), scales.copy_(scale.flatten(0, -2)).view(scale.shape)]
+
+
+def new_scales(x: Tensor, rows: Any, columns: Any) -> tuple[Tensor, Tensor]:
+    """Returns new scales of an 8-bit result's blocks as kernels store them, and as ops return them.
+
+    They are one tensor: `[columns / 128, rows rounded up to 4]`, and its transpose `[rows, columns / 128]`,
+    which torch's products and TMA read without a copy (`scaling.along_rows`).
+
+    Args:
+        x: Tensor on the device.
+        rows: Rows of the result.
+        columns: Columns of the result.
+    """
+    stored = x.new_empty(ceil_div(columns, BLOCK), ceil_div(rows, 4) * 4, dtype=torch.float32)
+    return stored, stored.t()[:rows]
 
 
 def _by_torch(epilogue: Epilogue, operations: Sequence[str], sums: Any, inputs: Sequence[Tensor]) -> Tensor:
@@ -240,6 +267,8 @@ def why_after(problem: Problem, columns: int) -> str | None:
         return "kernels that gather results store none of 8 bits"
     if epilogue.result is not None and spec.weight is None:
         return "kernels of all-to-all ops store no results of 8 bits"
+    if epilogue.block and not spec.gathers_operand:
+        return f"kernels scale blocks of {epilogue.block} columns in all_gather_gemm only"
     if epilogue.outputs and not (spec.sums and problem.world_size > 1):
         return "kernels support outputs in ops that sum over several ranks only"
     is_all_reduce = spec.sums and spec.out is None and problem.world_size > 1

@@ -5,6 +5,7 @@
 | mma, tile, cluster | those of `arch.ARCHS` |
 | out_dtype, slot_dtype | the operands' type (8-bit operands: bf16 or f16), or f32; swap_ab: not f32 |
 | out_dtype | the type of the last epilogue's result, if it has one |
+| tile | multiples of 128 result columns, not swap_ab, if the last epilogue's result has scales of blocks |
 | a_major, b_major | any; 8-bit operands on sm_90a: "k" |
 | k_split | 1; 2 and 4 for swap_ab with tiles of at most 64 rows |
 | leaves | 0; 1, 2, 4, 8 with slot_dtype f32, not swap_ab; 8-bit operands: with blocks |
@@ -27,6 +28,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 from overlap_gemm.config.arch import MmaKind
 from overlap_gemm.config.naming import by
 from overlap_gemm.config.scale_blocks import check_blocks
+from overlap_gemm.config.visitors import block_of
 from overlap_gemm.epilogues import PAIR
 
 if TYPE_CHECKING:
@@ -98,6 +100,13 @@ def check(config: GemmConfig) -> None:
         raise ValueError(
             f"an epilogue of pairs is the last one, in kernels whose subtiles are {PAIR} columns wide, not "
             f"mma={config.mma!r} with epilogues {', '.join(visitor.name for visitor in config.epilogue)}"
+        )
+    block = block_of(config.epilogue)
+    if block and (config.is_swap_ab or config.tile[1] // config.subtile_step % block):
+        raise ValueError(
+            f"scales of {block} columns of a result are for tiles with a multiple of {block} of its "
+            f"columns, not swapped; got tile={by(config.tile)}, mma={config.mma!r}, and "
+            f"{config.subtile_step} columns of the product for a column of the result"
         )
     splits = K_SPLITS if may_split(config.mma, config.tile) else (1,)
     _require_in(f"k_split for mma={config.mma!r}, tile={config.tile}", config.k_split, splits)

@@ -17,6 +17,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from overlap_gemm.epilogues import (
+    BLOCK,
     Epilogue,
     InputKind,
     OutputKind,
@@ -29,7 +30,7 @@ from overlap_gemm.spec.sharding import ceil_div
 if TYPE_CHECKING:
     from overlap_gemm.config.gemm_config import GemmConfig
 
-OperandKind = Literal[InputKind, "row_values", "row_parts", "row_counts"]
+OperandKind = Literal[InputKind, "row_values", "row_parts", "row_counts", "block_scales"]
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,8 @@ class Operand:
             ``"element"``: a matrix. Written, for an output with a value for each row: ``"row_values"``: the
             vector; ``"row_parts"``: a matrix, (subtiles along the columns, rows rounded up to 4);
             ``"row_counts"``: a vector with the number of finished subtiles of each unit's rows, zeros between
-            calls.
+            calls. ``"block_scales"``: scales of an 8-bit result, (blocks along the columns, rows rounded up
+            to 4).
         dtype: Element type, ``"bf16"``, ``"f16"``, ``"f32"`` or ``"i32"``.
     """
 
@@ -54,7 +56,7 @@ class Operand:
     @property
     def is_matrix(self) -> bool:
         """Returns whether the tensor has two dimensions."""
-        return self.kind in ("element", "row_parts")
+        return self.kind in ("element", "row_parts", "block_scales")
 
     def shape(self, config: GemmConfig, rows: int, columns: int) -> tuple[int, ...]:
         """Returns the extents of the tensor of a call.
@@ -72,6 +74,7 @@ class Operand:
             "scalar": (1,),
             "row_parts": (ceil_div(columns, config.epi_tile[1]), ceil_div(rows, 4) * 4),
             "row_counts": (ceil_div(rows, config.unit_rows),),
+            "block_scales": (ceil_div(columns, BLOCK), ceil_div(rows, 4) * 4),
         }[self.kind]
 
 
@@ -112,8 +115,10 @@ class Visitor:
 
         An output with a value for each element has one tensor. One with a value for each row has two, fp32:
         ``row_values``, then ``row_parts``. If there are any of the latter, one ``row_counts`` (int32) for all
-        of them is the last.
+        of them is the last. The scales of an 8-bit result have one tensor, the kernel's last operand.
         """
+        if self.epilogue.block:
+            return (Operand("block_scales", "f32"),)
         dtypes, operands = iter(self.dtypes[len(self.epilogue.inputs) :]), []
         for _, kind in self.epilogue.outputs:
             if kind == "element":
@@ -136,6 +141,11 @@ class Visitor:
         """Returns the result of one value, or of a pair; for functions without outputs."""
         (result,) = self.epilogue.apply(sums, inputs)
         return result
+
+
+def block_of(visitors: Sequence[Visitor]) -> int | None:
+    """Returns the columns of the result that share a scale; None if it has no scales."""
+    return visitors[-1].epilogue.block if visitors else None
 
 
 def bias_of(dtype: str, of: Sum = "complete") -> Visitor:

@@ -52,6 +52,11 @@ def check_shapes(
                 f"{2 * PAIR}; N={columns} of this rank must be a multiple of {2 * PAIR}"
             )
         columns = columns // 2
+    if epilogue.block and columns % epilogue.block:
+        raise ValueError(
+            f"{op.name}: epilogue {epilogue.name} scales blocks of {epilogue.block} columns; the {columns} "
+            f"columns of this rank's result must be a multiple of {epilogue.block}"
+        )
     of = "product" if epilogue.is_partial(op.spec.sums) else "result"
     shapes: dict[str, list[Any]] = {
         "element": [*leading, columns], "rows": leading, "columns": [columns],

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..backends.epilogues import Applying, TensorKind, author_gradient, result_dtype
+from ..backends.epilogues import Applying, TensorKind, author_gradient, new_scales, result_dtype
 from ..backends.op_call import SCHEMA, OpCall
 from ..epilogues import Applied, Epilogue, epilogue_of
 from ..runtime.group import Group, GroupLike, find, group_name
@@ -79,7 +79,10 @@ class EpilogueOp(Registered):
         epilogue, (rows, columns) = epilogue_of(call.epilogue), extents(self.plain, call, weight)
         width = columns // 2 if epilogue.pairs else columns
         made = [x.new_empty(rows, width, dtype=result_dtype(epilogue, dtype))]
-        for _, kind in epilogue.outputs:
+        for _, kind in epilogue.returned:
+            if kind == "blocks":
+                made.append(new_scales(x, rows, width)[1])
+                continue
             wide = torch.promote_types(dtype, torch.float32)
             shape, kept = ((rows, width), dtype) if kind == "element" else ((rows,), wide)
             made.append(x.new_empty(shape, dtype=kept))
@@ -171,14 +174,14 @@ class _Shapes(NamedTuple):
 
     def shaped(self, results: list[Tensor]) -> list[Tensor]:
         """Returns the op's results in the caller's shapes."""
-        lowered, declared = self.lowered, self.epilogue.outputs
+        lowered, declared = self.lowered, self.epilogue.returned
         if lowered.finish is None:
             return results
         count = len(results) - 1 - len(declared)
         moved, (result, *outputs) = results[:count], results[count:]
         shaped = [lowered.finish(result)]
         for (_, kind), output in zip(declared, outputs, strict=True):
-            by_element = kind == "element"
+            by_element = kind in ("element", "blocks")
             shaped.append(lowered.finish(output) if by_element else lowered.finish(output[:, None])[..., 0])
         return [*(map(lowered.finish, moved) if lowered.call.keep else moved), *shaped]
 

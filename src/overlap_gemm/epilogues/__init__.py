@@ -20,7 +20,18 @@ from .arithmetic import (
     sqrt,
     tanh,
 )
-from .definition import PAIR, Applied, Epilogue, InputKind, OutputKind, ResultType, Sum, epilogue, epilogue_of
+from .definition import (
+    BLOCK,
+    PAIR,
+    Applied,
+    Epilogue,
+    InputKind,
+    OutputKind,
+    ResultType,
+    Sum,
+    epilogue,
+    epilogue_of,
+)
 from .library import (
     add_bias,
     add_residual,
@@ -36,10 +47,13 @@ from .library import (
     scale_rows_and_columns,
     swiglu,
     swiglu_e4m3,
+    swiglu_e4m3_blocks,
     to_e4m3,
+    to_e4m3_blocks,
 )
 
 __all__ = [
+    "BLOCK",
     "PAIR",
     "Applied",
     "Epilogue",
@@ -76,6 +90,8 @@ __all__ = [
     "sqrt",
     "swiglu",
     "swiglu_e4m3",
+    "swiglu_e4m3_blocks",
     "tanh",
     "to_e4m3",
+    "to_e4m3_blocks",
 ]

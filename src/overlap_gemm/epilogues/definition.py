@@ -39,6 +39,15 @@ ResultType = Literal["e4m3"]
 """8-bit type of a result: float8_e4m3fn. Values are rounded to nearest; those beyond +-448, infinities
 included, become +-448, and a NaN stays NaN."""
 
+BLOCK = 128
+"""Columns of a row of an 8-bit result that share a scale, with `block`."""
+
+LARGEST = 448.0
+"""Largest value of float8_e4m3fn."""
+
+LEAST_SCALE = 2.0**-60
+"""Minimum of scales: the product of two is a normal float32, and zeros need no special case."""
+
 PAIR = 32
 """Width of a pair's column block: PAIR columns of first values (gate), then PAIR of second values (up)."""
 
@@ -61,6 +70,7 @@ class Epilogue:
         function: Function of values.
         gradient: Gradient function as in `epilogue`, or None.
         result: Type of the result (`ResultType`); None: that of the op.
+        block: Columns of a row of the result that share a scale, `BLOCK`; None: there are no scales.
         key: "name:digest", by which graphs, records and other ranks name it (see `epilogue_of`).
         has_gathered_rows: Whether an input is of kind "gathered_rows".
         reads_outputs: Whether `gradient` reads the result and the outputs: its second parameter has no
@@ -77,6 +87,7 @@ class Epilogue:
     function: Callable[..., Any] = field(repr=False, compare=False)
     gradient: Callable[..., Any] | None = field(default=None, repr=False, compare=False)
     result: ResultType | None = None
+    block: int | None = None
 
     key: str = field(init=False, repr=False, compare=False)
     has_gathered_rows: bool = field(init=False, repr=False, compare=False)
@@ -98,6 +109,11 @@ class Epilogue:
             sums: Whether the op adds the products of all ranks (`OpSpec.sums`); else every sum is complete.
         """
         return sums and self.of == "partial"
+
+    @property
+    def returned(self) -> tuple[tuple[str, OutputKind | Literal["blocks"]], ...]:
+        """Returns (name, kind) of each tensor that follows the result: the outputs, or the blocks' scales."""
+        return (("scales", "blocks"),) if self.block else self.outputs
 
     @property
     def needs_one_shot(self) -> bool:
@@ -226,6 +242,7 @@ def epilogue(
     pairs: bool = False,
     gradient: Callable[..., Any] | None = None,
     result: ResultType | None = None,
+    block: int | None = None,
 ) -> Any:
     """Makes an epilogue of a function; a decorator.
 
@@ -254,8 +271,11 @@ def epilogue(
             calls that need a gradient, no kernel applies the epilogue. The plain op runs, then the function
             on tensors; autograd differentiates both and saves the sum.
         result: "e4m3": the result is rounded to 8 bits (`ResultType`), outputs are not. The function divides
-            by the scale, which is an input. A call that needs a gradient raises TypeError. None: the result
-            has the op's type.
+            by the scale, which is an input, unless `block` is passed. A call that needs a gradient raises
+            TypeError. None: the result has the op's type.
+        block: 128: the op divides each row's values in 128 columns by a scale, and returns the scales after
+            the result. A scale is the largest magnitude / 448, at least 2^-60. As in `quantize_rows`, the
+            scale of zeros is 2^-60, and a NaN makes its block NaN. Columns are a multiple of 128.
 
     Returns:
         The `Epilogue`. If this process has made one with the same key before, the same object is returned.
@@ -269,8 +289,9 @@ def epilogue(
     """
     if function is None:
         return lambda function: epilogue(
-            function, inputs=inputs, outputs=outputs, of=of, pairs=pairs, gradient=gradient, result=result
-        )
+            function, inputs=inputs, outputs=outputs, of=of, pairs=pairs, gradient=gradient, result=result,
+            block=block,
+        )  # fmt: skip
     name, kinds, others = getattr(function, "__name__", "epilogue"), dict(inputs or {}), dict(outputs or {})
     for what, value, allowed in (
         *((f"input {one}", kind, get_args(InputKind)) for one, kind in kinds.items()),
@@ -290,16 +311,22 @@ def epilogue(
             f"epilogue {name}: result={result!r} allows no gradient, and complete sums only; got "
             f"of={of!r}, gradient={gradient!r}"
         )
+    if block is not None and (block != BLOCK or result is None or others):
+        raise ValueError(
+            f"epilogue {name}: block must be {BLOCK}, with result='e4m3' and without outputs; got "
+            f"block={block!r}, result={result!r}, outputs=({', '.join(others)})"
+        )
     taken = list(inspect.signature(function).parameters)
     if taken[1 + pairs :] != list(kinds):
         raise TypeError(
             f"epilogue {name}: after {'a pair of sums' if pairs else 'the sum'} the function must take the "
             f"inputs ({', '.join(kinds)}), in this order; it takes ({', '.join(taken)})"
         )
-    digest = _digest(name, function, str((kinds, others, of, pairs, result)), gradient)
+    declared = (kinds, others, of, pairs, result, *([block] if block else []))
+    digest, read, stored = _digest(name, function, str(declared), gradient), kinds.items(), others.items()
     made = Epilogue(
-        name, tuple(kinds.items()), tuple(others.items()), of, pairs, digest, function, gradient, result
-    )
+        name, tuple(read), tuple(stored), of, pairs, digest, function, gradient, result, block
+    )  # fmt: skip
     try:
         made.apply([_Probe()] * (1 + pairs), [_Probe()] * len(kinds))
     except Exception as error:

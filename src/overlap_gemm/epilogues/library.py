@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from .arithmetic import gelu, gelu_tanh, relu, silu
-from .definition import epilogue
+from .definition import BLOCK, epilogue
 
 
 def _of_sum_and_bias(gradients: Any, _outputs: Any, _inputs: Any) -> Any:
@@ -127,6 +127,18 @@ def to_e4m3(x: Any, scale: Any) -> Any:
 def swiglu_e4m3(gate: Any, up: Any, scale: Any) -> Any:
     """Returns silu(gate) * up / scale in 8 bits; `scale` as in `to_e4m3`."""
     return silu(gate) * up / scale
+
+
+@epilogue(result="e4m3", block=BLOCK)
+def to_e4m3_blocks(x: Any) -> Any:
+    """Returns x in 8 bits, with a scale for each 128 columns of a row."""
+    return x
+
+
+@epilogue(pairs=True, result="e4m3", block=BLOCK)
+def swiglu_e4m3_blocks(gate: Any, up: Any) -> Any:
+    """Returns silu(gate) * up in 8 bits, with a scale for each 128 columns of a row."""
+    return silu(gate) * up
 
 
 TORCH_OPERATIONS: dict[str, tuple[str, ...]] = {

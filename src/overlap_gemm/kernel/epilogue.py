@@ -235,12 +235,12 @@ class Visits:
         column: Scalar,
     ) -> None:
         """Applies a visitor to each element of a fragment, or of two; the first one gets the results."""
-        assert not visitor.writes, f"{visitor.name} has outputs, which the receive role alone stores"
+        assert not visitor.epilogue.outputs, f"{visitor.name} has outputs: the receive role stores them"
         size = cute.size(fragments[0])
-        places = self._places(partition, size)
+        places = self.places(partition, size)
         read = [
             _elements(operand, tensor, places, row, column)
-            for operand, tensor in zip(visitor.reads, tensors, strict=True)
+            for operand, tensor in zip(visitor.reads, tensors, strict=False)
         ]
         for i in range(size):
             sums = [Register(fragment[i]) for fragment in fragments]
@@ -256,7 +256,7 @@ class Visits:
             first = end
         return visitors
 
-    def _places(self, partition: Any, size: int) -> Places:
+    def places(self, partition: Any, size: int) -> Places:
         """Returns the places of the elements of a thread's fragment in the subtile."""
         tile = self.config.epi_tile
         first = partition(cute.make_identity_tensor(tile))[0]

@@ -13,8 +13,11 @@ from typing import Any, cast
 import cutlass
 from cutlass import Int32, cute, pipeline
 
+from overlap_gemm.config.visitors import block_of
 from overlap_gemm.device.registers import rematerialize
+from overlap_gemm.device.result_scales import scale_blocks
 from overlap_gemm.device.traced import Extras, Scalar, Stages
+from overlap_gemm.epilogues import BLOCK
 from overlap_gemm.kernel.loads import load_k_tiles
 from overlap_gemm.kernel.protocols import KernelOp, Mainloop
 from overlap_gemm.kernel.split import num_early
@@ -121,6 +124,9 @@ def epilogue_role(
         acc, state = mainloop.accumulate(res, ops, state)
         row = tile.owner * work.shards.row_step + tile.row
         column = tile.owner * work.shards.col_step + tile.column
+        end: Any = None
+        if cutlass.const_expr(block_of(cfg.epilogue) is not None):
+            end = row + work.left(tile)[0]
         read: Any = extras
         if cutlass.const_expr(gate is not None and cfg.visits_rows):
             opened = gate.open(call, tile.owner, opened)
@@ -128,7 +134,7 @@ def epilogue_role(
         place = thread
         if cutlass.const_expr(cfg.sum_parts > 1):  # else values derived from it take the sums' registers
             place = rematerialize(thread)
-        writer = SubtileWriter(mainloop, op, res, ops, ring, stages, read, place, row, column)
+        writer = SubtileWriter(mainloop, op, res, ops, ring, stages, read, place, row, column, end)
         state, ring_state = mainloop.drain(res, acc, state, writer, ring_state)
         if cutlass.const_expr(cfg.epilogue_groups > 1):
             ring_state.advance((cfg.epilogue_groups - 1) * cfg.stored_subtiles)
@@ -149,6 +155,7 @@ class SubtileWriter:
         thread: Index in the epilogue group.
         row: First row of the CTA tile in the rank's product.
         column: First column of the CTA tile in the rank's product.
+        end: Row after the last one of the tile's shard; None if the result has no scales of blocks.
     """
 
     mainloop: Mainloop
@@ -161,6 +168,45 @@ class SubtileWriter:
     thread: Scalar
     row: Scalar
     column: Scalar
+    end: Any = None
+
+    @property
+    def at_once(self) -> int:
+        """Returns the subtiles of the product that are visited before one is written: those of a scale."""
+        cfg = self.mainloop.config
+        block = block_of(cfg.epilogue)
+        return cfg.subtile_step * (block // cfg.epi_tile[1] if block else 1)
+
+    def write_all(self, joined: Sequence[Any], subtile: Scalar, state: pipeline.PipelineState) -> Any:
+        """Writes the subtiles of the output that `joined` returned for a row of them, scaled by blocks.
+
+        Args:
+            joined: Values of adjacent subtiles: all of a block of columns, or of several blocks.
+            subtile: First of their subtiles of the product.
+            state: State of the ring.
+
+        Returns:
+            The ring state after them.
+        """
+        cfg, number = self.mainloop.config, self.at_once // self.mainloop.config.subtile_step
+        for first in range(0, len(joined), number):
+            index = subtile + first * cfg.subtile_step
+            if block_of(cfg.epilogue):
+                self._scale(joined[first : first + number], index)
+            for i, fragment in enumerate(joined[first : first + number]):
+                state = self.write(fragment, index + i * cfg.subtile_step, state)
+        return state
+
+    def _scale(self, fragments: Sequence[Any], subtile: Scalar) -> None:
+        """Divides the values of a block of columns by their scales, and stores these."""
+        cfg = self.mainloop.config
+        row = self.row + subtile // cfg.epi_columns * cfg.epi_tile[0]
+        column = (self.column + subtile % cfg.epi_columns * cfg.epi_tile[1]) // cfg.subtile_step
+        places = self.op.visits.places(self._partition, cute.size(fragments[0]))
+        # The scales are the kernel's last operand.
+        scale_blocks(
+            fragments, places.rows, row + places.first[0], column // BLOCK, self.extras[-1], self.end
+        )
 
     def visit(self, fragment: cute.Tensor, subtile: Scalar) -> None:
         """Applies the op's visitors to this thread's fp32 values of ``subtile``."""

@@ -306,27 +306,27 @@ class MainloopSm100(LoadedMainloop):
     ) -> tuple[pipeline.PipelineState, pipeline.PipelineState]:
         """Passes the accumulator to ``writer`` by subtiles; releases it when the last is in registers."""
         subtiles, step = self.config.subtiles, self.config.subtile_step
-        for index in cutlass.range(0, subtiles, step, unroll=1):
-            fragments = self._load(acc, index)
-            cute.arch.fence_view_async_tmem_load()
-            if index == subtiles - step:
-                with cute.arch.elect_one():
-                    res.acc.consumer_release(state)
-            if cutlass.const_expr(acc.nodes is not None):
-                for part in cutlass.range_constexpr(step):
-                    leaves.finish(self.config, fragments[part], acc.nodes[(None, index + part, None)])
-            if cutlass.const_expr(self.config.k_split > 1):
-                ring_state = self._write_split(res, fragments[0], state, writer, ring_state)
-            else:
-                for part in cutlass.range_constexpr(step):
-                    writer.visit(fragments[part], index + part)
-                ring_state = writer.write(writer.joined(fragments, index), index, ring_state)
+        for first in cutlass.range(0, subtiles, writer.at_once, unroll=1):
+            joined: list[Any] = []
+            for part in cutlass.range_constexpr(0, writer.at_once, step):
+                index = first + part
+                fragments = [self._load_subtile(acc, index + i) for i in range(step)]
+                cute.arch.fence_view_async_tmem_load()
+                if index == subtiles - step:
+                    with cute.arch.elect_one():
+                        res.acc.consumer_release(state)
+                if cutlass.const_expr(acc.nodes is not None):
+                    for i in cutlass.range_constexpr(step):
+                        leaves.finish(self.config, fragments[i], acc.nodes[(None, index + i, None)])
+                if cutlass.const_expr(self.config.k_split > 1):
+                    ring_state = self._write_split(res, fragments[0], state, writer, ring_state)
+                else:
+                    for i in cutlass.range_constexpr(step):
+                        writer.visit(fragments[i], index + i)
+                    joined.append(writer.joined(fragments, index))
+            ring_state = writer.write_all(joined, first, ring_state)
         state.advance()
         return state, ring_state
-
-    def _load(self, acc: Accumulator, index: Scalar) -> list[Any]:
-        """Starts the loads of the subtiles of the product that make one subtile of the output."""
-        return [self._load_subtile(acc, index + part) for part in range(self.config.subtile_step)]
 
     def _load_subtile(self, acc: Accumulator, index: Scalar) -> Any:
         fragment = cute.make_rmem_tensor(acc.shape, cutlass.Float32)

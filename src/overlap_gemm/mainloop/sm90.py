@@ -397,12 +397,13 @@ class MainloopSm90(LoadedMainloop):
         # A thread's values of one 64-row instruction are contiguous, by column: so are a subtile's (swapped:
         # its columns are the tile's rows).
         fragments = [cute.make_tensor(acc.iterator + i * values, layout) for i in range(cfg.subtiles)]
-        for first in range(0, cfg.subtiles, VISITED):
-            for index in range(first, min(first + VISITED, cfg.subtiles)):
+        number, step = max(VISITED, writer.at_once), cfg.subtile_step
+        for first in range(0, cfg.subtiles, number):
+            indices = range(first, min(first + number, cfg.subtiles))
+            for index in indices:
                 writer.visit(fragments[index], index)
-            for index in range(first, min(first + VISITED, cfg.subtiles), cfg.subtile_step):
-                values = writer.joined(fragments[index : index + cfg.subtile_step], index)
-                ring_state = writer.write(values, index, ring_state)
+            joined = [writer.joined(fragments[i : i + step], i) for i in indices[::step]]
+            ring_state = writer.write_all(joined, first, ring_state)
         return ring_state
 
     def store_to_stage(

@@ -197,6 +197,10 @@ def _tally(epilogue: Epilogue, sizes: Sequence[int], size: int) -> _Tally:
         tally.extra += nbytes * is_full
     inputs = [_Counted(tally, kind == "element") for _, kind in epilogue.inputs]
     epilogue.apply([_Counted(tally, True)] * sums, inputs)
+    if epilogue.block:  # magnitudes, maxima, scaled values; the scales take no time
+        tally.step(WIDE, WIDE)
+        tally.step(WIDE)
+        tally.step(WIDE, WIDE)
     kinds = [kind for _, kind in epilogue.outputs]
     for stored_kind, nbytes in zip(("element", *kinds), (result, *[size] * len(kinds)), strict=True):
         if stored_kind != "element":

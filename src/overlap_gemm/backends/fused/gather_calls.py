@@ -15,12 +15,12 @@ from torch import Tensor
 
 from ...config.scale_blocks import Blocks
 from ...config.visitors import Visitor
-from ...epilogues import PAIR
+from ...epilogues import BLOCK, PAIR
 from ...exchange.geometry import ExchangeShape
 from ...runtime.group import Group
 from ...spec.sharding import Shards
 from ...tuning.settings import late_weights, settings, within
-from ..epilogues import Applying, read_by_kernel, result_dtype
+from ..epilogues import Applying, new_scales, read_by_kernel, result_dtype
 from ..scales.block_scales import layout_of
 from ..scales.block_scales import scales_of_shard as scales_of_blocks
 from ..scales.scaling import scales_of_shard as scales_of_rows
@@ -77,7 +77,7 @@ def bind(
         run_with_epilogue = within(settings(), run_with_epilogue)  # later calls use the settings of this one
         fits = rows and len(x) and x.is_contiguous() and padded(depth, x.itemsize) == depth
         fits = fits and not biases and all(has_tma_strides(weight) for weight in weights)
-        fits = fits and visitor.of_two_weights and out_dtype is None
+        fits = fits and visitor.of_two_weights and out_dtype is None and not visitor.writes
         if group.size == 1 or not fits or not is_weight_pair(*weights):
             return run_with_epilogue
         of_pair = plan_for(group, x, depth, (tuple(weights),), (visitor,), shards, keep)
@@ -244,8 +244,11 @@ def all_gather_gemm(
     visitor, inputs = epilogue or (None, ())
     columns_of = 2 if visitor is not None and visitor.epilogue.pairs else 1  # columns for a result's column
     of_result = result_dtype(visitor.epilogue if visitor else None, dtype)
+    has_scales = visitor is not None and visitor.epilogue.block
+    local_widths = [len(weight) // columns_of for weight in weights]
     if rows == 0:
-        return x, [x.new_empty(0, weight.shape[0] // columns_of, dtype=of_result) for weight in weights]
+        results = [x.new_empty(0, width, dtype=of_result) for width in local_widths]
+        return x, [*results, *(new_scales(x, 0, width)[1] for width in local_widths if has_scales)]
     # A rank without columns launches, too: its peers wait for its signals.
     used = [weight if len(weight) else weight.new_zeros(2 * PAIR, depth) for weight in weights]
     operands, widths = [aligned(weight) for weight in used], [len(weight) // columns_of for weight in used]
@@ -272,6 +275,9 @@ def all_gather_gemm(
         visitors += (visitor,)
         pairs = zip(vectors, widths, strict=True)
         vectors = [(*read, *read_by_kernel(visitor, inputs, rows, width)) for read, width in pairs]
+    of_blocks = [new_scales(x, rows, width) for width in widths if has_scales]
+    if has_scales:
+        vectors = [(*read, stored) for read, (stored, _) in zip(vectors, of_blocks, strict=True)]
     extras = [read or None for read in vectors]
     narrowed = [out[:, :width] for out, width in zip(outs, widths, strict=True)]
     kept = None
@@ -287,8 +293,10 @@ def all_gather_gemm(
             kept = shard.new_empty(rows, shard.stride(0)) if keep else None
             plan = plan_for(group, x, shard.shape[1], operands, visitors, shards, keep, out_dtype, blocks)
             plan.launch(shard, operands, narrowed, extras, kept)
-    local_widths = [len(weight) // columns_of for weight in weights]
     results = [first_columns(out, width, group) for out, width in zip(outs, local_widths, strict=True)]
+    if has_scales:
+        pairs = zip(of_blocks, local_widths, strict=True)
+        results += [returned[:, : width // BLOCK] for (_, returned), width in pairs]
     return x if kept is None else first_columns(kept, depth, group), results
 
 
@@ -326,8 +334,10 @@ def all_gather_pairs(
     """
     rows, depth, width, of_bias = shards.total, x.shape[1], len(weights[0]), out_dtype or x.dtype
     dtype = result_dtype(visitor.epilogue, of_bias)
+    stored, of_blocks = new_scales(x, rows, width)
+    more = [of_blocks] if visitor.epilogue.block else []
     if rows == 0:
-        return x, [x.new_empty(0, width, dtype=dtype)]
+        return x, [x.new_empty(0, width, dtype=dtype), *more]
     alone, pair = group.size == 1, weight_pair(*weights)
     shard = _shard(x, alone)
     out, visitors = x.new_empty(rows, width, dtype=dtype), (*bias_visitor(bool(biases), of_bias), visitor)
@@ -343,7 +353,7 @@ def all_gather_pairs(
         read = ((aligned_vector if alone else scales_of_rows)(scales[0], len(x)), by_bands(scales[1]))
     if biases:
         read += (by_bands(biases),)
-    read += read_by_kernel(visitor, inputs, rows, width)
+    read += (*read_by_kernel(visitor, inputs, rows, width), *([stored] if more else []))
     kept = None
     with late_weights(any(one is not weight for one, weight in zip(pair, weights, strict=True))):
         if alone:
@@ -355,7 +365,7 @@ def all_gather_pairs(
             kept = shard.new_empty(rows, shard.stride(0)) if keep else None
             plan = plan_for(group, x, shard.shape[1], (pair,), visitors, shards, keep, out_dtype)
             plan.launch(shard, (pair,), (out,), (read or None,), kept)
-    return x if kept is None else first_columns(kept, depth, group), [out]
+    return x if kept is None else first_columns(kept, depth, group), [out, *more]
 
 
 def _shard(x: Tensor, alone: bool) -> Tensor:
