@@ -9,6 +9,7 @@ import torch
 
 import overlap_gemm
 from cute_emulator import Emulator
+from overlap_gemm.backends.fused import exchange_plans as exchanges
 from overlap_gemm.backends.fused import fused_backend as fused
 from overlap_gemm.backends.fused import gather_calls, launch_plan
 from overlap_gemm.backends.fused import gather_plans as gathers
@@ -135,6 +136,29 @@ def test_a_gather_enters_few_python_functions_and_copies_nothing(
     assert gathering.local_shard == x.data_ptr()
     if block is not False:
         assert gathering.after.address == scale_x.data_ptr()
+
+
+@pytest.mark.parametrize(("has_scales", "budget"), [(False, 66), (True, 86)])
+def test_an_exchange_of_x_with_scales_or_an_epilogue_enters_few_python_functions(
+    world, monkeypatch, has_scales, budget
+):
+    """Checks that the second call launches its plan with the operands of the caller."""
+    launched: list = []
+    monkeypatch.setattr(
+        exchanges, "compiled_gather", lambda *_, **__: lambda *arguments: launched.append(arguments)
+    )
+    x, weight = torch.randn(64, 128).to(DTYPE), torch.randn(24, 256).to(DTYPE)
+    how = {"epilogue": add_residual(residual=torch.randn(32, 24).to(DTYPE))}
+    if has_scales:
+        x, scale_x = overlap_gemm.quantize_rows(x, block=128)
+        weight = overlap_gemm.quantize_rows(weight).values
+        how = {"scale_x": scale_x, "scale_w": torch.ones(1, 2), "block": 128}
+    how |= {"group": world.names[0], "backend": "fused"}
+    entries = python_calls(lambda: overlap_gemm.all_to_all_gemm(x, weight, **how))
+    assert entries.total() <= budget, (entries.total(), entries)
+    monkeypatch.setattr(exchanges, "all_to_all_gemm", None)  # which looks for the plan at every call
+    overlap_gemm.all_to_all_gemm(x, weight, **how)
+    assert launched[-1][1].data_ptr() == weight.data_ptr()
 
 
 def test_a_known_call_is_its_key_its_output_and_the_launch(world, launched, monkeypatch):

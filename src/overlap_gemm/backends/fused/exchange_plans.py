@@ -34,7 +34,7 @@ from ..scales.block_scales import gathered_scales, layout_of, num_bytes, scales_
 from ..scales.tma_operands import ROW_ELEMENTS, aligned, has_tma_strides, major, padded
 from . import plan_cache as plans
 from .compiled import compiled_gather
-from .gather_calls import first_columns, padded_vector, planned
+from .gather_calls import any_misaligned, first_columns, padded_vector, planned
 from .gather_plans import BufferLayout, is_pushed, prepared_gate
 from .launch_plan import Plan, Product, SideStreamWork
 from .plan_cache import (
@@ -274,8 +274,8 @@ def bind(
     """Returns the bound function of an all-to-all GEMM (`Backend.bind`).
 
     Collective at the first call of a signature. `applying` is an epilogue with its dtypes, or None. The other
-    arguments are those of `all_to_all_gemm`. The function launches the plan directly if no tensor needs a
-    copy, and there are neither scales nor an epilogue.
+    arguments are those of `all_to_all_gemm`. The function launches the plan directly if no operand needs a
+    copy.
     """
     visitor = None if applying is None else applying.visitor
 
@@ -293,11 +293,27 @@ def bind(
     is_direct = x.is_contiguous() and all(has_tma_strides(weight) for weight in weights)
     is_direct &= all(n and n % ROW_ELEMENTS == 0 for n in columns)
     is_direct &= all(bias.stride(0) == 1 for bias in biases)
-    if group.size == 1 or out_dtype is not None or visitor is not None or not (shards.total and is_direct):
+    if group.size == 1 or not (shards.total and is_direct):
         return run
-    visitors = bias_visitor(bool(biases), x.dtype)
-    plan = plan_for(group, x, weights, visitors, shards, keep)
-    return planned(plan, run, shards.size(group.rank), columns, depth * group.size if keep else None)
+    dtype, rows, full = out_dtype or x.dtype, shards.size(group.rank), depth * group.size if keep else None
+    visitors = bias_visitor(bool(biases), dtype) + (() if visitor is None else (visitor,))
+    plan = plan_for(group, x, weights, visitors, shards, keep, out_dtype, blocks)
+    if visitor is None and not blocks:
+        return planned(plan, run, rows, columns, full)
+
+    def run_as_planned(
+        x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], *others: Any
+    ) -> tuple[Tensor, list[Tensor]]:
+        if any_misaligned(x, *weights, *biases) or not plan.is_open:
+            return run(x, weights, biases, *others)
+        scales, epilogue = (others, None) if visitor is None else (others[1:], (visitor, others[0]))
+        extras = _extras(x, weights, biases, shards, group, scales, blocks, epilogue)
+        outs = [x.new_empty(rows, n, dtype=dtype) for n in columns]
+        kept = None if full is None else x.new_empty(rows, full)
+        plan.launch(x, weights, outs, extras, kept)
+        return x if kept is None else kept, outs
+
+    return run_as_planned
 
 
 def all_to_all_gemm(
@@ -340,20 +356,10 @@ def all_to_all_gemm(
     operands = [aligned(weight) for weight in used]
     outs = [x.new_empty(rows, padded(len(weight)), dtype=dtype) for weight in used]
     narrowed = [out[:, : len(weight)] for out, weight in zip(outs, used, strict=True)]
-    vectors: list[tuple[Tensor, ...]] = [()] * len(used)
-    if blocks:
-        vectors = _scales(scales, x, weights, blocks, shards, group)
-    if biases:
-        filled = [bias if len(bias) else bias.new_zeros(1) for bias in biases]
-        of_biases = [padded_vector(bias, padded(len(bias))) for bias in filled]
-        vectors = [(*read, bias) for read, bias in zip(vectors, of_biases, strict=True)]
-    visitors, kept = bias_visitor(bool(biases), dtype), None
-    if epilogue is not None:
-        visitor, inputs = epilogue
-        visitors += (visitor,)
-        pairs = zip(vectors, used, strict=True)
-        vectors = [(*v, *read_by_kernel(visitor, inputs, rows, len(weight))) for v, weight in pairs]
-    extras = [read or None for read in vectors]
+    filled = [bias if len(bias) else bias.new_zeros(1) for bias in biases]
+    of_biases = [padded_vector(bias, padded(len(bias))) for bias in filled]
+    extras = _extras(x, weights, of_biases, shards, group, scales, blocks, epilogue)
+    visitors, kept = bias_visitor(bool(biases), dtype) + (() if epilogue is None else epilogue[:1]), None
     with late_weights():
         if group.size == 1:
             for weight, out, read in zip(operands, narrowed, extras, strict=True):
@@ -367,6 +373,33 @@ def all_to_all_gemm(
             plan.launch(local, operands, narrowed, extras, kept)
     results = [first_columns(out, len(weight), group) for out, weight in zip(outs, weights, strict=True)]
     return x if kept is None else kept, results
+
+
+def _extras(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    shards: Shards,
+    group: Group,
+    scales: Sequence[Any],
+    blocks: Blocks | None,
+    epilogue: tuple[Visitor, Sequence[Tensor]] | None,
+) -> list[tuple[Tensor, ...] | None]:
+    """Returns the operands of each product's epilogue, scales of blocks first; None if there are none.
+
+    The arguments are those of `all_to_all_gemm`; biases are as the kernel loads them.
+    """
+    extras: list[tuple[Tensor, ...]] = [()] * len(weights)
+    if blocks:
+        extras = _scales(scales, x, weights, blocks, shards, group)
+    if biases:
+        extras = [(*read, bias) for read, bias in zip(extras, biases, strict=True)]
+    if epilogue is not None:
+        visitor, inputs = epilogue
+        sizes = [(shards.size(group.rank), max(len(weight), 1)) for weight in weights]
+        pairs = zip(extras, sizes, strict=True)
+        extras = [(*read, *read_by_kernel(visitor, inputs, *size)) for read, size in pairs]
+    return [read or None for read in extras]
 
 
 def _scales(
