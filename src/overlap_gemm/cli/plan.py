@@ -116,8 +116,7 @@ def plan(
             console.print(f"choice, {what}: [bold]{prediction.best}[/], {_why(prediction)}")
     if applied is not None:
         best = f"by torch after the op, {why_after}" if why_after else "in fused kernels"
-        cost = "not in the model: its sums are partial" if times is None else str(times)
-        console.print(f"epilogue {applied.name}: {best}; {cost}", highlight=False)
+        console.print(f"epilogue {applied.name}: {best}; {times}", highlight=False)
     if constants.source != "measured":
         console.print("constants not measured: on such a machine `auto` measures each call signature")
     if why_not_timed:

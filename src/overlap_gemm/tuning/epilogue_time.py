@@ -6,6 +6,8 @@
 - **Operations.** torch runs each operation of the function by itself, on float32 tensors: a launch, its
   operands and its result. Dtypes are converted before and after. Epilogues of `TORCH_OPERATIONS` are these
   few operations, without conversions.
+- **Partial sums.** The kernel visits a rank's full product. Only the backend `sequential` runs operations,
+  before the sum over the ranks.
 - **One pass.** The least that any operations after the op take: a launch, and each tensor once.
 
 Values for rows, columns and the full result take no time. Measured on two H200 (`h200x2-epilogues.json`).
@@ -44,14 +46,22 @@ class EpilogueTime(NamedTuple):
         kernel: In the fused kernel.
         operations: By torch's operations after the op, one after the other.
         one_pass: By one pass over memory after the op, as a compiler makes it.
+        is_partial: Whether the sums are partial: the operations then precede the sum over the ranks.
     """
 
     kernel: float
     operations: float
     one_pass: float
+    is_partial: bool = False
 
     def added(self, seconds: Mapping[str, float], kernels: Sequence[str]) -> dict[str, float]:
-        """Returns the times of backends with the epilogue; those not in `kernels` take one pass more."""
+        """Returns the times of backends with the epilogue; those not in `kernels` take one pass more.
+
+        With partial sums, backends other than "fused" take the operations.
+        """
+        if self.is_partial:
+            kernel, others = self.kernel, self.operations
+            return {name: time + (kernel if name == "fused" else others) for name, time in seconds.items()}
         least = min(self.kernel, self.one_pass)
         return {name: time + (least if name in kernels else self.one_pass) for name, time in seconds.items()}
 
@@ -62,13 +72,18 @@ class EpilogueTime(NamedTuple):
             one_pass: Whether torch's operations are one pass over memory.
         """
         after = self.one_pass if one_pass else self.operations
-        if after >= self.kernel:
+        if self.is_partial or after >= self.kernel:
             return None
         return f"which takes {after * 1e6:.1f} us, and the kernel {self.kernel * 1e6:.1f} us (predicted)"
 
     def __str__(self) -> str:
         """Returns the times in microseconds, for `explain` and `plan`."""
-        kernel, operations, one_pass = (f"{seconds * 1e6:.1f}" for seconds in self)
+        kernel, operations, one_pass = (f"{seconds * 1e6:.1f}" for seconds in self[:3])
+        if self.is_partial:
+            return (
+                f"predicted in addition to the op: {kernel} us in the kernel, {operations} us by torch's "
+                "operations before the sum over the ranks"
+            )
         return (
             f"predicted in addition to the op: {kernel} us in the kernel, {operations} us by torch's "
             f"operations after the op, {one_pass} us by one pass over memory"
@@ -77,8 +92,8 @@ class EpilogueTime(NamedTuple):
 
 def epilogue_time(
     epilogue: Epilogue, sizes: Sequence[int], facts: Facts, machine: Machine, arch: str, sms: int
-) -> EpilogueTime | None:
-    """Returns the times of an epilogue of complete sums; None for one of partial sums.
+) -> EpilogueTime:
+    """Returns the times of an epilogue.
 
     Args:
         epilogue: Epilogue of the call.
@@ -88,10 +103,10 @@ def epilogue_time(
         arch: Target architecture.
         sms: Number of SMs that every rank may use.
     """
-    if epilogue.is_partial(facts.spec.sums):
-        return None
-    m, n, _ = facts.extents
+    (m, n, _), is_partial = facts.extents, epilogue.is_partial(facts.spec.sums)
     rows, columns = facts.spec.result(m, n, lambda extent: ceil_div(extent, facts.world))
+    if is_partial:
+        rows = m
     elements = rows * columns // (2 if epilogue.pairs else 1)
     size = max(DTYPE_BYTES[facts.dtype], 2)
     tally = _tally(epilogue, sizes, size)
@@ -102,7 +117,7 @@ def epilogue_time(
     one_pass = machine.launch + elements * tally.least / machine.memory_rate
     operations = tally.launches * machine.launch + elements * tally.bytes / machine.memory_rate
 
-    in_kernel = elements * _share(facts, machine, arch, sms)
+    in_kernel = elements * (1.0 if is_partial else _share(facts, machine, arch, sms))
     of_sm = in_kernel / sms
     last = min(of_sm, TILE) / TILE
     kernel = in_kernel * tally.extra / machine.memory_rate + of_sm * tally.special * machine.special
@@ -110,7 +125,7 @@ def epilogue_time(
         kernel += last * machine.last_inputs
     if reductions := sum(kind != "element" for _, kind in epilogue.outputs):
         kernel += reductions * (machine.row_handover + of_sm * machine.row_value)
-    return EpilogueTime(moved + kernel, moved + max(operations, one_pass), moved + one_pass)
+    return EpilogueTime(moved + kernel, moved + max(operations, one_pass), moved + one_pass, is_partial)
 
 
 def _share(facts: Facts, machine: Machine, arch: str, sms: int) -> float:
