@@ -66,6 +66,8 @@ class Operand:
             rows: Rows of the sums, at least 1: the rank's product or output, see the class.
             columns: Columns of the sums.
         """
+        if self.kind == "block_scales":
+            return ceil_div(columns, BLOCK), ceil_div(rows, 4) * 4
         return {
             "element": (rows, columns),
             "rows": (rows,),
@@ -74,7 +76,6 @@ class Operand:
             "scalar": (1,),
             "row_parts": (ceil_div(columns, config.epi_tile[1]), ceil_div(rows, 4) * 4),
             "row_counts": (ceil_div(rows, config.unit_rows),),
-            "block_scales": (ceil_div(columns, BLOCK), ceil_div(rows, 4) * 4),
         }[self.kind]
 
 

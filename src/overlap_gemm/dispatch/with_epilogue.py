@@ -174,9 +174,10 @@ class _Shapes(NamedTuple):
 
     def shaped(self, results: list[Tensor]) -> list[Tensor]:
         """Returns the op's results in the caller's shapes."""
-        lowered, declared = self.lowered, self.epilogue.returned
+        lowered = self.lowered
         if lowered.finish is None:
             return results
+        declared = self.epilogue.returned
         count = len(results) - 1 - len(declared)
         moved, (result, *outputs) = results[:count], results[count:]
         shaped = [lowered.finish(result)]
