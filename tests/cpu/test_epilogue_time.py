@@ -263,6 +263,10 @@ def test_plan_states_why_no_kernel_applies_an_epilogue():
     assert "by torch after the op, kernels support pairs of columns in all_gather_gemm only" in text
     _, text = plan(*how, "scale_rows_and_columns")
     assert "scale_rows_and_columns: in fused kernels; predicted in addition to the op" in text
+    assert " torch " not in text.partition("bound:")[0], "only 'sequential' applies it before the sum"
+    _, text = plan(how[0], 8192, 8196, *how[3:], "scale_rows_and_columns")
+    assert "choice, eager: sequential, no other backend supports it" in text
+    assert "scale_rows_and_columns: by torch before the sum over the ranks, N=8196 of a rank must be" in text
     result, text = plan(*how, "norm")
     assert result.exit_code == 2 and "'norm' is not among add_bias, add_residual" in text
     result, text = plan(*how, "add_residual", "--invariant", "batch")

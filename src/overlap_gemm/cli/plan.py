@@ -12,7 +12,7 @@ from ..backends.epilogues import usual_dtypes
 from ..backends.fused.fused_backend import Fused, why_no_blocks
 from ..backends.op_call import OpCall
 from ..backends.scales.scaling import FLOAT8, OUT_DTYPES, blocks_named, why_not_exchanged
-from ..backends.select import added_epilogue, why_after_by
+from ..backends.select import BACKENDS, added_epilogue, why_after_by
 from ..config.arch import ARCHS
 from ..spec import OPS
 from ..spec.promises import NO_PROMISES, Invariant, Promises
@@ -92,6 +92,10 @@ def plan(
         eager, captured = (
             replace(one, seconds=added_epilogue(one.seconds, problem, times)) for one in (eager, captured)
         )
+    if problem.has_partial_epilogue:  # nothing can follow the op
+        partial = {one.name for one in BACKENDS if one.why_after(problem, problem.local_columns) is None}
+        for name in {one.name for one in BACKENDS} - partial:
+            eager, captured = (_without(prediction, name) for prediction in (eager, captured))
     why_not_timed = constants.why_uncalibrated_bytes(blocks) if problem.is_scaled else None
     if problem.is_scaled:  # copy engines do not send scales
         eager, captured = (_without(prediction, "decomposed") for prediction in (eager, captured))
@@ -115,7 +119,8 @@ def plan(
                 prediction = _without(prediction, "fused")
             console.print(f"choice, {what}: [bold]{prediction.best}[/], {_why(prediction)}")
     if applied is not None:
-        best = f"by torch after the op, {why_after}" if why_after else "in fused kernels"
+        place = "before the sum over the ranks" if problem.has_partial_epilogue else "after the op"
+        best = f"by torch {place}, {why_after}" if why_after else "in fused kernels"
         console.print(f"epilogue {applied.name}: {best}; {times}", highlight=False)
     if constants.source != "measured":
         console.print("constants not measured: on such a machine `auto` measures each call signature")
@@ -179,6 +184,8 @@ def _table(eager: Prediction, captured: Prediction) -> Table:
 
 def _why(prediction: Prediction) -> str:
     order = sorted(prediction.seconds, key=prediction.seconds.__getitem__)
+    if len(order) == 1:
+        return "no other backend supports it"
     best, next_best = order[0], order[1]
     return f"{prediction.seconds[best] / prediction.seconds[next_best]:.2f} of the time of {next_best}"
 
