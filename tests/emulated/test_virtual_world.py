@@ -1,5 +1,7 @@
 """Virtual ranks, their workspaces, and what happens when one of them is missing."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -51,6 +53,13 @@ def test_calls_of_one_size_class_share_a_workspace_which_close_gives_back(world)
     assert overlap_gemm.workspace_bytes() == held
     world.close()
     assert overlap_gemm.workspace_bytes() == 0
+
+
+def test_a_second_thread_is_refused_as_in_process_groups(world):
+    call(world, (0, 1))
+    with ThreadPoolExecutor(1) as threads, pytest.raises(overlap_gemm.GroupThreadError, match="MainThread"):
+        threads.submit(call, world, (1,)).result()
+    world.synchronize()
 
 
 @pytest.mark.parametrize(

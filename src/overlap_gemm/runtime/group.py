@@ -48,6 +48,10 @@ class Group:
     progress: Progress = field(default_factory=Progress, repr=False, compare=False)
     enter: Callable[[str], None] | None = field(default=None, repr=False, compare=False)
 
+    def __post_init__(self) -> None:
+        """Makes the group one thread's if it has peers."""
+        self.progress.is_shared = self.size > 1
+
     @property
     def process_group(self) -> dist.ProcessGroup | None:
         """Returns torch.distributed's object; None for `LOCAL`, virtual ranks and destroyed groups.
@@ -248,9 +252,7 @@ def resolve(name: str) -> Group:
         ) from error
     if known is None or known.process_group is not process_group:
         forbid_forked(process_group)
-        size = process_group.size()
-        progress = Progress(is_shared=size > 1)
-        known = Group(name, process_group.rank(), size, weakref.ref(process_group), progress=progress)
+        known = Group(name, process_group.rank(), process_group.size(), weakref.ref(process_group))
         _groups[name] = known
     return known
 
