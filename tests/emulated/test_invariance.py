@@ -114,6 +114,20 @@ def test_rows_of_a_fused_call_do_not_depend_on_the_batch(arch, op):
     assert results[2][1].any()
 
 
+def test_both_all_reduces_sum_three_ranks_in_one_order():
+    """Checks sums of which two cancel: only in rank order does the third, 2^-18 of them, keep its bits."""
+    ranks, rows, columns, depth, results = 3, 16, 64, 128, []
+    x, weight = spread(rows, depth, 1), spread(columns, depth, 2)
+    xs, weights = (x, x, spread(rows, depth, 3)), (weight, -weight, weight * 2.0**-18)
+    for algorithm in ("one_shot", "two_shot"):
+        with world_of("sm_90a", ranks, None, algorithm=algorithm) as world:
+            operands = zip(xs, weights, world.names, strict=True)
+            how = {"backend": "fused", "invariant": "batch"}
+            results += [overlap_gemm.gemm_all_reduce(*two, group=group, **how) for *two, group in operands]
+            world.synchronize()
+    assert results[0].any() and all(same_bits(results[0], one) for one in results[1:])
+
+
 @pytest.mark.parametrize(("op", "arch"), in_turn(["gemm_reduce_scatter", "gemm_all_reduce"], SHAPES))
 def test_float32_partial_sums_are_rounded_once(arch, op):
     """Of 1 + 2**-8 and 2**-8, which bfloat16 holds apart but not their first: 1 + 2**-7 it does."""
