@@ -33,6 +33,9 @@ ROWS, WIDTH = 12, 6
 TIMEOUT = 2.0
 """Seconds that a rank waits for a peer."""
 
+START = 60.0
+"""Seconds that ranks of a job wait for each other; on a loaded machine one may start 10 s after another."""
+
 Ranks = partial(AnyRanks, preload=("overlap_gemm.nn",))
 
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
@@ -369,9 +372,9 @@ resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + ({room}
 """Limits the address space of a process."""
 
 
-def job(*launcher, text=JOB, **environment):
+def job(*launcher, text=JOB, seconds=5 * TIMEOUT, **environment):
     """Starts a process of the job; it does not finalize."""
-    text = text.replace("TIMEOUT", str(5 * TIMEOUT))
+    text = text.replace("TIMEOUT", str(seconds))
     inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     return subprocess.Popen(
         [sys.executable, *launcher, *([] if launcher else ["-c", text])], text=True,
@@ -391,18 +394,18 @@ def of_world(rank, port):
 
 def test_a_process_that_exits_without_finalize_ends_with_0():
     port = free_port()
-    both = [job(**of_world(rank, port)) for rank in range(2)]
+    both = [job(seconds=START, **of_world(rank, port)) for rank in range(2)]
     for rank, process in enumerate(both):
-        text, _ = process.communicate(timeout=60)
+        text, _ = process.communicate(timeout=2 * START)
         assert process.returncode == 0 and text.strip() == f"right on rank {rank}", text
 
 
 def test_a_job_that_is_restarted_after_a_killed_rank_is_right(tmp_path):
     script = tmp_path / "job.py"
-    script.write_text(JOB.replace("TIMEOUT", str(5 * TIMEOUT)))
+    script.write_text(JOB.replace("TIMEOUT", str(START)))
     launcher = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"
     process = job(*launcher, str(script))
-    text, _ = process.communicate(timeout=120)
+    text, _ = process.communicate(timeout=4 * START)
     assert process.returncode == 0, text
     assert "right on rank 0" in text and "right on rank 1" in text, text
 
