@@ -100,18 +100,13 @@ def test_calls_of_lists_and_of_single_weights_share_workspaces(launches):
     assert launches == [1] * 8
 
 
-def test_scales_of_rows_follow_the_columns_of_each_weight(launches):
-    operands = Operands(70, [144, 272], depth=128, scaled=True)
-    with world_of("sm_90a", 2) as world:
-        outs = operands.call(world)
-        world.synchronize()
-    operands.check(outs)
-    assert launches == [1, 1]
-
-
-def test_weights_of_several_layouts_are_copied_to_one(launches):
-    operands = Operands(70, [144, 272])
-    operands.weights[1] = operands.weights[1].t().contiguous().t()
+@pytest.mark.parametrize("kind", ["scales of rows", "two layouts"])
+def test_scales_of_rows_and_weights_of_two_layouts_are_one_launch(launches, kind):
+    """Checks that scales follow the columns of each weight, and that weights are copied to one layout."""
+    is_scaled = kind == "scales of rows"
+    operands = Operands(70, [144, 272], depth=128 if is_scaled else 72, scaled=is_scaled)
+    if not is_scaled:
+        operands.weights[1] = operands.weights[1].t().contiguous().t()
     with world_of("sm_90a", 2) as world:
         outs = operands.call(world)
         world.synchronize()

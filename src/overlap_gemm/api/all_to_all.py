@@ -128,7 +128,7 @@ def all_to_all_gemm(
     Raises:
         TypeError: Operands have scales that are not of blocks, or scales and `heads` that P does not divide.
         ValueError: `heads` is less than P, or x has not this rank's share of the columns. Or P > 1, and
-            `block` does not divide ceil(K / P); torch.compile does not check it.
+            `block` does not divide ceil(K / P).
         ValueError, TypeError, RuntimeError: The conditions of `all_gather_gemm`.
     """
     if heads is None:

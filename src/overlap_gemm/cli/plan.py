@@ -93,9 +93,9 @@ def plan(
             replace(one, seconds=added_epilogue(one.seconds, problem, times)) for one in (eager, captured)
         )
     if problem.has_partial_epilogue:  # nothing can follow the op
-        partial = {one.name for one in BACKENDS if one.why_after(problem, problem.local_columns) is None}
-        for name in {one.name for one in BACKENDS} - partial:
-            eager, captured = (_without(prediction, name) for prediction in (eager, captured))
+        for backend in BACKENDS:
+            if backend.why_after(problem, problem.local_columns) is not None:
+                eager, captured = (_without(prediction, backend.name) for prediction in (eager, captured))
     why_not_timed = constants.why_uncalibrated_bytes(blocks) if problem.is_scaled else None
     if problem.is_scaled:  # copy engines do not send scales
         eager, captured = (_without(prediction, "decomposed") for prediction in (eager, captured))

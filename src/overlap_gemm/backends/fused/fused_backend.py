@@ -188,26 +188,8 @@ class Fused:
             how = problem.keep, problem.out_dtype, problem.blocks, problem.applying
             return exchange.bind(x, weight, bias, shards, group, *how)
         if problem.spec.takes_lists:
-            return self._bind_list(problem, x, weight, bias, shards, group)
+            return lists.bind(problem, x, weight, bias, shards, group, self._bind_one)
         return self._bind_one(problem, x, weight, bias, shards, group)
-
-    def _bind_list(
-        self,
-        problem: Problem,
-        x: Tensor,
-        weights: Sequence[Tensor],
-        biases: Sequence[Tensor],
-        shards: Shards,
-        group: Group,
-    ) -> Callable[..., Any]:
-        """Binds one launch for a list of weights, or one for each (`list_calls.why_each`)."""
-        if problem.applying is None and lists.why_each(problem, weights, group) is None:
-            return lists.bind_list(problem, x, weights, biases, shards, group)
-        runs = [
-            self._bind_one(problem, x, weight, biases[i] if biases else None, shards, group)
-            for i, weight in enumerate(weights)
-        ]
-        return lists.bind_each(runs, problem.applying is not None)
 
     def _bind_one(
         self, problem: Problem, x: Tensor, weight: Any, bias: Any, shards: Shards, group: Group

@@ -334,8 +334,9 @@ def all_gather_pairs(
     """
     rows, depth, width, of_bias = shards.total, x.shape[1], len(weights[0]), out_dtype or x.dtype
     dtype = result_dtype(visitor.epilogue, of_bias)
-    stored, of_blocks = new_scales(x, rows, width)
-    more = [of_blocks] if visitor.epilogue.block else []
+    stored, more = [], []
+    if visitor.epilogue.block:
+        stored, more = ([one] for one in new_scales(x, rows, width))
     if rows == 0:
         return x, [x.new_empty(0, width, dtype=dtype), *more]
     alone, pair = group.size == 1, weight_pair(*weights)
@@ -353,7 +354,7 @@ def all_gather_pairs(
         read = ((aligned_vector if alone else scales_of_rows)(scales[0], len(x)), by_bands(scales[1]))
     if biases:
         read += (by_bands(biases),)
-    read += (*read_by_kernel(visitor, inputs, rows, width), *([stored] if more else []))
+    read += (*read_by_kernel(visitor, inputs, rows, width), *stored)
     kept = None
     with late_weights(any(one is not weight for one, weight in zip(pair, weights, strict=True))):
         if alone:

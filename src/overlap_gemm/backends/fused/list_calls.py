@@ -43,7 +43,38 @@ def why_each(problem: Problem, weights: Sequence[Tensor], group: Group) -> str |
     return None
 
 
-def bind_each(runs: Sequence[Callable[..., Any]], has_epilogue: bool) -> Run:
+def bind(
+    problem: Problem,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    shards: Shards,
+    group: Group,
+    bind_one: Callable[..., Callable[..., Any]],
+) -> Run:
+    """Returns the bound function of a list: one launch, or one for each weight (`why_each`).
+
+    Collective at the first call of a signature.
+
+    Args:
+        problem: Problem of the call.
+        x: Local rows `[rows, K]`.
+        weights: Weights `[N_i, K]`, the same on all ranks.
+        biases: One `[N_i]` for each weight, or none.
+        shards: Division of the rows.
+        group: Ranks that take part.
+        bind_one: Binds the op for one weight and its bias, with the other arguments of this function.
+    """
+    if problem.applying is None and why_each(problem, weights, group) is None:
+        return _bind_list(problem, x, weights, biases, shards, group)
+    runs = [
+        bind_one(problem, x, weight, biases[i] if biases else None, shards, group)
+        for i, weight in enumerate(weights)
+    ]
+    return _bind_each(runs, problem.applying is not None)
+
+
+def _bind_each(runs: Sequence[Callable[..., Any]], has_epilogue: bool) -> Run:
     """Returns the bound function of a separate launch for each weight.
 
     Args:
@@ -68,24 +99,8 @@ def bind_each(runs: Sequence[Callable[..., Any]], has_epilogue: bool) -> Run:
     return run
 
 
-def bind_list(
-    problem: Problem,
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor],
-    shards: Shards,
-    group: Group,
-) -> Run:
-    """Returns the bound function of one launch for all weights. Collective at the first call of a signature.
-
-    Args:
-        problem: Problem, for which `why_each` is None.
-        x: Local rows `[rows, K]`.
-        weights: Weights `[N_i, K]`, the same on all ranks.
-        biases: One `[N_i]` for each weight, or none.
-        shards: Division of the rows.
-        group: Ranks that take part, more than one.
-    """
+def _bind_list(problem: Problem, x: Tensor, weights: Any, biases: Any, shards: Shards, group: Group) -> Run:
+    """Returns the bound function of one launch for all weights; the arguments are those of `bind`."""
     columns = [Shards.even(len(weight), group.size) for weight in weights]
     chunks = tuple(of.chunk for of in columns)
     total = sum(chunks)
