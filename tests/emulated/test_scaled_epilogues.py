@@ -8,8 +8,7 @@ from overlap_gemm.backends.fused import compiled
 from overlap_gemm.device import result_scales
 from overlap_gemm.kernel.epilogue import Visits
 from overlap_gemm.runtime.compile_cache import CompileCache
-from overlap_gemm.testing.emulated import poisoned_allocations
-from tests.support.emulated.epilogue_cases import AR, RS, STREAM, Called, gated, worst
+from tests.support.emulated.epilogue_cases import AR, RS, STREAM, Called, errors_of_blocks, gated, worst
 from tests.support.emulated.op_runs import world_of
 from tests.support.emulated.scaled_cases import A2A, AG, DUAL, GATHER
 
@@ -78,32 +77,6 @@ BLOCKS = [
     ("sm_100a", 2, epilogues.swiglu_e4m3_blocks, (71, 1024, 80), "rows", WIDE[1]),
     ("sm_100a", 1, epilogues.to_e4m3_blocks, (300, 256, 80), None, TALL),
 ]
-
-
-def errors_of_blocks(case, ranks):
-    """Returns the largest error of values times scales, and of scales, in units of the bounds."""
-    with poisoned_allocations():
-        outs = [case.call(rank, name) for rank, name in enumerate(ranks.names)]
-    ranks.synchronize()
-    worst = 0.0
-    for (values, scales), *expected in zip(outs, case.exact, case.bounds, strict=True):
-        exact, bound, parts = (
-            one.unflatten(-1, (-1, 128)) for one in (*map(first, expected), values.double())
-        )
-        wide = scales.double()[..., None]
-        assert wide.shape[:2] == parts.shape[:2] and scales.dtype == torch.float32
-        assert scales.stride() == (1, -(-len(scales) // 4) * 4), "the layout of quantize_rows"
-        if not (parts.abs().amax(-1) == 448).all():
-            return torch.inf
-        of_values = (parts * wide - exact).abs() / (bound + 2**-9 * wide)
-        of_scales = (wide[..., 0] * 448 - exact.abs().amax(-1)).abs() / bound.amax(-1)
-        worst = max(worst, *(float(one.nan_to_num(nan=torch.inf).max()) for one in (of_values, of_scales)))
-    return worst
-
-
-def first(tensors):
-    (one,) = tensors
-    return one
 
 
 @pytest.mark.parametrize(("arch", "world", "one", "sizes", "scales", "fields"), BLOCKS,

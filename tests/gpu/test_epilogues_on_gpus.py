@@ -5,7 +5,7 @@ import torch
 
 from overlap_gemm import epilogues
 from overlap_gemm.runtime.virtual import VirtualWorld
-from tests.support.emulated.epilogue_cases import Called, gated, worst
+from tests.support.emulated.epilogue_cases import Called, errors_of_blocks, gated, worst
 from tests.support.ops import SHARDED
 
 SIZES = {"few-rows": (16, 1024, 512), "even": (1024, 1024, 512), "ragged": (1000, 1088, 520)}
@@ -36,6 +36,46 @@ def test_pairs_of_columns(device, ranks):
         for seed in range(8):
             case = Called("all_gather_gemm", ranks, epilogues.swiglu, (1000, 1024, 520), seed, device)
             assert worst(case, world) <= 1
+
+
+def refuse(*_):
+    raise AssertionError
+
+
+SCALED = {
+    "rows": ("all_gather_gemm", "rows", gated),
+    "blocks": ("all_gather_gemm", 128, epilogues.swiglu),
+    "8-bit-result": ("all_gather_gemm", "rows", epilogues.swiglu_e4m3),
+    "summed": ("gemm_reduce_scatter", "rows", epilogues.add_residual_squared),
+    "blocks-summed": ("gemm_all_reduce", 128, gated),
+    "exchanged": ("gemm_all_to_all", "rows", gated),
+    "exchanged-operand": ("all_to_all_gemm", "rows", gated),
+}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("case", SCALED)
+def test_operands_with_scales(device, case, ranks):
+    """Checks the kernels: what takes the place of an epilogue that no kernel applies raises here."""
+    op, scales, one = SCALED[case]
+    with VirtualWorld(ranks, device=device) as world:
+        for seed in range(4):
+            how = {"scales": scales, "otherwise": refuse}
+            assert worst(Called(op, ranks, one, (1000, 1024, 1024), seed, device, **how), world) <= 1
+
+
+@pytest.mark.parametrize("scales", [None, "rows"])
+@pytest.mark.parametrize(
+    "one", [epilogues.to_e4m3_blocks, epilogues.swiglu_e4m3_blocks], ids=lambda one: one.name
+)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_8_bit_results_with_scales_of_blocks(device, ranks, one, scales):
+    with VirtualWorld(ranks, device=device) as world:
+        for seed in range(4):
+            case = Called(
+                "all_gather_gemm", ranks, one, (1000, 1024, 528), seed, device, refuse, scales=scales
+            )
+            assert errors_of_blocks(case, world) <= 1
 
 
 def copy_inputs(target, source):

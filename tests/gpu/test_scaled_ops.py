@@ -8,7 +8,7 @@ import torch
 import overlap_gemm
 from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.tuning.settings import configured
-from tests.support.emulated.scaled_cases import AG, AR, GATHER, RS, Scaled, queue, share_of_bound
+from tests.support.emulated.scaled_cases import A2A, AG, AR, DUAL, GATHER, RS, Scaled, queue, share_of_bound
 
 CASES = {
     "scattered": (Scaled(RS, 520, 264, 208), {}),
@@ -18,6 +18,10 @@ CASES = {
     "gathered": (Scaled(AG, 130, 512, 256), {}),
     "rows-gathered": (Scaled(GATHER, 520, 136, 208), {}),
     "rows-gathered-e5m2": (Scaled(GATHER, 200, 72, 112, torch.float8_e5m2, torch.float16, bias=False), {}),
+    "few-rows-gathered": (Scaled(GATHER, 32, 136, 208), {"mma": "swap_ab", "tile": (32, 64)}),
+    "few-rows-joined": (Scaled(GATHER, 64, 1024, 1024), {"mma": "cooperative", "tile": (128, 128)}),
+    "rows-exchanged": (Scaled(A2A, 520, 288, 208), {}),
+    "columns-exchanged": (Scaled(DUAL, 520, 136, 768), {}),
     "many-rows-gathered": (Scaled(GATHER, 2048, 1024, 1024), {}),
     "blocks": (Scaled(RS, 520, 264, 1088, blocks=128), {}),
     "blocks-e5m2": (

@@ -87,6 +87,7 @@ class Called:
             if self.scales and not spec.sums:
                 scales = part(scales[0], layout.x), part(scales[1], layout.weight)
             moved = [one.to(self.device) for one in inputs]
+            scales = tuple(None if one is None else one.to(self.device) for one in scales)
             self.given.append((x.to(self.device), w.to(self.device), moved, scales))
             sums = part(total, layout.out)
             wide = [one.double() for one in inputs]
@@ -129,7 +130,7 @@ class Called:
         named = {name: one for (name, _), one in zip(self.one.inputs, inputs, strict=True)}
         lengths = OPS[self.op].arguments(m, n, k * self.world if OPS[self.op].sums else k)
         if self.has_bias:
-            lengths["bias"] = _part(self.bias, LAYOUTS[self.op].bias, rank, self.world)
+            lengths["bias"] = _part(self.bias, LAYOUTS[self.op].bias, rank, self.world).to(self.device)
         call = getattr(overlap_gemm, self.op)
         applied = self.one(**named)._replace(otherwise=self.otherwise)
         if self.two_weights:
@@ -169,3 +170,25 @@ def worst(case, world):
         outs = [case.call(rank, name) for rank, name in enumerate(world.names)]
     world.synchronize()
     return case.worst(outs)
+
+
+def errors_of_blocks(case, world):
+    """Returns the largest error of values times scales, and of scales, in units of the bounds."""
+    with poisoned_allocations():
+        outs = [case.call(rank, name) for rank, name in enumerate(world.names)]
+    world.synchronize()
+    worst = 0.0
+    for (values, scales), *expected in zip(outs, case.exact, case.bounds, strict=True):
+        assert scales.stride() == (1, -(-len(scales) // 4) * 4), "the layout of quantize_rows"
+        values, scales = values.cpu(), scales.cpu()
+        exact, bound, parts = (
+            one.unflatten(-1, (-1, 128)) for one in (*(only for (only,) in expected), values.double())
+        )
+        wide = scales.double()[..., None]
+        assert wide.shape[:2] == parts.shape[:2] and scales.dtype == torch.float32
+        if not (parts.abs().amax(-1) == 448).all():
+            return torch.inf
+        of_values = (parts * wide - exact).abs() / (bound + 2**-9 * wide)
+        of_scales = (wide[..., 0] * 448 - exact.abs().amax(-1)).abs() / bound.amax(-1)
+        worst = max(worst, *(float(one.nan_to_num(nan=torch.inf).max()) for one in (of_values, of_scales)))
+    return worst
