@@ -210,7 +210,7 @@ def test_explain_states_where_and_what_it_takes(on_hopper):
 
 def of_8_bits(problem, block=None):
     call = problem.call._replace(out_dtype=torch.bfloat16, block=block)
-    return replace(problem, call=call, dtype=torch.float8_e4m3fn, weight_dtype=torch.float8_e4m3fn)
+    return replace(problem, call=call, dtype=torch.float8_e4m3fn, weight_dtypes=(torch.float8_e4m3fn,))
 
 
 @pytest.mark.parametrize("block", [None, "128"])

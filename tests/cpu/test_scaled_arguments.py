@@ -201,7 +201,7 @@ def test_a_nan_or_zero_scale_is_its_rows_alone():
 
 def problem(**change):
     given = {"m": 64, "n": 64, "k": None, "dtype": E4M3}
-    types = {"weight_dtype": E4M3, "out_dtype": torch.bfloat16}
+    types = {"weight_dtypes": (E4M3,), "out_dtype": torch.bfloat16}
     return problem_of("gemm_reduce_scatter", **{**given, **types, **change})
 
 

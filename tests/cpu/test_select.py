@@ -213,7 +213,7 @@ def test_scales_of_blocks_are_compared_by_constants_of_their_own_or_it_is_said(t
         machine_for.cache_clear()
         asked = problem(
             rows=8192, device="cuda", peer_access=HOPPER, captured=True, block=blocks[2],
-            weight_dtype=torch.float8_e4m3fn, out_dtype=torch.bfloat16,
+            weight_dtypes=(torch.float8_e4m3fn,), out_dtype=torch.bfloat16,
         )  # fmt: skip
         with (
             mock.patch.object(Fused, "why_not", return_value=None),

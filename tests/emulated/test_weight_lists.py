@@ -92,6 +92,35 @@ def test_scales_of_blocks_and_a_group_of_one_need_a_launch_for_each_weight(launc
     assert launches == [1, 1]
 
 
+@pytest.mark.parametrize(
+    ("op", "ranks", "types", "rows", "options", "line"),
+    [
+        ("gemm_all_to_all", 2, "f8 f8", (256, 256), {}, "one kernel for 2 weights"),
+        ("gemm_all_to_all", 2, "f8 b8", (256, 256), {}, "weights have several dtypes"),
+        ("gemm_all_to_all", 2, "f8 f8", (256, 256), {"block": 128}, "have no scales of blocks"),
+        ("gemm_all_to_all", 2, "f8 f8", (256, 0), {}, "a weight has no rows"),
+        ("gemm_all_to_all", 1, "f8 f8", (256, 256), {}, "a group of one exchanges nothing"),
+        ("all_gather_gemm", 2, "f8 f8", (256, 256), {}, "kernels of all_gather_gemm multiply one weight"),
+        ("gemm_all_to_all", 2, "f8", (256,), {}, None),
+    ],
+)
+def test_explain_gives_the_reason_for_a_kernel_for_each_weight(op, ranks, types, rows, options, line):
+    """Compares the line about kernels in the text; a choice for one weight has none."""
+    kinds = {"f8": torch.float8_e4m3fn, "b8": torch.float8_e5m2}
+    weights = [torch.zeros(n, 128).to(kinds[kind]) for n, kind in zip(rows, types.split(), strict=True)]
+    heights = [len(weight) // 128 if options else 1 for weight in weights]
+    how = {"scale_x": torch.ones(64, 1), "scale_w": [torch.ones(n, 1) for n in heights], "backend": "fused"}
+    x = torch.zeros(64, 128).to(torch.float8_e4m3fn)
+    with world_of("sm_90a", ranks) as world:
+        choice = overlap_gemm.explain(op, x, weights, group=world.names[0], **how, **options)
+    lines = [one for one in str(choice).splitlines() if "kernel" in one]
+    if line is None:
+        assert not lines
+    else:
+        assert len(lines) == 1 and lines[0].endswith(line)
+        assert line.startswith("one kernel") or lines[0].startswith("  2 weights, a kernel each: ")
+
+
 LAYER = """
     import torch
     from torch.nn.functional import scaled_dot_product_attention

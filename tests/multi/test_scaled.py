@@ -291,7 +291,7 @@ def differing(rank, ranks):
     one = torch.ones(())
     with pytest.raises(DisagreementError, match="disagree on dtype: rank . has torch.float8"):
         overlap_gemm.gemm_reduce_scatter(*given, scale_x=one, scale_w=one)
-    with pytest.raises(DisagreementError, match="disagree on (weight_dtype|out_dtype)"):
+    with pytest.raises(DisagreementError, match="disagree on (weight_dtypes|out_dtype)"):
         if rank == 0:
             overlap_gemm.gemm_reduce_scatter(given[1], given[1], scale_x=one, scale_w=one)
         else:

@@ -53,8 +53,8 @@ def gemm_all_to_all(
     Args:
         x: This rank's rows `[S_local, ..., K]`, as for `all_gather_gemm`.
         weight: `[N, K]`, the same on every rank. Or a list of weights (q, k, v): their products are exchanged
-            at once, fused by one kernel (with `block`, and in a group of one, by one for each weight). Its
-            gradient is summed over the ranks, and complete on every rank.
+            at once, fused by one kernel or one for each weight, as `explain` prints. Its gradient is summed
+            over the ranks, and complete on every rank.
         heads: Heads, of N / heads columns each, that are not cut; of a list of weights one number for each,
             or one for all. Fewer than P must divide P: rank r gets head `r * heads // P`. If P does not
             divide the heads, `block` and `epilogue` raise TypeError. Default: columns are cut wherever

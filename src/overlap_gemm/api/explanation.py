@@ -115,6 +115,7 @@ def explain(
 
     Returns:
         `Choice`, or `Fusions` for a model. The text of a `Choice` lists every backend with its reason.
+        For a fused op and a list of weights it has the reason for several kernels.
 
     Raises:
         ValueError, TypeError: The op would raise for these arguments, or has no argument of such a name.

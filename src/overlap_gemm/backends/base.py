@@ -47,7 +47,7 @@ class Problem:
         virtual: Whether the ranks are virtual (`runtime.virtual`), so that torch.distributed cannot be used.
         peer_access: Facts of the ranks' GPUs and their peer access; None: not probed yet, or no GPUs.
         captured: Whether the call is being captured in a CUDA graph, which replays without host time.
-        weight_dtype: Dtype of the weight if operands have scales; else None.
+        weight_dtypes: Dtypes of the weights if operands have scales; else empty.
         num_weights: Number of weights in a list.
         has_bias: Whether the call has a bias.
         measurements: Measurements of the group by kind of call (`autotuning`), the same on all ranks.
@@ -63,7 +63,7 @@ class Problem:
     virtual: bool = False
     peer_access: PeerAccess | None = None
     captured: bool = False
-    weight_dtype: torch.dtype | None = None
+    weight_dtypes: tuple[torch.dtype, ...] = ()
     num_weights: int = 1
     has_bias: bool = False
     measurements: Mapping[str, Measured | None] = field(default_factory=dict, repr=False, compare=False)
@@ -121,7 +121,7 @@ class Problem:
             group.is_virtual,
             peer_access_of(group, x.device) if probes_access else None,
             is_capturing(x.device),
-            None if call.out_dtype is None else weights[0].dtype,
+            () if call.out_dtype is None else tuple([one.dtype for one in weights]),
             len(weights),
             len(bias) > 0 if isinstance(bias, (list, tuple)) else bias is not None,
             measurements_of(group, x.device).kinds if is_measured else {},
@@ -248,7 +248,7 @@ class Problem:
         if not self.is_scaled:
             return str(self.dtype)
         blocks = f", scales of {in_words(self.blocks)}" if self.blocks else ""
-        return f"{self.dtype} x {self.weight_dtype} to {self.out_dtype}{blocks}"
+        return f"{self.dtype} x {self.weight_dtypes[0]} to {self.out_dtype}{blocks}"
 
     @property
     def width(self) -> int:

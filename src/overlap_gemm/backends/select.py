@@ -29,6 +29,7 @@ from ..tuning.prediction import Facts, Prediction, predict
 from .base import Backend, Problem
 from .decomposed import Decomposed
 from .fused.fused_backend import Fused
+from .fused.list_calls import why_each
 from .fused.plan_cache import DTYPES
 from .op_call import FALLBACK, with_fallback
 from .scales.scaling import FLOAT8
@@ -85,6 +86,9 @@ class Choice:
         for name, reason in self.verdicts:
             known = f" [{times[name] * 1e6:.0f} us {how}]" if name in times else ""
             lines.append(f"  {name}: {'chosen' if reason is None else 'no, ' + reason}{known}")
+        if self.backend.name == "fused" and problem.num_weights > 1:
+            why, number = why_each(problem), f"{problem.num_weights} weights"
+            lines.append(f"  one kernel for {number}" if why is None else f"  {number}, a kernel each: {why}")
         if measured is not None:
             lines.append(f"  {measured}" + (f"; fused by {measured.kernel}" if "fused" in times else ""))
         if prediction is not None:

@@ -77,7 +77,7 @@ def plan(
     call = OpCall(rows=m, columns=n, k=k, block=block_of(block, kind), invariant=invariant)
     problem = Problem(op, call, kind, "cuda", ranks)
     if kind in FLOAT8:
-        problem = replace(problem, call=call._replace(out_dtype=OUT_DTYPES[0]), weight_dtype=kind)
+        problem = replace(problem, call=call._replace(out_dtype=OUT_DTYPES[0]), weight_dtypes=(kind,))
     if problem.is_scaled and (why := why_not_exchanged(problem.spec, blocks)):
         raise typer.BadParameter(why, param_hint="--block")
     applied, times, why_after = epilogue_named(epilogue), None, None

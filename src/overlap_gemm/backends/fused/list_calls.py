@@ -25,20 +25,20 @@ from .plan_cache import bias_visitor, plan_for
 Run = Callable[..., tuple[Tensor, list[Tensor]]]
 
 
-def why_each(problem: Problem, weights: Sequence[Tensor], group: Group) -> str | None:
+def why_each(problem: Problem) -> str | None:
     """Returns the reason a list has a kernel for each weight; None if one kernel multiplies all of them."""
-    if len(weights) == 1:
+    if problem.num_weights == 1:
         return "there is one weight"
     patterns = patterns_of(problem.op)
     if not all(PATTERNS[name].takes_lists for name in patterns):
         return f"kernels of {problem.op} multiply one weight"
-    if group.size == 1:
+    if problem.world_size == 1:
         return "a group of one exchanges nothing"
     if problem.blocks:
         return "kernels of several weights have no scales of blocks"
-    if not all(len(weight) for weight in weights):
+    if not all(problem.widths):
         return "a weight has no rows"
-    if len({weight.dtype for weight in weights}) > 1:
+    if len(set(problem.weight_dtypes)) > 1:
         return "weights have several dtypes"
     return None
 
@@ -65,7 +65,7 @@ def bind(
         group: Ranks that take part.
         bind_one: Binds the op for one weight and its bias, with the other arguments of this function.
     """
-    if problem.applying is None and why_each(problem, weights, group) is None:
+    if problem.applying is None and why_each(problem) is None:
         return _bind_list(problem, x, weights, biases, shards, group)
     runs = [
         bind_one(problem, x, weight, biases[i] if biases else None, shards, group)
