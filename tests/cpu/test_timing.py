@@ -1,10 +1,12 @@
 import itertools
+from collections import Counter
+from functools import partial
 from unittest import mock
 
 import pytest
 
 from overlap_gemm.tuning import timing
-from overlap_gemm.tuning.timing import Replay, Timings, measure
+from overlap_gemm.tuning.timing import Replay, Timings, measure, order_of_round
 
 
 class FakeTime:
@@ -24,10 +26,34 @@ class FakeTime:
         return run
 
 
-def test_rounds_are_interleaved_and_the_order_rotates(monkeypatch):
+def test_rounds_are_interleaved(monkeypatch):
     fake = FakeTime(monkeypatch)
-    measure({name: fake.call(name, 1.0) for name in "abc"}, rounds=3)
-    assert "".join(fake.log) == "aabbcc" + "abc" + "bca" + "cab"
+    measure({name: fake.call(name, 1.0) for name in "abcd"}, rounds=3)
+    assert "".join(fake.log) == "aabbccdd" + "abdc" + "bcad" + "cdba"
+
+
+@pytest.mark.parametrize("count", range(2, 9))
+def test_each_variant_follows_each_other_one_equally_often(count):
+    names = [str(i) for i in range(count)]
+    rounds = [order_of_round(names, i) for i in range(count * (1 + count % 2))]
+    pairs = Counter(pair for order in rounds for pair in itertools.pairwise(order))
+    places = Counter((name, place) for order in rounds for place, name in enumerate(order))
+    assert set(pairs.values()) == set(places.values()) == {1 + count % 2}
+    assert len(pairs) == count * (count - 1) and len(places) == count**2
+
+
+def test_what_a_variant_does_to_the_next_one_cancels(monkeypatch):
+    # A call after b takes half a second more, as after one that has used up the power budget.
+    fake, slow = FakeTime(monkeypatch), {"b": 0.5}
+    fake.log.append("")
+
+    def run(name):
+        fake.now += 1.0 + slow.get(fake.log[-1], 0.0)
+        fake.log.append(name)
+
+    timings = measure({name: partial(run, name) for name in "abcd"}, rounds=4, burst_seconds=0.0)
+    means = {name: sum(timings.seconds[name]) for name in "acd"}
+    assert means == {"a": 4.5, "c": 4.5, "d": 4.5}
 
 
 def test_a_burst_fills_the_asked_time_and_gives_the_time_of_one_call(monkeypatch):
