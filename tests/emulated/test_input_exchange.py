@@ -142,14 +142,16 @@ def test_gradients_by_the_dual(arch, transport):
 
 @pytest.mark.parametrize(("transport", "arch"), in_turn(WAYS, KINDS))
 def test_its_dual_s_gradient_is_this_op(arch, transport):
-    x, weight, upstream, grads = draw(200, 72), draw(144, 72) / 8, draw(200, 144), []
+    """Sums over weights are added in the kernels: a virtual rank's results are complete after all calls."""
+    x, weights = draw(200, 72), [draw(144, 72) / 8, draw(160, 72, seed=6) / 8]
+    upstream, grads = [draw(200, len(weight), seed=7 + len(weight)) for weight in weights], []
     with World(arch, 2, transport=transport) as world, poisoned_allocations():
         for rank, group in enumerate(world.world.names):
             local = x.chunk(2)[rank].clone().requires_grad_()
-            out = overlap_gemm.gemm_all_to_all(local, weight, rows=200, group=group, backend="fused")
-            grads += torch.autograd.grad(out, local, upstream.chunk(2, 1)[rank])
+            outs = overlap_gemm.gemm_all_to_all(local, weights, rows=200, group=group, backend="fused")
+            grads += torch.autograd.grad(outs, local, [one.chunk(2, 1)[rank] for one in upstream])
         world.run()
-    exact = upstream.double() @ weight.double()
+    exact = sum(one.double() @ weight.double() for one, weight in zip(upstream, weights, strict=True))
     torch.testing.assert_close(torch.cat(grads).double(), exact, rtol=0.02, atol=0.05)
 
 

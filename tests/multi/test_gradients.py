@@ -89,6 +89,25 @@ def test_gradients_of_gradients(ranks, op, needed):
     ranks(2).run(gradgradcheck, op, "sequential", needed)
 
 
+def gradgradcheck_of_a_list(rank, size, op):
+    def products(x, *weights):
+        outs = getattr(overlap_gemm, op)(Shard.apply(x, layout.x, rank, size), list(weights), **lengths)
+        widths = [len(weight) for weight in weights] if layout.out else [4, 4]
+        pairs = zip(outs, widths, strict=True)
+        return tuple(Unshard.apply(out, layout.out, extent, rank, size) for out, extent in pairs)
+
+    layout, lengths = LAYOUTS[op], OPS[op].arguments(4, 2, 2, least=True)
+    torch.manual_seed(0)
+    operands = [torch.randn(shape, **DOUBLE, requires_grad=True) for shape in ((4, 2), (2, 2), (3, 2))]
+    assert torch.autograd.gradgradcheck(products, operands)
+
+
+@pytest.mark.parametrize("op", ["gemm_all_to_all", "all_to_all_gemm"])
+def test_gradients_of_gradients_of_a_list_of_weights(ranks, op):
+    """Checks them where each call of the dual adds to the gradient of the weights before."""
+    ranks(2).run(gradgradcheck_of_a_list, op)
+
+
 def gradgradcheck_of_moves(rank, size):
     group = dist.group.WORLD.group_name
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..backends.op_call import BackendName, Length, OpCall, promises_of, with_fallback
 from ..backends.scales.scaling import FLOAT8, Block
-from ..dispatch import ops, shard_ops
+from ..dispatch import ops, ordered_products, shard_ops
 from ..dispatch.autocast import autocast
 from ..dispatch.bound import call_op
 from ..runtime.group import GroupLike, group_name
@@ -382,9 +382,9 @@ class _Product(torch.autograd.Function):
                     if wgrad:
                         parameter_grads[i] = how.along_tokens(flat.t(), rows.t(), dtype, grad_dtype)
                     else:
-                        parameter_grads[i] = ops.along_rows(flat, rows, how)
+                        parameter_grads[i] = ordered_products.along_rows(flat, rows, how)
                 if ctx.biases and needs_biases[i]:
-                    parameter_grads[len(weights) + i] = ops.sum_of_rows(flat, how)
+                    parameter_grads[len(weights) + i] = ordered_products.sum_of_rows(flat, how)
         return None, None, None, grad_x, *parameter_grads
 
 

@@ -24,9 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backends.op_call import SCHEMA, OpCall, promises_of
-from ..backends.portable_arithmetic import arithmetic_of, ordered_product
+from ..backends.op_call import SCHEMA, OpCall
+from ..backends.portable_arithmetic import arithmetic_of
 from ..backends.scales.scaling import Scaled, dequantised, why_no_product, with_scales
+from ..epilogues.library import add_residual
 from ..runtime.group import group_size, resolve
 from ..spec import (
     ALL_GATHER_GEMM,
@@ -40,6 +41,7 @@ from ..spec.promises import InvarianceError
 from ..spec.sharding import Shards
 from .choosing import chosen
 from .gather_gradients import all_gather_gemm_gradients, joined
+from .ordered_products import along_rows, sum_of_rows
 from .registered import Registered, Run
 from .shard_ops import (
     all_gather_rows,
@@ -63,11 +65,16 @@ class GemmOp(Registered):
     An op that takes lists returns a list: the operand that was communicated, then a result for each weight.
     Unless that operand is kept, it is None in a plain call, and else empty. Other ops return one tensor.
 
+    Attributes:
+        with_epilogue: The op with an epilogue (`with_epilogue.EpilogueOp`, which sets it).
+
     Args:
         spec: Definition of the op.
         backward: Function that returns the gradients of x, weight and bias, as in `Registered`. Its saved
             tensors are x, or the communicated operand if it is kept, then the weights. None: `by_dual`.
     """
+
+    with_epilogue: Registered
 
     def __init__(self, spec: OpSpec, backward: Any = None) -> None:
         self.spec, self.takes_lists = spec, spec.takes_lists
@@ -146,8 +153,10 @@ class GemmOp(Registered):
     def by_dual(self, ctx: Any, call: OpCall, needs: Any, grads: Any) -> tuple[Any, ...]:
         """Returns the gradients of x, weights and biases, for ops whose weight every rank has in full.
 
-        The dual op of the result's gradient and the weight returns the gradient of x. Gradients of weights
-        and biases are summed over the ranks by all-reduces, so every rank gets the full ones.
+        The dual op of the result's gradient and the weight returns the gradient of x. With several weights,
+        each further call adds to it, by an epilogue: fused, before rounding. `invariant` allows no epilogue.
+        Gradients of weights and biases are summed over the ranks by all-reduces, so every rank gets the full
+        ones.
         """
         x, *weights = ctx.saved_tensors
         needs_x, needs_weights, needs_biases = needs
@@ -167,11 +176,13 @@ class GemmOp(Registered):
             else _redistribute(x, self.spec, call, weights[0])
         )
         grad_x, grad_weights, grad_biases = None, [], []
+        adds = len(weights) == 1 or call.promises.invariant is None
         for grad, weight, *needed in zip(of_results, weights, needs_weights, needs_biases, strict=True):
             if grad is None:
                 grad = x.new_zeros(rows, result_extents(self.spec, call, weight)[1])
-            of_x, grad_moved = self._dual_of(grad, weight, call, needs_x, any(needed))
-            grad_x = of_x if grad_x is None else grad_x + of_x
+            others: Any = grad_x if adds else None
+            of_x, grad_moved = self._dual_of(grad, weight, call, needs_x, any(needed), others)
+            grad_x = of_x if adds or grad_x is None else grad_x + of_x
             grad_weights.append(self._sum(grad_moved, multiplied, call) if needed[0] else None)
             ones = x.new_ones(multiplied.shape[0], 1) if needed[1] else None
             grad_biases.append(None if ones is None else self._sum(grad_moved, ones, call)[:, 0])
@@ -182,19 +193,23 @@ class GemmOp(Registered):
         return grad_x, grad_weights[0], grad_biases[0]
 
     def _dual_of(
-        self, grad: Tensor, weight: Tensor, call: OpCall, needs_x: bool, needs_moved: bool
+        self, grad: Tensor, weight: Tensor, call: OpCall, needs_x: bool, needs_moved: bool, others: Any
     ) -> tuple[Tensor | None, Any]:
-        """Returns the gradient of x, and the communicated gradient of the result; None if not needed."""
+        """Returns the gradient of x plus `others`, and the communicated gradient; None if not needed."""
         dual = dual_of(self.spec)
         how = call.backward(columns=weight.shape[1], k=weight.shape[0], keep=False)
         if not needs_x:
             return None, _redistribute(grad, dual.spec, how, weight.t())
-        if not dual.takes_lists:
-            grad_x = dual.call((grad, weight.t(), None), how)
-            return grad_x, _redistribute(grad, dual.spec, how, weight.t()) if needs_moved else None
         how = how._replace(keep=needs_moved and dual.spec.operand_is_sent)
-        kept, grad_x = dual.call((grad, [weight.t()], None), how)
-        return grad_x, kept if how.keep else grad
+        operands = grad, [weight.t()] if dual.takes_lists else weight.t(), None
+        if others is None:
+            results = dual.call(operands, how)
+        else:
+            results = dual.with_epilogue.call((*operands, [others]), how._replace(epilogue=add_residual.key))
+        *kept, grad_x = results if isinstance(results, list) else [results]
+        if dual.takes_lists:
+            return grad_x, kept[0] if how.keep else grad
+        return grad_x, _redistribute(grad, dual.spec, how, weight.t()) if needs_moved else None
 
     def _sum(self, grad: Tensor, multiplied: Tensor, call: OpCall) -> Tensor:
         """Returns `grad.t() @ multiplied`, summed over the ranks."""
@@ -262,41 +277,6 @@ def _redistribute_back(grad: Tensor, spec: OpSpec, call: OpCall) -> Tensor:
     """Returns the gradient of x, computed from the gradient of the communicated operand."""
     assert spec.operand_is_sent, spec
     return shard_columns(grad, call.rows, call.chunk, call.group)  # type: ignore[no-any-return]
-
-
-# --- ordered_gemm: x [M, K], weight [N, K] -> [M, N], local, in an order that K alone determines ---
-
-
-ordered_gemm: Registered = Registered(
-    "ordered_gemm(Tensor x, Tensor weight, str group) -> Tensor",
-    bind=lambda x, weight, group: lambda x, weight: ordered_product(x, weight).to(x.dtype),
-    fake=lambda x, weight, group: x.new_empty(x.shape[0], weight.shape[0]),
-    backward=lambda ctx, call, needs, grad: (
-        ordered_gemm(grad, ctx.saved_tensors[1].t(), call.group) if needs[0] else None,
-        ordered_gemm(grad.t(), ctx.saved_tensors[0].t(), call.group) if needs[1] else None,
-    ),
-    saves=2,
-)
-
-
-def along_rows(x: Tensor, y: Tensor, how: Any) -> Tensor:
-    """Returns `x.t() @ y`, the gradient of a weight, in the order of summation that the call promises.
-
-    Args:
-        x: `[M, N]`.
-        y: `[M, K]`.
-        how: Arguments of the op with `partials`, `invariant` and `group`.
-    """
-    is_ordered = promises_of(how.partials, how.invariant).leaves
-    return ordered_gemm(x.t(), y.t(), how.group) if is_ordered else x.t() @ y
-
-
-def sum_of_rows(x: Tensor, how: Any) -> Tensor:
-    """Returns the sum over the rows of x `[M, N]`, the gradient of a bias; `how` as in `along_rows`."""
-    if not promises_of(how.partials, how.invariant).leaves:
-        return x.sum(0)
-    sums: Tensor = ordered_gemm(x.new_ones(1, x.shape[0]), x.t(), how.group)
-    return sums[0]
 
 
 def _dual(call: OpCall, **changes: Any) -> OpCall:

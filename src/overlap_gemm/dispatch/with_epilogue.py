@@ -52,7 +52,7 @@ class EpilogueOp(Registered):
             backward=plain.backward,
             named=OpCall,
         )
-        WITH_EPILOGUE[plain.name] = self
+        plain.with_epilogue = self
 
     def _bind(self, x: Tensor, weight: Any, bias: Any, inputs: Any, *rest: Any) -> Run:
         call = OpCall(*rest[-len(OpCall._fields) :])
@@ -130,9 +130,6 @@ class EpilogueOp(Registered):
         grads_of_operands = self.plain.backward(saved, call, needs[:3], of_products)
         return *grads_of_operands, of_inputs
 
-
-WITH_EPILOGUE: dict[str, EpilogueOp] = {}
-"""Ops with an epilogue, by the name of the plain op."""
 
 for _name in OPS:
     EpilogueOp(GEMM_OPS[_name])
@@ -286,7 +283,7 @@ def call_with_epilogue(
         x, weight, bias, fused = autocast_call(x, weight, (bias or []) if op.takes_lists else bias, fused)
         bias = None if isinstance(bias, list) and not bias else bias  # as above
     shapes = _shapes_of(op, group_name(group), x, weight, bias, inputs, fused, scales)
-    through = getattr(torch.ops.overlap_gemm, WITH_EPILOGUE[op.name].name)
+    through = getattr(torch.ops.overlap_gemm, op.with_epilogue.name)
     lowered = shapes.lowered
     operands = lowered.flatten(x), weight, bias, shapes.flat(inputs)
     if otherwise is not None and why_after(op.spec, lowered.call, *operands) is not None:
@@ -348,7 +345,7 @@ def _run(
     prepared: _PreparedApplied | str | None = ranks.calls.get(key)
     if prepared is None:
         check_epilogue(op, x, weight, call, epilogue, inputs)
-        call, of_op = call._replace(epilogue=epilogue.key), WITH_EPILOGUE[op.name]
+        call, of_op = call._replace(epilogue=epilogue.key), op.with_epilogue
         shapes = _shapes_of(op, ranks.name, x, weight, bias, inputs, call, scales)
         lowered = shapes.lowered
         operands = lowered.flatten(x), weight, bias, shapes.flat(inputs)
