@@ -49,7 +49,7 @@ SCALED = {
     "summed": ("gemm_reduce_scatter", "rows", epilogues.add_residual_squared),
     "blocks-summed": ("gemm_all_reduce", 128, gated),
     "exchanged": ("gemm_all_to_all", "rows", gated),
-    "exchanged-operand": ("all_to_all_gemm", "rows", gated),
+    "exchanged-operand": ("all_to_all_gemm", 128, gated),
 }
 
 

@@ -21,7 +21,7 @@ CASES = {
     "few-rows-gathered": (Scaled(GATHER, 32, 136, 208), {"mma": "swap_ab", "tile": (32, 64)}),
     "few-rows-joined": (Scaled(GATHER, 64, 1024, 1024), {"mma": "cooperative", "tile": (128, 128)}),
     "rows-exchanged": (Scaled(A2A, 520, 288, 208), {}),
-    "columns-exchanged": (Scaled(DUAL, 520, 136, 768), {}),
+    "columns-exchanged": (Scaled(DUAL, 520, 136, 1536, blocks=128), {}),
     "many-rows-gathered": (Scaled(GATHER, 2048, 1024, 1024), {}),
     "blocks": (Scaled(RS, 520, 264, 1088, blocks=128), {}),
     "blocks-e5m2": (

@@ -273,9 +273,17 @@ class Sums:
         return loads * 16 // DTYPES[self.config.slot_dtype].width // share
 
     def _window(self, sources: int) -> int:
-        """Returns the number of chunks whose loads, of partials and of inputs, are in flight."""
-        chunks, loads = self.config.lane_chunks, sources + self._visits.num_loads
-        window = min(max(self._in_flight // loads, 1), chunks)
+        """Returns the number of chunks whose loads, of partials and of inputs, are in flight.
+
+        With inputs half as many loads more are, so that at P = 2 one input costs no chunk in flight. Kernels
+        spill with so many where sums are sent on, and with outputs for each row where roles have equal
+        registers.
+        """
+        chunks, visits, most = self.config.lane_chunks, self._visits, self._in_flight
+        inputs, is_even = visits.num_loads, self.config.on.calls_keep_registers
+        if inputs and self.results is None and not (visits.reduces and is_even):
+            most += most // 2
+        window = min(max(most // (sources + inputs), 1), chunks)
         while chunks % window:
             window -= 1
         return window

@@ -41,9 +41,10 @@ class Visits:
 
     @property
     def num_loads(self) -> int:
-        """Returns the number of inputs with a value for each element."""
-        inputs = [visitor.reads for visitor in self.config.epilogue if visitor.of in self.of]
-        return sum(operand.kind == "element" for reads in inputs for operand in reads)
+        """Returns the number of 16-byte loads for a chunk of inputs with a value for each element."""
+        inputs = [reads for one in self.config.epilogue if one.of in self.of for reads in one.reads]
+        widths = [DTYPES[operand.dtype].width for operand in inputs if operand.kind == "element"]
+        return sum(max(width // DTYPES[self.config.slot_dtype].width, 1) for width in widths)
 
     def input_registers(self, size: int, chunks: int) -> list[Any]:
         """Returns registers ``(size, chunks)`` for each input with a value for each element."""
