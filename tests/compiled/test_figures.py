@@ -82,6 +82,11 @@ def test_promoting_kernels_spill_nowhere(name, op):
     assert not check(CONFIGS[name], op).findings
 
 
+@pytest.mark.parametrize("op", ["A2A-GEMM sending", pytest.param("A2A-GEMM", marks=pytest.mark.slow)])
+def test_kernels_of_mx_types_exchange_slices_and_spill_nowhere(op):
+    assert not check(CONFIGS["sm_100a_2cta_256x256_c2x1_e4m3_obf16_sbf16_b1x1x32"], op).findings
+
+
 def test_the_inner_loop_is_the_shortest_that_multiplies():
     loop = "$A:\n add.s32 %r1, %r1, 1;\n {mma}\n @%p1 bra $A;\n"
     outer = "$B:\n mov.u32 %r2, %r1;\n" + loop.format(mma="tcgen05.mma x;") + " @%p2 bra $B;\n"

@@ -21,6 +21,7 @@ from tests.support.emulated.kernel_cases import launched
 from tests.support.emulated.op_runs import lagging, world_of
 
 RS, AR, AG, GATHER = "gemm_reduce_scatter", "gemm_all_reduce", "gemm_all_gather", "all_gather_gemm"
+DUAL = "all_to_all_gemm"
 CONFIGS = [
     GemmConfig("sm_100a", (128, 128), mma="1cta", in_dtype="e4m3", blocks=MX, epilogue=(bias_of("bf16"),)),
     GemmConfig("sm_100a", (128, 256), (1, 2), mma="1cta", in_dtype="e5m2", blocks=MX),
@@ -117,16 +118,16 @@ class Case:
         """(x, weight, scale_x, scale_w) of a rank, scales as matrices."""
         spec = OPS[self.op]
         own = lambda extent: Shards.even(extent, ranks).size(rank)  # noqa: E731
-        (m, k), (n, _) = spec.shapes(self.m, self.n, self.k, own)
+        (m, k), (n, depth) = spec.shapes(self.m, self.n, self.k, own)
         n = self.n if spec.weight == "n" else n
         found = []
-        for rows, seed in (
-            (m, rank if spec.x else 0),
-            (n, 1000 + (rank if spec.weight == "k" else 0)),
+        for rows, width, seed in (
+            (m, k, rank if spec.x else 0),
+            (n, depth, 1000 + (rank if spec.weight == "k" else 0)),
         ):
             generator = torch.Generator().manual_seed(10000 * self.seed + seed)
-            scale = 2.0 ** torch.randint(-3, 4, (rows, -(-k // 32)), generator=generator)
-            found.append((torch.randn(rows, k, generator=generator).to(self.dtype), scale))
+            scale = 2.0 ** torch.randint(-3, 4, (rows, -(-width // 32)), generator=generator)
+            found.append((torch.randn(rows, width, generator=generator).to(self.dtype), scale))
         (x, scale_x), (weight, scale_w) = found
         return x, weight, scale_x, scale_w
 
@@ -160,8 +161,8 @@ class Case:
         spec, ranks = OPS[self.op], ranks or len(outs)
         wide = lambda a, scale: a.double() * scale.double().repeat_interleave(32, 1)[:, : a.shape[1]]  # noqa: E731
         every = [self.operands(rank, ranks) for rank in range(1 if spec.x is None else ranks)]
-        if spec.x == "m":
-            rows = torch.cat([wide(x, scale) for x, _, scale, _ in every])
+        if spec.x == "m" or spec.reshards_k:
+            rows = torch.cat([wide(x, scale) for x, _, scale, _ in every], 0 if spec.x == "m" else 1)
             products = [(rows, wide(every[0][1], every[0][3]))]
         else:
             products = [(wide(x, sx), wide(weight, sw)) for x, weight, sx, sw in every]
@@ -199,6 +200,22 @@ PAIR = {"mma": "2cta", "tile": (256, 128), "cluster": (2, 1)}
 def test_ops_against_the_dequantised_product(ranks, case, fields, algorithm):
     """Shards that begin inside an atom, ranks without rows, operands of one rank; random order."""
     with world_of("sm_100a", ranks, fields, algorithm=algorithm, mode="random") as world:
+        outs = case.queue(world)
+        world.synchronize()
+        assert case.share_of_bound(outs) <= 1
+
+
+@pytest.mark.parametrize(
+    ("ranks", "case", "fields", "transport"),
+    [
+        (2, Case(DUAL, 260, 136, 2 * 256), TILE, "copy_engine"),
+        (3, Case(DUAL, 385, 72, 3 * 128, torch.float8_e5m2), TILE, "peer_bulk"),
+        pytest.param(2, Case(DUAL, 512, 264, 2 * 128), PAIR, "peer_bulk", marks=pytest.mark.slow),
+    ],
+)
+def test_columns_and_their_scales_are_exchanged_for_rows(ranks, case, fields, transport):
+    """Compares shards that begin inside an atom, the last one with fewer atoms, and full ones."""
+    with world_of("sm_100a", ranks, fields, transport=transport, mode="random") as world:
         outs = case.queue(world)
         world.synchronize()
         assert case.share_of_bound(outs) <= 1
@@ -301,9 +318,21 @@ def with_own_scales_for_all(patch):
     patch.setattr(device.MxScales, "with_gathered", lambda own, scales: own)
 
 
+def with_the_first_slices_scales_of_b(patch):
+    patch.setattr(device.MxScales, "of_slice", lambda local, scales, *_: local.with_gathered(scales))
+
+
+def without_padding_of_ranks(patch):
+    of_rows = device.MxScales.of_local_slice
+    patch.setattr(
+        device.MxScales, "of_local_slice", lambda local, *how: of_rows(local, *how)._replace(padding=(0, 0))
+    )
+
+
 MISTAKES = {
     RS: (without_padding, without_copies_of_b, with_the_first_blocks_scales),
     GATHER: (with_own_scales_for_all, with_flags_before_scales),
+    DUAL: (with_own_scales_for_all, with_the_first_slices_scales_of_b, without_padding_of_ranks),
 }
 
 
@@ -314,7 +343,7 @@ MISTAKES = {
 def test_what_is_taken_out_is_missed(op, mistake, monkeypatch):
     """By the emulator (a race, for one), or in the result."""
     mistake(monkeypatch)
-    case = Case(op, 140, 136, 3 * 96)
+    case = Case(op, 140, 136, 3 * (128 if op == DUAL else 96))
     transport = "copy_engine" if mistake is with_flags_before_scales else None
     try:
         with world_of("sm_100a", 3, TILE, transport=transport, mode="random") as world:

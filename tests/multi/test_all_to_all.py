@@ -12,6 +12,8 @@ from overlap_gemm.backends.collectives import columns_to_rows
 from overlap_gemm.backends.scales.scaling import Scaled
 from overlap_gemm.runtime.group import group_name, resolve
 from overlap_gemm.spec.sharding import Shards
+from overlap_gemm.testing.workload import OpTensors
+from overlap_gemm_tools import baselines
 
 BACKENDS = "sequential", "decomposed", "torch"
 DOUBLE = {"dtype": torch.float64}
@@ -171,6 +173,32 @@ def scaled_by_blocks(rank, size, backend):
 @pytest.mark.parametrize("backend", BACKENDS[:2])
 def test_parts_of_k_are_sent_with_their_scales_of_blocks(ranks, backend):
     ranks(2).run(scaled_by_blocks, backend)
+
+
+def of_mx_types(rank, size):
+    torch.manual_seed(0)
+    matrices = torch.randn(256, 256), torch.randn(24, 256)
+    parts = [overlap_gemm.quantize_rows(one, block=32, power_of_two=True) for one in matrices]
+    a, b = (one.values.double() * one.scale.double().repeat_interleave(32, 1) for one in parts)
+    (x, scale_x), (weight, scale_w) = parts
+    local = x.chunk(2, 1)[rank].contiguous(), overlap_gemm.swizzle_scales(scale_x.chunk(2, 1)[rank])
+    swizzled = overlap_gemm.swizzle_scales(scale_w)
+    for backend in ("sequential", "decomposed"):
+        out = all_to_all_gemm(
+            local[0], weight, scale_x=local[1], scale_w=swizzled, block="mx", backend=backend
+        )
+        torch.testing.assert_close(out.double(), (a @ b.t()).chunk(2)[rank], rtol=2**-8, atol=1e-2)
+    group = resolve(group_name(None))
+    sent = baselines._exchanged(
+        OpTensors(local[0], weight, local[1], swizzled), 256, group
+    )  # as `bench` sends
+    rows = overlap_gemm.swizzle_scales(scale_x.chunk(2)[rank].contiguous())
+    for one, exact in ((sent.x, x.chunk(2)[rank]), (sent.scale_x, rows)):
+        torch.testing.assert_close(one.float(), exact.float(), rtol=0, atol=0)
+
+
+def test_parts_of_k_of_mx_types_are_sent_with_their_scales(ranks):
+    ranks(2).run(of_mx_types)
 
 
 def with_an_epilogue(rank, size):

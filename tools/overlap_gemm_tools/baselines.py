@@ -26,6 +26,7 @@ from overlap_gemm.backends.scales.scaling import (
     FLOAT8,
     scaled_mm_by_torch,
     torch_layout,
+    unit_scales,
     why_no_product,
 )
 from overlap_gemm.backends.torch_backend import reduce_scatter_single
@@ -46,12 +47,11 @@ def baselines(workload: Workload, operands: OpTensors, group: Group) -> dict[str
     multiplied = workload.gathered(operands) if workload.spec.gathers_operand else operands
     if workload.spec.reshards_k:
         rows, _, depth = workload.spec.product(workload.m, workload.n, workload.k, group.size)
-        scale = (
-            None
-            if operands.scale_x is None
-            else torch.ones(rows, -(-depth // BLOCK), device=operands.x.device)
-        )
-        multiplied = operands._replace(x=operands.x.new_ones(rows, depth), scale_x=scale)
+        multiplied, scale = operands._replace(x=operands.x.new_ones(rows, depth)), None
+        if operands.scale_x is not None:
+            shapes = (rows, depth), (workload.n, depth)
+            scale, _ = unit_scales(*shapes, workload.blocks, operands.x.device)
+        multiplied = multiplied._replace(scale_x=scale)
     calls: dict[str, Call] = {"product": product(workload, multiplied)}
     if group.size > 1:
         calls["collective"] = _collective(workload, calls["product"], operands, group)
@@ -124,11 +124,7 @@ def _gathered(operands: OpTensors, rows: int, group: Group) -> OpTensors:
     else:
         gathered = _all(x, rows, group)
     if scale is not None and scale.dtype == mx.SCALE:
-        if len(x) % ATOM_ROWS:
-            raise ValueError(
-                f"MX scales are gathered by atoms of {ATOM_ROWS} rows: the rows of x of a rank must be "
-                f"a multiple of {ATOM_ROWS}, got {len(x)}"
-            )
+        _require_atoms(len(x))
         scale = _all(scale.view(torch.uint8)[:, None], group.size * len(scale), group)[:, 0].view(mx.SCALE)
     elif scale is not None and scale.numel() > 1:
         scale = _all(scale, rows, group)
@@ -140,8 +136,20 @@ def _exchanged(operands: OpTensors, depth: int, group: Group) -> OpTensors:
     x, scale = operands.x, operands.scale_x
     if scale is None:
         return operands._replace(x=_rows_of_columns(x, depth, group))
-    rows = _rows_of_columns(x.view(torch.uint8), depth, group).view(x.dtype)
-    return operands._replace(x=rows, scale_x=_rows_of_columns(scale.contiguous(), -(-depth // BLOCK), group))
+    rows, kind = _rows_of_columns(x.view(torch.uint8), depth, group).view(x.dtype), scale.dtype
+    if kind == mx.SCALE:
+        _require_atoms(len(rows))
+        scale = scale.view(torch.uint8).view(len(x) // ATOM_ROWS, -1)
+    scale = _rows_of_columns(scale.contiguous(), group.size * scale.shape[1], group)
+    return operands._replace(x=rows, scale_x=scale.view(-1).view(kind) if kind == mx.SCALE else scale)
+
+
+def _require_atoms(rows: int) -> None:
+    if rows % ATOM_ROWS:
+        raise ValueError(
+            f"MX scales are sent by atoms of {ATOM_ROWS} rows: the rows of x of a rank must be "
+            f"a multiple of {ATOM_ROWS}, got {rows}"
+        )
 
 
 def _all(local: Tensor, rows: int, group: Group) -> Tensor:

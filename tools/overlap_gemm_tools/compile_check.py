@@ -18,7 +18,7 @@ from overlap_gemm.api import all_to_all as _  # noqa: F401 (registers its ops)
 from overlap_gemm.cli.console import rank_zero_console
 from overlap_gemm.config.gemm_config import GemmConfig
 from overlap_gemm.config.orders import joins_shards
-from overlap_gemm.config.scale_blocks import BLOCKS, PROMOTED
+from overlap_gemm.config.scale_blocks import BLOCKS
 from overlap_gemm.config.visitors import SCALES
 from overlap_gemm.spec import ALL_GATHER_GEMM, ALL_TO_ALL_GEMM, PATTERNS, OpSpec
 from overlap_gemm.tuning.space import every_config
@@ -45,7 +45,7 @@ A name with "sending" is that of a kernel whose warps send the local shard, and 
 def kernels_of(config: GemmConfig) -> list[str]:
     """Returns the kernels that a configuration has."""
     in_slices = not (config.k_split > 1 or config.loads_weights_early)
-    in_slices &= not config.has_bytes or config.blocks in PROMOTED
+    in_slices &= not config.has_bytes or config.blocks is not None
 
     def has(op: OpSpec, sends: bool, joins: bool) -> bool:
         return joins_shards(config, 2, 1) if joins else in_slices or op.gathers_operand

@@ -109,10 +109,11 @@ def all_to_all_gemm(
 
     It is the projection after attention, and its exchange is the inverse of that of `gemm_all_to_all`.
 
-    8-bit operands need scales of blocks, because each rank's part of K has its own: `block=128` or `32`.
-    `scale_x` is `[S, ..., ceil(K_local / block)]`, of this rank's columns, and is sent with them; `scale_w`
-    `[ceil(N / block), ceil(K / block)]`, the same on every rank. ceil(K / P) is a multiple of `block`; the
-    fused kernel needs K / P to be a multiple of 128. No gradient.
+    8-bit operands need `block=`, because each rank's part of K has its own scales. `scale_x` is of this
+    rank's columns, and is sent with them; `scale_w` is the same on every rank. With blocks of 128 or 32 they
+    are `[S, ..., ceil(K_local / block)]` and `[ceil(N / block), ceil(K / block)]`, with `"mx"` vectors.
+    ceil(K / P) is a multiple of the block (of MX types: 32); the fused kernel needs K / P to be a multiple
+    of 128. No gradient.
 
     Args:
         x: This rank's columns of all rows, `[S, ..., K_local]`; K_local is its share of K as `torch.chunk`

@@ -17,8 +17,8 @@ every chunk has a tile here, whose load waited for it. After the last read nothi
 The sum over K begins with the local slice. So the bits of a row depend on the rank that computes it.
 
 Scales of blocks of A are sent before the first flag. In a slot they follow the space for the rows of a full
-shard. The local ones are ``(ranks, blocks of K, rows of a rank)``, as they are sent. Those of B are in the
-order in which this rank adds: from its slice on.
+shard. The local ones are a matrix for each rank, as they are sent. Slices are whole k tiles. Promoted scales
+of B (`mainloop.blocks`) are in the order in which this rank adds: from its slice on.
 """
 
 from __future__ import annotations
@@ -142,8 +142,8 @@ class SliceGate:
         rank, k_tiles = exchange.rank, num_k_tiles(cfg, ops.b[(None, None, exchange.rank)])
         local = ops._replace(b=ops.b[(None, None, rank)])
         if cutlass.const_expr(cfg.blocks is not None):  # of this rank's rows alone
-            before, lines = rank * exchange.shard_rows, rank * k_tiles * cfg.k_parts
-            local = local._replace(scales=ops.scales._replace(padding=-before, lines=lines))
+            of_rows = ops.scales.of_local_slice(cfg, rank, exchange.shard_rows, k_tiles)
+            local = local._replace(scales=of_rows)
         state = load_k_tiles(
             res.ab,
             state,
@@ -161,8 +161,8 @@ class SliceGate:
             sent = OperandViews(ops.mma, buffer.tma, arrived, ops.tma_b, of_b)
             if cutlass.const_expr(cfg.blocks is not None):
                 tma, scales = buffer.scales
-                came = ops.scales.with_gathered((tma, scales[(None, None, source)]))
-                sent = sent._replace(scales=came._replace(k_tiles=i * k_tiles))
+                gathered = tma, scales[(None, None, source)]
+                sent = sent._replace(scales=ops.scales.of_slice(gathered, source, i, k_tiles))
             state = load_k_tiles(
                 res.ab, state, *mainloop.loads(res, sent, row, column)[:2], Int32(0), k_tiles
             )

@@ -99,6 +99,11 @@ def num_k_tiles(config: GemmConfig, b: Any) -> Any:
     return number * config.k_step
 
 
+def depth_of(b: Any) -> Any:
+    """Returns K of a view of B, of all leaves or slices."""
+    return cute.size(b, mode=[1]) * (cute.size(b, mode=[2]) if cute.rank(b) > 2 else 1)
+
+
 def num_early(config: GemmConfig, b: Any) -> Any:
     """Returns the number of B's k tiles that can be loaded before A's: at most one for each stage."""
     return cutlass.min(num_k_tiles(config, b), config.ab_stages)

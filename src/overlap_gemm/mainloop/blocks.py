@@ -64,6 +64,30 @@ class BlockScales(NamedTuple):
         tma, tensor = scales
         return self._replace(tma_a=tma, a=tensor)
 
+    def of_local_slice(self, config: GemmConfig, rank: Scalar, rows: Scalar, k_tiles: Scalar) -> BlockScales:
+        """Returns the scales for this rank's rows of the local slice of K (`gather.input_exchange`).
+
+        Args:
+            config: The kernel's configuration.
+            rank: This rank.
+            rows: Rows of a full shard; ``a`` has the scales of each rank's rows.
+            k_tiles: Number of k tiles of a slice.
+        """
+        return self._replace(padding=-rank * rows, lines=rank * k_tiles * config.k_parts)
+
+    def of_slice(
+        self, scales: tuple[Any, Any], source: Scalar, number: Scalar, k_tiles: Scalar
+    ) -> BlockScales:
+        """Returns the scales for a peer's slice of K.
+
+        Args:
+            scales: Gathered scales of A, (TMA atom, coordinate tensor).
+            source: Rank that has the slice.
+            number: Number of slices that are summed before this one.
+            k_tiles: Number of k tiles of a slice.
+        """
+        return self.with_gathered(scales)._replace(k_tiles=number * k_tiles)
+
     def joined(
         self,
         config: GemmConfig,

@@ -50,6 +50,7 @@ class MxScales(NamedTuple):
         tma_b: TMA load atom; box: the scale atoms of the tile's columns, for one k tile.
         b: Coordinate tensor (atoms of rows, Int16 words along K) of B's scales.
         padding: Number of padding rows of A's and of B's scales before the tile's shard.
+        k_tiles: Number of k tiles in ``b`` before the first one that is loaded.
     """
 
     tma_a: Any
@@ -57,6 +58,7 @@ class MxScales(NamedTuple):
     tma_b: Any
     b: Any
     padding: tuple[Any, Any] = (0, 0)
+    k_tiles: Any = 0
 
     def of_shard(self, shard: Scalar, work: Any) -> MxScales:
         """Returns the scales for tiles of shard ``shard``; each shard before it is padded to full atoms."""
@@ -68,6 +70,15 @@ class MxScales(NamedTuple):
         """Returns the scales with gathered ones of A, (TMA atom, coordinate tensor); those of B are local."""
         tma, tensor = scales
         return self._replace(tma_a=tma, a=tensor)
+
+    def of_local_slice(self, config: GemmConfig, rank: Scalar, rows: Scalar, k_tiles: Scalar) -> MxScales:
+        """Returns the scales for the local slice of K; arguments as in `BlockScales.of_local_slice`."""
+        padding = rank * (ceil_div(rows, ATOM_ROWS) * ATOM_ROWS - rows)
+        return self._replace(padding=(padding, 0), k_tiles=rank * k_tiles)
+
+    def of_slice(self, scales: tuple[Any, Any], source: Scalar, number: Scalar, k_tiles: Scalar) -> MxScales:
+        """Returns the scales for the slice of a peer; arguments as in `BlockScales.of_slice`."""
+        return self.with_gathered(scales)._replace(k_tiles=source * k_tiles)
 
     def joined(
         self, config: GemmConfig, a: OperandLoads, b: OperandLoads, stages: Any, row: Scalar, column: Scalar
@@ -83,12 +94,15 @@ class MxScales(NamedTuple):
             column: First row of B in the tile, without padding.
         """
         loads = []
-        for which, (operand, atom, tensor, first, stage) in enumerate(
-            ((a, self.tma_a, self.a, row, stages.a), (b, self.tma_b, self.b, column, stages.b))
+        for which, (operand, atom, tensor, first, word, stage) in enumerate(
+            (
+                (a, self.tma_a, self.a, row, 0, stages.a),
+                (b, self.tma_b, self.b, column, self.k_tiles * ATOM_WORDS, stages.b),
+            )
         ):
             atoms = config.scale_atoms[which]
-            begin = (first + self.padding[which]) // ATOM_ROWS
-            tiles = cute.local_tile(cute.domain_offset((begin, 0), tensor), (atoms, ATOM_WORDS), (0, None))
+            begin = (first + self.padding[which]) // ATOM_ROWS, word
+            tiles = cute.local_tile(cute.domain_offset(begin, tensor), (atoms, ATOM_WORDS), (0, None))
             words = cute.make_tensor(
                 cute.recast_ptr(stage.iterator, dtype=WORD),
                 cute.make_layout(

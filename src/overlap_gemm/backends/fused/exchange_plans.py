@@ -30,7 +30,7 @@ from ...tuning.space import choose_config, constants
 from ...tuning.time_model import Facts
 from ..base import Problem
 from ..epilogues import Applying, read_by_kernel
-from ..scales.block_scales import gathered_scales, layout_of, num_bytes, scales_by_shard
+from ..scales.block_scales import gathered_scales, layout_of, num_bytes
 from ..scales.tma_operands import ROW_ELEMENTS, aligned, has_tma_strides, major, padded
 from . import plan_cache as plans
 from .compiled import compiled_gather
@@ -412,7 +412,7 @@ def _scales(
 ) -> list[tuple[Tensor, ...]]:
     """Returns the scales of A and of B as the kernel of each product loads them.
 
-    Those of A are as they are sent. Those of B begin with this rank's part of K, as the kernel's sums do.
+    Those of A are as they are sent. The kernel's sums, and scales of B, begin with this rank's part of K.
 
     Args:
         scales: Scales of x, and a list of those of the weights.
@@ -426,7 +426,7 @@ def _scales(
     if group.size == 1:
         of_a = layout.of_a(of_x, x.shape)
     else:
-        of_a = scales_by_shard(of_x, blocks, shards, depth)
-        of_weights = [scale.roll(-group.rank * of_x.shape[1], 1) for scale in of_weights]
+        of_a = layout.by_shard(of_x, shards, depth)
+        of_weights = [layout.in_order(scale, group.rank, group.size) for scale in of_weights]
     each = zip(of_weights, weights, strict=True)
     return [(of_a, layout.of_b(scale, weight.shape)) for scale, weight in each]

@@ -44,6 +44,26 @@ class ScaleLayout(Protocol):
     def of_b(self, scale: Tensor, shape: Sequence[int], step: int | None = None) -> Tensor:
         """Returns the matrix for operand B; arguments as in `of_a`."""
 
+    def by_shard(self, scale: Tensor, shards: Shards, depth: int) -> Tensor:
+        """Returns A's scales of each shard of the rows as they are sent, `[shards * lines, elements]`.
+
+        Each shard has the extents of a full one, with zeros for rows that it lacks.
+
+        Args:
+            scale: Scales in the public layout.
+            shards: Division of the rows.
+            depth: K of the operand; in the all-to-all GEMM K / P.
+        """
+
+    def in_order(self, scale: Tensor, rank: int, shards: int) -> Tensor:
+        """Returns a weight's scales as kernels of a rank read them that sum K from its part of it on.
+
+        Args:
+            scale: Scales in the public layout.
+            rank: Rank of the kernel.
+            shards: Number of parts of K, one for each rank.
+        """
+
     def put(self, scale: Tensor, matrix: Tensor) -> None:
         """Copies A's scales into a zeroed matrix of the same K, and of at least as many rows."""
 
@@ -66,6 +86,16 @@ class MxAtoms:
         return mx.words_of(scale, shape, step)
 
     of_b = of_a
+
+    def by_shard(self, scale: Tensor, shards: Shards, depth: int) -> Tensor:
+        """Returns the scales of each shard; a view if all shards are full, of a multiple of 128 rows."""
+        matrix = self.of_a(scale, (shards.total, depth), shards.chunk)
+        lines = shards.parts * ceil_div(shards.chunk, ATOM_ROWS)
+        return F.pad(matrix, (0, 0, 0, lines - len(matrix))) if lines > len(matrix) else matrix
+
+    def in_order(self, scale: Tensor, rank: int, shards: int) -> Tensor:
+        """Returns `scale`: a kernel's loads begin at each part's scales."""
+        return scale
 
     def put(self, scale: Tensor, matrix: Tensor) -> None:
         """Copies all bytes to the start of the matrix: fewer rows fill fewer lines."""
@@ -118,6 +148,18 @@ class PaddedScaleRows:
         """
         return self._readable(scale if len(scale) else scale.new_zeros(1, scale.shape[1]))
 
+    def by_shard(self, scale: Tensor, shards: Shards, depth: int) -> Tensor:
+        """Returns a copy of the scales of each shard, transposed."""
+        extents = self.extents(shards.chunk, depth)
+        rows = F.pad(scale, (0, 0, 0, shards.parts * shards.chunk - len(scale)))
+        matrix = scale.new_zeros(shards.parts, *extents)
+        matrix[..., : shards.chunk].copy_(rows.unflatten(0, (shards.parts, shards.chunk)).transpose(1, 2))
+        return matrix.flatten(0, 1)
+
+    def in_order(self, scale: Tensor, rank: int, shards: int) -> Tensor:
+        """Returns a copy that begins with the scales of this rank's part of K."""
+        return scale.roll(-rank * scale.shape[1] // shards, 1)
+
     def put(self, scale: Tensor, matrix: Tensor) -> None:
         """Copies the transposed scales to the first columns of the matrix."""
         matrix[:, : len(scale)] = scale.t()
@@ -165,24 +207,6 @@ def scales_of_shard(scale: Tensor, blocks: Blocks, rows: int, depth: int) -> Ten
     matrix = scale.new_zeros(extents, dtype=layout.element)
     layout.put(scale, matrix)
     return matrix
-
-
-def scales_by_shard(scale: Tensor, blocks: Blocks, shards: Shards, depth: int) -> Tensor:
-    """Returns a copy of the scales of each shard of the rows as they are sent, `[shards * lines, elements]`.
-
-    Each shard has the extents of a full one, with zeros for rows that it lacks.
-
-    Args:
-        scale: Scales `[rows, blocks of K]` of `PROMOTED` in the public layout.
-        blocks: Blocks that share a scale.
-        shards: Division of the rows.
-        depth: K of the operand; in the all-to-all GEMM K / P.
-    """
-    extents = layout_of(blocks).extents(shards.chunk, depth)
-    rows = F.pad(scale, (0, 0, 0, shards.parts * shards.chunk - len(scale)))
-    matrix = scale.new_zeros(shards.parts, *extents)
-    matrix[..., : shards.chunk].copy_(rows.unflatten(0, (shards.parts, shards.chunk)).transpose(1, 2))
-    return matrix.flatten(0, 1)
 
 
 def gathered_scales(buffer: Tensor, owners: int, chunk: int, depth: int, full: int, blocks: Blocks) -> Tensor:

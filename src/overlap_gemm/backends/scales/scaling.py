@@ -83,9 +83,9 @@ def why_not_exchanged(spec: OpSpec, blocks: Blocks | None) -> str | None:
         spec: Definition of the op.
         blocks: Blocks that share a scale; None: rows.
     """
-    if not spec.reshards_k or blocks in PROMOTED:
+    if not spec.reshards_k or blocks is not None:
         return None
-    names = " or ".join(f"block={kind[2]}" for kind in PROMOTED)
+    names = " or ".join(f"block={name!r}" for name in NAMED_BLOCKS)
     return (
         "x is sent in parts of K, each with its rank's scales, so a sum over K has no scale; pass scales of "
         f"blocks ({names}), or 16-bit operands without scales"
@@ -219,7 +219,7 @@ class Scaled(NamedTuple):
                 `collectives.columns_to_rows`.
             depth: K over all ranks.
         """
-        assert self.blocks is not None, "scales of rows are not exchanged with columns"
+        assert self.blocks in PROMOTED, "torch has no products with scales of rows that are sent, or of MX"
         values = exchange(self.values.view(torch.uint8), depth).view(self.values.dtype)
         scale = exchange(self.scale.contiguous(), blocks_along(depth, self.blocks))
         return self._replace(values=values, scale=scale)
