@@ -28,7 +28,7 @@ from cute_emulator import Emulator
 from overlap_gemm.api import layer_epilogues
 from overlap_gemm.api.float8 import PLAIN
 from overlap_gemm.backends.fused import gather_plans, plan_cache
-from overlap_gemm.dispatch import gather_gradients
+from overlap_gemm.dispatch import gradient_products
 from overlap_gemm.epilogues import add_residual, swiglu
 from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.spec import OPS
@@ -96,7 +96,7 @@ def world_without_kernels() -> Iterator[str]:
             (gather_plans, "compiled_gate"),
         ):
             stack.enter_context(mock.patch.object(module, name, lambda *_, **__: nothing))
-        stack.enter_context(mock.patch.object(gather_gradients, "gather_rows", gathered))
+        stack.enter_context(mock.patch.object(gradient_products, "gather_rows", gathered))
         emulator = stack.enter_context(Emulator("sm_90a", 2))
         for name in ("copy", "wait_stream"):
             stack.enter_context(mock.patch.object(emulator, name, nothing))

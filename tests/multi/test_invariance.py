@@ -12,7 +12,7 @@ import torch
 import overlap_gemm
 from overlap_gemm.backends import portable_arithmetic as arithmetic
 from overlap_gemm.backends.op_call import OpCall
-from overlap_gemm.dispatch import gather_gradients
+from overlap_gemm.dispatch import gradient_products
 from overlap_gemm.runtime.group import group_name
 from overlap_gemm.testing.cases import LAYOUTS, Case
 from tests.support.gradients import forward_and_backward
@@ -112,11 +112,11 @@ def gradients_alongside(rank, size):
     call = OpCall(group=group_name(None), rows=132, chunk=132, columns=3, k=64, invariant="batch")
     copies = SimpleNamespace(alongside=lambda own, scattered, *_: nullcontext((scattered(), own)))
     with (
-        mock.patch.object(gather_gradients, "chosen", lambda *_: ("fused", lambda *_: x)),
-        mock.patch.object(gather_gradients, "pays_alongside", lambda *_: True),
-        mock.patch.object(gather_gradients, "copies_for", lambda *_: copies),
+        mock.patch.object(gradient_products, "chosen", lambda *_: ("fused", lambda *_: x)),
+        mock.patch.object(gradient_products, "pays_alongside", lambda *_: True),
+        mock.patch.object(gradient_products, "copies_for", lambda *_: copies),
     ):
-        run = gather_gradients._bind_all_gather_gemm_gradients(x, [grad], [weight], *call)
+        run = gradient_products._bind_all_gather_gemm_gradients(x, [grad], [weight], *call)
         _, gradient = run(x, [grad], [weight])
     ordered = arithmetic.ordered_product(grad.t(), x.t())
     return int((gradient != ordered).sum()), int((grad.t() @ x != ordered).sum())

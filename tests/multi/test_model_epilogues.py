@@ -10,7 +10,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.distributed.device_mesh import init_device_mesh
 
 import overlap_gemm
-from overlap_gemm.api import functional
+from overlap_gemm.api import float8, functional
 from overlap_gemm.dispatch.with_epilogue import call_with_epilogue
 from overlap_gemm.parallel import parallelize
 from tests.support.models import VOCABULARY, tiny
@@ -23,19 +23,22 @@ PRE_NORM = ("llama", "mistral", "qwen2", "qwen3", "phi3", "llama4")
 
 
 def counted(calls, *operands):
-    calls.append(operands[-3 if operands[-1] is None else -1].epilogue.name)
+    calls.append(operands[6].epilogue.name)
     return call_with_epilogue(*operands)
 
 
 def applied_epilogues(model, ids):
     """Returns the names of the epilogues of a forward pass without gradients, in order."""
     calls = []
-    functional.call_with_epilogue = partial(counted, calls)
+    modules = functional, float8  # products in 8 bits call ops themselves
+    for module in modules:
+        module.call_with_epilogue = partial(counted, calls)
     try:
         with torch.no_grad():
             model(ids)
     finally:
-        functional.call_with_epilogue = call_with_epilogue
+        for module in modules:
+            module.call_with_epilogue = call_with_epilogue
     return calls
 
 
@@ -73,6 +76,11 @@ def counts_epilogues(rank, size):
     assert applied_epilogues(sharded, ids) == 2 * ["add_residual", "add_residual"]
     _, sharded = pair(size, "gemma3")
     assert applied_epilogues(sharded, ids) == 2 * ["geglu_tanh"]
+    narrow = tiny("llama", size, dtype=torch.float32)
+    eight = {"fuse": True, "float8": overlap_gemm.nn.Float8()}
+    sharded = parallelize(narrow, init_device_mesh("cpu", (size,)), **eight)
+    assert applied_epilogues(sharded, ids) == 2 * layer
+    sharded(ids, labels=ids).loss.backward()
     unfused = parallelize(tiny("llama", size), init_device_mesh("cpu", (size,)), fuse=False)
     assert applied_epilogues(unfused, ids) == []
 
@@ -105,7 +113,7 @@ def explains(rank, size):
             lines(family)[0]
             == f"model.layers.*.self_attn.o_proj: a residual follows gemm_reduce_scatter: {why}"
         )
-    assert "products of 8-bit operands have no epilogue" in lines("llama", float8=overlap_gemm.nn.Float8())[0]
+    assert lines("llama", float8=overlap_gemm.nn.Float8()) == lines("llama")
     assert "invariant='batch'" in lines("llama", invariant="batch")[0]
 
 

@@ -14,7 +14,7 @@ Parameters, and tensors saved for backward, keep their dtype, so optimizers, che
 recomputation need no changes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,9 +23,12 @@ from torch import Tensor
 
 from ..backends.op_call import BackendName, Length, OpCall, promises_of, with_fallback
 from ..backends.scales.scaling import FLOAT8, Block
-from ..dispatch import ops, ordered_products, shard_ops
+from ..dispatch import gradient_products, ops, shard_ops
 from ..dispatch.autocast import autocast
 from ..dispatch.bound import call_op
+from ..dispatch.product_epilogues import NOTHING, InProduct, apply_to_product, gradients, save
+from ..dispatch.with_epilogue import call_with_epilogue, one_or_all
+from ..epilogues import Applied
 from ..runtime.group import GroupLike, group_name
 from ..spec import (
     ALL_GATHER_GEMM,
@@ -112,24 +115,18 @@ class Float8(Products):
         reserve_sms: int | None = None,
         partials: Partials | None = None,
         invariant: Invariant | None = None,
+        epilogue: Applied | None = None,
     ) -> Any:
         """Runs `overlap_gemm.all_gather_gemm`; 8-bit rows are sent, each with a scale."""
         how = How(
-            ALL_GATHER_GEMM.name,
-            group_name(group),
-            backend,
-            reserve_sms,
-            partials,
-            invariant,
-            columns,
-            rows,
-            dim,
-        )
+            ALL_GATHER_GEMM.name, group_name(group), backend, reserve_sms, partials, invariant, columns,
+            rows, dim,
+        )  # fmt: skip
         single = not isinstance(weight, (list, tuple))
         weights: list[Any] = [weight] if single else list(weight)
         biases = [bias] if isinstance(bias, Tensor) else list(bias or [])
-        outs = self._product(how, x_shard, weights, biases)
-        return outs[0] if single else list(outs)
+        outs = self._product(how, x_shard, weights, biases, epilogue)
+        return one_or_all(outs) if single or epilogue is not None else list(outs)
 
     def gemm_reduce_scatter(  # type: ignore[override]
         self,
@@ -144,19 +141,14 @@ class Float8(Products):
         reserve_sms: int | None = None,
         partials: Partials | None = None,
         invariant: Invariant | None = None,
-    ) -> Tensor:
+        epilogue: Applied | None = None,
+    ) -> Any:
         """Runs `overlap_gemm.gemm_reduce_scatter`; partial sums have x's dtype, their gradients 8 bits."""
         how = How(
-            GEMM_REDUCE_SCATTER.name,
-            group_name(group),
-            backend,
-            reserve_sms,
-            partials,
-            invariant,
-            k,
+            GEMM_REDUCE_SCATTER.name, group_name(group), backend, reserve_sms, partials, invariant, k,
             dim=dim,
-        )
-        return self._product(how, x, [weight], [] if bias is None else [bias])[0]
+        )  # fmt: skip
+        return one_or_all(self._product(how, x, [weight], [] if bias is None else [bias], epilogue))
 
     def gemm_all_reduce(  # type: ignore[override]
         self,
@@ -170,18 +162,13 @@ class Float8(Products):
         reserve_sms: int | None = None,
         partials: Partials | None = None,
         invariant: Invariant | None = None,
-    ) -> Tensor:
+        epilogue: Applied | None = None,
+    ) -> Any:
         """Runs `overlap_gemm.gemm_all_reduce`."""
         how = How(
-            GEMM_ALL_REDUCE.name,
-            group_name(group),
-            backend,
-            reserve_sms,
-            partials,
-            invariant,
-            k,
-        )
-        return self._product(how, x, [weight], [] if bias is None else [bias])[0]
+            GEMM_ALL_REDUCE.name, group_name(group), backend, reserve_sms, partials, invariant, k,
+        )  # fmt: skip
+        return one_or_all(self._product(how, x, [weight], [] if bias is None else [bias], epilogue))
 
     def gemm_all_gather(  # type: ignore[override]
         self,
@@ -195,18 +182,13 @@ class Float8(Products):
         reserve_sms: int | None = None,
         partials: Partials | None = None,
         invariant: Invariant | None = None,
-    ) -> Tensor:
+        epilogue: Applied | None = None,
+    ) -> Any:
         """Runs `overlap_gemm.gemm_all_gather`."""
         how = How(
-            GEMM_ALL_GATHER.name,
-            group_name(group),
-            backend,
-            reserve_sms,
-            partials,
-            invariant,
-            columns,
-        )
-        return self._product(how, x, [weight], [] if bias is None else [bias])[0]
+            GEMM_ALL_GATHER.name, group_name(group), backend, reserve_sms, partials, invariant, columns,
+        )  # fmt: skip
+        return one_or_all(self._product(how, x, [weight], [] if bias is None else [bias], epilogue))
 
     def column_parallel_gemm(  # type: ignore[override]
         self,
@@ -224,8 +206,13 @@ class Float8(Products):
         return self._product(how, x, [weight], [] if bias is None else [bias])[0]
 
     def _product(
-        self, how: "How", x: Tensor, weights: list[Tensor], biases: list[Tensor]
-    ) -> tuple[Tensor, ...]:
+        self,
+        how: "How",
+        x: Tensor,
+        weights: list[Tensor],
+        biases: list[Tensor],
+        epilogue: Applied | None = None,
+    ) -> Sequence[Tensor]:
         if not torch.compiler.is_compiling():  # gradients are computed outside of the block of `promising`
             how = how._replace(**promises_of(how.partials, how.invariant)._asdict())
         x, weights, biases = autocast(x, weights, biases)
@@ -234,7 +221,12 @@ class Float8(Products):
                 if tensor.dtype != x.dtype:
                     raise TypeError(f"{how.op}: {name} must have x's dtype, {x.dtype}, got {tensor.dtype}")
         types = (self.dtype, self.grad_dtype, self.wgrad)
-        return _Product.apply(tuple(how), types, len(weights), x, *weights, *biases)  # type: ignore[no-any-return]
+
+        def product(how: How, of: InProduct, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+            fields = tuple(how), types, len(weights), tuple(of)
+            return _Product.apply(*fields, x, *weights, *biases, *inputs)  # type: ignore[no-any-return]
+
+        return how.apply(epilogue, x, weights, biases, product)
 
 
 def products(float8: Float8 | None) -> Products:
@@ -272,6 +264,47 @@ class How(NamedTuple):
         """Returns the spec of the op; None for `LOCAL`."""
         return OPS.get(self.op)
 
+    @property
+    def call(self) -> OpCall:
+        """Returns the options and extents of the op's call."""
+        spec = self.spec
+        axes = () if spec is None else ((spec.x, self.x), (spec.weight, self.weight))
+        extents: dict[str, Any] = {ARGUMENTS[axis]: extent for axis, extent in axes if axis is not None}
+        dim = self.dim if spec is not None and "m" in (spec.x, spec.out) else 0
+        return OpCall(
+            backend=self.backend, reserve_sms=self.reserve_sms, dim=dim, **extents,
+            partials=self.partials, invariant=self.invariant,
+        )  # fmt: skip
+
+    def apply(
+        self,
+        epilogue: Applied | None,
+        x: Tensor,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor],
+        product: "Callable[[How, InProduct, Sequence[Tensor]], Sequence[Tensor]]",
+    ) -> Sequence[Tensor]:
+        """Returns one result per weight, or the result and the outputs of an epilogue.
+
+        Args:
+            epilogue: Epilogue with its inputs, or None.
+            x: First operand, before it is quantized.
+            weights: Weights.
+            biases: One per weight, or none.
+            product: Function that calls an autograd function; see `product_epilogues.apply_to_product`.
+        """
+        if epilogue is None:
+            return product(self, NOTHING, ())
+
+        def of_call(call: OpCall, of: InProduct, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+            has_rows = of_op.spec.x == "m"  # which an input of kind "gathered_rows" has resolved
+            return product(self._replace(x=call.rows) if has_rows else self, of, inputs)
+
+        of_op = getattr(ops, self.op)
+        weight = list(weights) if of_op.takes_lists else weights[0]
+        operands = of_op, x, weight, list(biases)
+        return apply_to_product(*operands, self.group, self.call, epilogue, of_call)
+
     def multiply(
         self,
         x: Quantized,
@@ -280,8 +313,9 @@ class How(NamedTuple):
         dtype: torch.dtype,
         block: Block = None,
         copied_weight: bool = True,
+        epilogue: Applied | None = None,
     ) -> list[Tensor]:
-        """Runs the op on 8-bit operands, in forward or for a gradient; returns one result per weight.
+        """Runs the op on 8-bit operands, in forward or for a gradient.
 
         Args:
             x: First operand.
@@ -290,23 +324,26 @@ class How(NamedTuple):
             dtype: Type of the results.
             block: Block of the scales of all operands.
             copied_weight: True if the weights' values were made for this product.
+            epilogue: Epilogue with its inputs, or None.
+
+        Returns:
+            One result per weight, or the result and the outputs of the epilogue.
         """
         spec = self.spec
-        axes = () if spec is None else ((spec.x, self.x), (spec.weight, self.weight))
-        extents: dict[str, Any] = {ARGUMENTS[axis]: extent for axis, extent in axes if axis is not None}
-        dim = self.dim if spec is not None and "m" in (spec.x, spec.out) else 0
-        call = OpCall(
-            backend=self.backend, reserve_sms=self.reserve_sms, dim=dim, **extents,
-            out_dtype=dtype, block=block, copied_weight=copied_weight,
-            partials=self.partials, invariant=self.invariant,
-        )  # fmt: skip
+        call = self.call._replace(out_dtype=dtype, block=block, copied_weight=copied_weight)
         op = ops.column_parallel_gemm if spec is None else getattr(ops, spec.name)
         values, scales = [weight.values for weight in weights], [weight.scale for weight in weights]
-        if spec is not None and spec.takes_lists:
-            _, *outs = call_op(op, x.values, values, list(biases), self.group, call, x.scale, scales)
-            return outs
-        bias = biases[0] if biases else None
-        return [call_op(op, x.values, values[0], bias, self.group, call, x.scale, scales[0])]
+        takes_lists = spec is not None and spec.takes_lists
+        operands: Any = values, list(biases), scales
+        if not takes_lists:
+            operands = values[0], biases[0] if biases else None, scales[0]
+        weight, bias, scale_w = operands
+        arguments = op, x.values, weight, bias, self.group, call
+        if epilogue is None:
+            outs: Any = call_op(*arguments, x.scale, scale_w)
+            return outs[1:] if takes_lists else [outs]  # type: ignore[no-any-return]
+        outs = call_with_epilogue(*arguments, epilogue, x.scale, scale_w)
+        return outs[1:] if takes_lists else outs  # type: ignore[no-any-return]
 
     def along_tokens(self, grad: Tensor, x: Tensor, dtype: torch.dtype, grad_dtype: torch.dtype) -> Tensor:
         """Returns the local product of `grad` `[N, M]` and `x` `[K, M]`, transposed, in 8 bits: `[N, K]`."""
@@ -345,30 +382,30 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
         # With named arguments, torch.compile (2.13) without gradients may pass the first one as `ctx`.
-        fields, types, count, x, *parameters = args
-        how, (dtype, *_) = How(*fields), types
+        fields, types, count, of, x, *tensors = args
+        how, (dtype, *_), of = How(*fields), types, InProduct(*of)
+        parameters, epilogue = of.split(tensors)
         weights, biases = parameters[:count], parameters[count:]
         rows = [quantize_rows(weight, dtype) for weight in weights]
-        outs = how.multiply(quantize_rows(x, dtype), rows, biases, x.dtype)
-        ctx.save_for_backward(x, *weights)
-        ctx.how, ctx.types, ctx.biases = fields, types, len(biases)
-        ctx.shapes = [out.shape for out in outs]
+        outs = how.multiply(quantize_rows(x, dtype), rows, biases, x.dtype, epilogue=epilogue)
+        save(ctx, (x, *weights), of, epilogue, outs)
+        ctx.how, ctx.types, ctx.weights, ctx.biases = fields, types, count, len(biases)
         return tuple(outs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         refuse_second_gradients()
-        x, *weights = ctx.saved_tensors
+        (x, *weights), grads, of_inputs = gradients(ctx, ctx.weights, grads)
         how, (dtype, grad_dtype, wgrad) = How(*ctx.how), ctx.types
         spec = how.spec
-        _, _, _, needs_x, *needs = ctx.needs_input_grad
+        needs_x, *needs = ctx.needs_input_grad[4 : 5 + ctx.weights + ctx.biases]
         needs_weights, needs_biases = needs[: len(weights)], needs[len(weights) :]
         local_grads = how.local_gradients(grads)
         grad_x = None
         if needs_x:
             joined = local_grads[0] if len(local_grads) == 1 else torch.cat(local_grads, -1)
             weight = weights[0] if len(weights) == 1 else torch.cat(weights)
-            rows, dual = quantize_rows(weight.t(), dtype), how.dual(x.shape, ctx.shapes[0])
+            rows, dual = quantize_rows(weight.t(), dtype), how.dual(x.shape, grads[0].shape)
             (grad_x,) = dual.multiply(quantize_rows(joined, grad_dtype), [rows], (), x.dtype)
         parameter_grads: list[Tensor | None] = [None] * (len(weights) + ctx.biases)
         if any(needs):
@@ -382,10 +419,10 @@ class _Product(torch.autograd.Function):
                     if wgrad:
                         parameter_grads[i] = how.along_tokens(flat.t(), rows.t(), dtype, grad_dtype)
                     else:
-                        parameter_grads[i] = ordered_products.along_rows(flat, rows, how)
+                        parameter_grads[i] = gradient_products.along_rows(flat, rows, how)
                 if ctx.biases and needs_biases[i]:
-                    parameter_grads[len(weights) + i] = ordered_products.sum_of_rows(flat, how)
-        return None, None, None, grad_x, *parameter_grads
+                    parameter_grads[len(weights) + i] = gradient_products.sum_of_rows(flat, how)
+        return *[None] * 4, grad_x, *parameter_grads, *of_inputs
 
 
 def refuse_second_gradients() -> None:

@@ -10,7 +10,7 @@ from ..backends.op_call import BackendName, Length, OpCall
 from ..backends.scales.scaling import Block
 from ..dispatch import ops
 from ..dispatch.bound import call_op
-from ..dispatch.with_epilogue import call_with_epilogue
+from ..dispatch.with_epilogue import call_with_epilogue, one_or_all
 from ..epilogues import Applied
 from ..runtime.group import GroupLike
 from ..spec.promises import Invariant, Partials
@@ -172,7 +172,7 @@ def all_gather_gemm(
         gathered, *outs = call_with_epilogue(
             ops.all_gather_gemm, x_shard, weights, biases, group, call, epilogue, *scales
         )
-        return (_one(outs), gathered) if return_gathered else _one(outs)
+        return (one_or_all(outs), gathered) if return_gathered else one_or_all(outs)
     results = call_op(ops.all_gather_gemm, x_shard, weights, biases, group, call, scale_x, scales_w)
     products = results[1:] if several else results[1]
     return (products, results[0]) if return_gathered else products
@@ -257,7 +257,7 @@ def gemm_reduce_scatter(
     )  # fmt: skip
     arguments = ops.gemm_reduce_scatter, x, weight, bias, group, call
     if epilogue is not None:
-        return _one(call_with_epilogue(*arguments, epilogue, scale_x, scale_w))
+        return one_or_all(call_with_epilogue(*arguments, epilogue, scale_x, scale_w))
     return call_op(*arguments, scale_x, scale_w)
 
 
@@ -325,7 +325,7 @@ def gemm_all_reduce(
     )  # fmt: skip
     arguments = ops.gemm_all_reduce, x, weight, bias, group, call
     if epilogue is not None:
-        return _one(call_with_epilogue(*arguments, epilogue, scale_x, scale_w))
+        return one_or_all(call_with_epilogue(*arguments, epilogue, scale_x, scale_w))
     return call_op(*arguments, scale_x, scale_w)
 
 
@@ -392,7 +392,7 @@ def gemm_all_gather(
     )  # fmt: skip
     arguments = ops.gemm_all_gather, x, weight, bias, group, call
     if epilogue is not None:
-        return _one(call_with_epilogue(*arguments, epilogue, scale_x, scale_w))
+        return one_or_all(call_with_epilogue(*arguments, epilogue, scale_x, scale_w))
     return call_op(*arguments, scale_x, scale_w)
 
 
@@ -442,8 +442,3 @@ def column_parallel_gemm(
         invariant=invariant,
     )
     return call_op(ops.column_parallel_gemm, x, weight, bias, group, call, scale_x, scale_w)
-
-
-def _one(results: list[Tensor]) -> Any:
-    """Returns the result of an epilogue, or a tuple of it and its outputs."""
-    return results[0] if len(results) == 1 else tuple(results)

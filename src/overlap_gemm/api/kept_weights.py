@@ -21,6 +21,8 @@ from torch.nn.functional import pad
 
 from ..backends.scales.scaling import NAMED_BLOCKS, blocks_along
 from ..dispatch.autocast import autocast
+from ..dispatch.product_epilogues import InProduct, gradients, save
+from ..epilogues import Applied
 from .float8 import Float8, How, refuse_second_gradients
 from .quantization import Quantized, quantize_rows
 
@@ -61,7 +63,9 @@ class Stored:
 class StoredFloat8(Float8):
     """Products of `Stored` weights; results have x's dtype."""
 
-    def _product(self, how: How, x: Tensor, weights: list[Any], biases: list[Tensor]) -> tuple[Tensor, ...]:
+    def _product(
+        self, how: How, x: Tensor, weights: list[Any], biases: list[Tensor], epilogue: Applied | None = None
+    ) -> Sequence[Tensor]:
         x, _, biases = autocast(x, [], biases)
         if torch.is_grad_enabled() and any(weight.values.requires_grad for weight in weights):
             raise TypeError(
@@ -72,7 +76,12 @@ class StoredFloat8(Float8):
         input_scale = torch.cat(scales).amax(0, keepdim=True) if scales else None  # the widest range
         blocks = tuple(weight.block for weight in weights)
         parts = [part for weight in weights for part in (weight.values, weight.scale)]
-        return _StoredProduct.apply(tuple(how), blocks, input_scale, x, *parts, *biases)  # type: ignore[no-any-return]
+
+        def product(how: How, of: InProduct, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+            fields = tuple(how), blocks, input_scale, tuple(of)
+            return _StoredProduct.apply(*fields, x, *parts, *biases, *inputs)  # type: ignore[no-any-return]
+
+        return how.apply(epilogue, x, [weight.values for weight in weights], biases, product)
 
 
 STORED = StoredFloat8()
@@ -83,27 +92,33 @@ class _StoredProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
-        fields, blocks, input_scale, x, *others = args  # *args for torch.compile: see `float8._Product`
-        parts, biases = others[: 2 * len(blocks)], others[2 * len(blocks) :]
+        fields, blocks, input_scale, of, x, *others = args  # *args for torch.compile: see `float8._Product`
+        of = InProduct(*of)
+        tensors, epilogue = of.split(others)
+        parts, biases = tensors[: 2 * len(blocks)], tensors[2 * len(blocks) :]
         weights = _weights(blocks, parts)
         operands = [weight.operand() for weight in weights]
         rows = _rows(x, input_scale, weights)
-        outs = How(*fields).multiply(rows, operands, biases, x.dtype, weights[0].block, copied_weight=False)
-        ctx.save_for_backward(*parts)
+        outs = How(*fields).multiply(
+            rows, operands, biases, x.dtype, weights[0].block, copied_weight=False, epilogue=epilogue
+        )
+        save(ctx, parts, of, epilogue, outs)
         ctx.how, ctx.blocks, ctx.biases = fields, blocks, len(biases)
-        ctx.x, ctx.out, ctx.dtype = x.shape, outs[0].shape, x.dtype
+        ctx.x, ctx.dtype = x.shape, x.dtype
         return tuple(outs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         refuse_second_gradients()
-        how, parts = How(*ctx.how), ctx.saved_tensors
+        parts, grads, of_inputs = gradients(ctx, len(ctx.blocks), grads)
+        how = How(*ctx.how)
         local_grads = how.local_gradients(grads)
         grad_x = None
         grad_biases: list[Tensor | None] = [None] * ctx.biases
-        needs_biases = ctx.needs_input_grad[4 + len(parts) :]
-        if ctx.needs_input_grad[3]:
-            dual = how.dual(ctx.x, ctx.out)
+        first = 5 + len(parts)
+        needs_biases = ctx.needs_input_grad[first : first + ctx.biases]
+        if ctx.needs_input_grad[4]:
+            dual = how.dual(ctx.x, grads[0].shape)
             rows, transposed, is_padded = _transposed(local_grads, _weights(ctx.blocks, parts))
             if is_padded:
                 dual = dual._replace(weight=None)
@@ -111,7 +126,7 @@ class _StoredProduct(torch.autograd.Function):
         if any(needs_biases):
             pairs = zip(how.of_all_rows(local_grads, ctx.x), needs_biases, strict=True)
             grad_biases = [grad.flatten(0, -2).sum(0) if needed else None for grad, needed in pairs]
-        return None, None, None, grad_x, *[None] * len(parts), *grad_biases
+        return *[None] * 4, grad_x, *[None] * len(parts), *grad_biases, *of_inputs
 
 
 def _weights(blocks: tuple[int | None, ...], parts: Sequence[Tensor]) -> list[Stored]:

@@ -8,7 +8,7 @@ Values of a layer's `fuse`:
 
 Torch operations also follow, whatever `fuse` is:
 
-- with `float8`, or a promised `invariant`,
+- with a promised `invariant`,
 - for a residual of another dtype than the product's (autocast); the sum has the promoted dtype,
 - for gate and up without sequence parallelism, whose products are local.
 """
@@ -24,7 +24,6 @@ from ..dispatch.autocast import result_dtype
 from ..epilogues import Applied, Epilogue, add_residual, geglu, geglu_tanh, swiglu
 from ..spec.promises import Invariant, Partials
 from .float8 import Products
-from .functional import all_gather_gemm
 
 Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh"]
 """Activation of a gated MLP."""
@@ -81,16 +80,11 @@ class Fusion(NamedTuple):
 
 
 def why_not_fused(
-    products: Products,
-    fuse: bool | None,
-    partials: Partials | None = None,
-    invariant: Invariant | None = None,
+    fuse: bool | None, partials: Partials | None = None, invariant: Invariant | None = None
 ) -> str | None:
     """Returns why a layer's ops never take an epilogue, or None."""
     if fuse is False:
         return "fuse=False"
-    if type(products) is not Products:  # a copy of PLAIN is as good
-        return "products of 8-bit operands have no epilogue"
     if promised := promises_of(partials, invariant).invariant:
         return f"calls with invariant={promised!r} have no epilogue"
     return None
@@ -119,7 +113,7 @@ def plus_residual(
     call = getattr(products, op)
     if residual is None:
         return call(x, weight, **how)  # type: ignore[no-any-return]
-    why = why_not_fused(products, fuse, how.get("partials"), how.get("invariant"))
+    why = why_not_fused(fuse, how.get("partials"), how.get("invariant"))
     if why is None and residual.dtype == result_dtype(x):
         applied = Applied(add_residual, (residual,), None if fuse else lambda out: residual + out)
         return call(x, weight, epilogue=applied, **how)  # type: ignore[no-any-return]
@@ -127,8 +121,9 @@ def plus_residual(
 
 
 def gated(
+    products: Products,
     x: Tensor,
-    weights: Sequence[Tensor],
+    weights: Sequence[Any],
     biases: Sequence[Tensor] | None,
     epilogue: Epilogue,
     activate: Callable[[Tensor], Tensor],
@@ -138,6 +133,7 @@ def gated(
     """Returns activated gates times ups, with one gather of x.
 
     Args:
+        products: Products of the layer.
         x: Operand `[M_local, ..., K]`.
         weights: Gate and up.
         biases: Biases of gate and up, or None.
@@ -147,4 +143,5 @@ def gated(
         **how: Other arguments of `all_gather_gemm`.
     """
     applied = Applied(epilogue, (), None if fuse else lambda gate, up: activate(gate) * up)
-    return all_gather_gemm(x, list(weights), bias=biases, epilogue=applied, **how)  # type: ignore[no-any-return]
+    gather: Any = products.all_gather_gemm
+    return gather(x, list(weights), bias=biases, epilogue=applied, **how)  # type: ignore[no-any-return]

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..config.gemm_config import GemmConfig
-from ..config.scale_blocks import in_words
+from ..config.scale_blocks import Blocks, in_words
 from ..config.visitors import Visitor
 from ..epilogues import BLOCK, PAIR, Applied, Epilogue, apply_relu
 from ..epilogues.definition import LARGEST, LEAST_SCALE, bands
@@ -245,7 +245,7 @@ def why_after(problem: Problem, columns: int) -> str | None:
     assert applying is not None, problem
     epilogue = applying.epilogue
     if problem.num_weights > 1 and problem.blocks:
-        return f"kernels read scales of {in_words(problem.blocks)} of one weight"
+        return why_one_weight(problem.blocks)
     if problem.num_weights > 1:
         columns *= problem.num_weights
         if problem.n is not None:  # a rule on N over all ranks gives the same reason on every rank
@@ -276,6 +276,11 @@ def why_after(problem: Problem, columns: int) -> str | None:
         what = "outputs" if epilogue.outputs else "8-bit results"
         return f"kernels support {what} of an all-reduce up to M={ONE_SHOT_ROWS}, not M={problem.m}"
     return None
+
+
+def why_one_weight(blocks: Blocks) -> str:
+    """Returns the reason no kernel reads pairs of two weights that have scales of blocks."""
+    return f"kernels read scales of {in_words(blocks)} of one weight"
 
 
 def applied_after(run: Callable[..., Any], applying: Applying) -> Callable[..., Any]:

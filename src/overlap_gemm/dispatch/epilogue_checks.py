@@ -1,14 +1,48 @@
 """Checks of calls with an epilogue: the number of weights, the inputs' types and shapes, and promises."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..backends.op_call import OpCall
-from ..epilogues import PAIR, Epilogue
+from ..epilogues import PAIR, Applied, Epilogue
 from .operands import DTYPES, shape_of
 from .ops import GemmOp
+
+
+def with_tensors(
+    op: GemmOp, x: Tensor, applied: Any
+) -> tuple[Epilogue, Callable[..., Any] | None, list[Tensor]]:
+    """Returns the epilogue, the function instead of it, and the inputs, with tensors in place of numbers."""
+    if not isinstance(applied, Applied):
+        got = f"{applied.name} without" if isinstance(applied, Epilogue) else type(applied).__name__
+        raise TypeError(
+            f"{op.name}: epilogue must be an epilogue with its inputs, as add_bias(bias=b) or apply_silu(); "
+            f"got {got}"
+        )
+    inputs = [
+        torch.full((1,), value, dtype=torch.float32, device=x.device)
+        if kind == "scalar" and isinstance(value, (int, float))
+        else value
+        for (_, kind), value in zip(applied.epilogue.inputs, applied.inputs, strict=True)
+    ]
+    return applied.epilogue, applied.otherwise, inputs
+
+
+def refuse_gradient(op: GemmOp, epilogue: Epilogue) -> None:
+    """Raises TypeError for an epilogue whose function on tensors gives no gradient."""
+    if epilogue.result is not None:
+        raise TypeError(
+            f"{op.name}: epilogue {epilogue.name} has an 8-bit result and no gradient; call the op under "
+            "torch.no_grad()"
+        )
+    if epilogue.is_partial(op.spec.sums):
+        raise TypeError(
+            f"{op.name}: epilogue {epilogue.name} of partial sums has no gradient; call the op under "
+            "torch.no_grad(), or declare of='complete'"
+        )
 
 
 def check_epilogue(

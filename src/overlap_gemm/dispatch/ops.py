@@ -40,8 +40,7 @@ from ..spec import (
 from ..spec.promises import InvarianceError
 from ..spec.sharding import Shards
 from .choosing import chosen
-from .gather_gradients import all_gather_gemm_gradients, joined
-from .ordered_products import along_rows, sum_of_rows
+from .gradient_products import all_gather_gemm_gradients, along_rows, joined, sum_of_rows
 from .registered import Registered, Run
 from .shard_ops import (
     all_gather_rows,

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from ..backends.epilogues import Applying, TensorKind, author_gradient, new_scales, result_dtype
 from ..backends.op_call import SCHEMA, OpCall
-from ..epilogues import Applied, Epilogue, epilogue_of
+from ..epilogues import Epilogue, epilogue_of
 from ..runtime.group import Group, GroupLike, find, group_name
 from ..spec import ARGUMENTS, OPS
 from .autocast import autocast_call
 from .bound import call_op
 from .calls import enter, is_plain, keep, layouts, needs_grad, state
 from .choosing import chosen, why_after
-from .epilogue_checks import check_epilogue, check_shapes
+from .epilogue_checks import check_epilogue, check_shapes, refuse_gradient, with_tensors
 from .lowering import Lowered, lower
 from .operands import Scales, shape_of
 from .ops import GEMM_OPS, NO_GRADIENT, GemmOp, result_extents, without_none
@@ -233,42 +233,21 @@ def call_with_epilogue(
             require a gradient; inputs may.
         ValueError: Shapes of weights or inputs do not fit, or the call has `invariant=`.
     """
-    if not isinstance(applied, Applied):
-        got = f"{applied.name} without" if isinstance(applied, Epilogue) else type(applied).__name__
-        raise TypeError(
-            f"{op.name}: epilogue must be an epilogue with its inputs, as add_bias(bias=b) or apply_silu(); "
-            f"got {got}"
-        )
     scales: Scales = () if scale_x is None and scale_w is None else (scale_x, scale_w)
-    epilogue, otherwise = applied.epilogue, applied.otherwise
-    inputs = [
-        torch.full((1,), value, dtype=torch.float32, device=x.device)
-        if kind == "scalar" and isinstance(value, (int, float))
-        else value
-        for (_, kind), value in zip(epilogue.inputs, applied.inputs, strict=True)
-    ]
+    epilogue, otherwise, inputs = with_tensors(op, x, applied)
     if op.takes_lists and not bias:
         bias = None
     is_seen_by_autograd_alone = is_plain(x, weight, bias, inputs, *scales)
-    has_gradient = epilogue.gradient is not None and not scales
+    has_gradient = epilogue.gradient is not None and len(scales) == 0  # Dynamo traces no `not` of a tuple
     has_gradient = has_gradient or not needs_grad(x, weight, bias, inputs, *scales)
     if not (is_seen_by_autograd_alone and has_gradient) or epilogue.has_gathered_rows:
         check_epilogue(op, x, weight, call, epilogue, inputs)  # prepared calls have been checked
     if epilogue.has_gathered_rows:
-        call, inputs = _with_gathered_rows(op, x, weight, bias, group, call, epilogue, inputs, scales)
+        call, inputs = with_gathered_rows(op, x, weight, bias, group, call, epilogue, inputs, scales)
         epilogue = epilogue.with_rows
     after = op, x, weight, bias, group, call, epilogue, inputs, scales, otherwise
     if not has_gradient:
-        if epilogue.result is not None:
-            raise TypeError(
-                f"{op.name}: epilogue {epilogue.name} has an 8-bit result and no gradient; call the op under "
-                "torch.no_grad()"
-            )
-        if epilogue.is_partial(op.spec.sums):
-            raise TypeError(
-                f"{op.name}: epilogue {epilogue.name} of partial sums has no gradient; call the op under "
-                "torch.no_grad(), or declare of='complete'"
-            )
+        refuse_gradient(op, epilogue)
         return _function_after(*after)
     if is_seen_by_autograd_alone:
         ranks = find(group)
@@ -292,7 +271,12 @@ def call_with_epilogue(
     return shapes.shaped(through(*operands, *vectors, *lowered.call))
 
 
-def _with_gathered_rows(
+def one_or_all(results: Sequence[Tensor]) -> Any:
+    """Returns the result of an epilogue, or a tuple of the result and its outputs."""
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+def with_gathered_rows(
     op: GemmOp,
     x: Tensor,
     weight: Any,
@@ -374,13 +358,24 @@ def _function_after(
     biases = (bias or []) if op.takes_lists else bias
     results = call_op(op, x, weight, biases, group, call, *scales)
     moved, products = (results[:1], results[1:]) if op.takes_lists else ([], [results])
+    return [*moved, *apply_to_results(op, products, epilogue, inputs, otherwise)]
+
+
+def apply_to_results(
+    op: GemmOp,
+    products: Sequence[Tensor],
+    epilogue: Epilogue,
+    inputs: list[Tensor],
+    otherwise: Callable[..., Any] | None,
+) -> list[Tensor]:
+    """Returns the results of the epilogue's function, or `otherwise`, on the results of the plain op."""
     if otherwise is not None:
         made = otherwise(*products)
-        return [*moved, *(made if isinstance(made, tuple) else (made,))]
+        return list(made) if isinstance(made, tuple) else [made]
     first = products[0]
     check_shapes(op, epilogue, inputs, (*first.shape[:-1], len(products) * first.shape[-1]), len(products))
     applying = Applying(epilogue, tuple([tensor.dtype for tensor in inputs]), first.dtype)
-    return [*moved, *applying.on_sums(first if len(products) == 1 else tuple(products), inputs)]
+    return applying.on_sums(first if len(products) == 1 else tuple(products), inputs)
 
 
 def _extent_of_one(rows: Any, others: Sequence[Any]) -> Any:

@@ -152,8 +152,8 @@ class RowParallelLinear(ShardedLinear):
         invariant: Bitwise invariance, as in `overlap_gemm.gemm_reduce_scatter`.
         float8: `Float8` for products in 8 bits, or None; parameters keep their dtype.
         fuse: Apply a residual as an epilogue of the op. None: if the kernel supports epilogues; True: the op
-            gets it in every call; False: never. With `float8`, `invariant`, or a residual of another dtype
-            than the product (autocast), torch adds it after the op; the dtype of the sum is promoted.
+            gets it in every call; False: never. With `invariant`, or a residual of another dtype than the
+            product (autocast), torch adds it after the op; the dtype of the sum is promoted.
         device: Device of the parameters.
         dtype: dtype of the parameters.
     """
@@ -206,7 +206,7 @@ class RowParallelLinear(ShardedLinear):
 
     def fusions(self, name: str) -> Iterator[Fusion]:
         """Yields whether a residual is applied as an epilogue, for `overlap_gemm.explain`."""
-        yield Fusion(name, RESIDUAL, self.op, why_not_fused(self.products, self.fuse, *self.promises))
+        yield Fusion(name, RESIDUAL, self.op, why_not_fused(self.fuse, *self.promises))
 
     def layer_ops(self, name: str) -> Iterator[LayerOp]:
         """Yields the op; see `overlap_gemm.explain`."""
@@ -312,9 +312,9 @@ class ParallelMLP(nn.Module):
         """Multiplies, and adds a residual of the output's shape. The class describes the shapes."""
         layers, gating = (self.gate_proj, self.up_proj), GATINGS[self.activation]
         gather = shared_gather(layers, x)
-        if gather is not None and why_not_fused(layers[0].products, self.fuse, *layers[0].promises) is None:
+        if gather is not None and why_not_fused(self.fuse, *layers[0].promises) is None:
             weights, biases, how = gather
-            hidden = gated(x, weights, biases, *gating, self.fuse, **how)
+            hidden = gated(layers[0].products, x, weights, biases, *gating, self.fuse, **how)
         else:
             gate, up = column_products(layers, x, gather)
             hidden = gating.on_tensors(gate) * up
@@ -328,7 +328,7 @@ class ParallelMLP(nn.Module):
         elif not gate.sequence_parallel:
             why = LOCAL_PRODUCTS
         else:
-            why = why_not_fused(gate.products, self.fuse, *gate.promises)
+            why = why_not_fused(self.fuse, *gate.promises)
         yield Fusion(name, gating_of(self.activation), ALL_GATHER_GEMM.name, why)
 
 

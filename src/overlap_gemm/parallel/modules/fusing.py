@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ...api.float8 import Products
 from ...api.kept_weights import Stored
 from ...api.layer_epilogues import (
     GATINGS,
@@ -22,9 +23,12 @@ from ...api.layer_epilogues import (
     gating_of,
     why_not_fused,
 )
+from ...backends.epilogues import why_one_weight
+from ...backends.scales.scaling import NAMED_BLOCKS
 from ...dispatch.calls import needs_grad
 from ...spec import ALL_GATHER_GEMM
 from ..adapters import bases
+from .kept_linears import KeptLinear
 
 HOOKS = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
 """Hooks on a module that would see another result."""
@@ -288,23 +292,24 @@ class MlpGating(NamedTuple):
             return None
         weights, biases, columns = zip(*(linear.forward.operands() for linear in linears), strict=True)
         present = [bias for bias in biases if bias is not None]
-        if any(isinstance(weight, Stored) for weight in weights) or len(present) == 1:
+        if len({isinstance(weight, Stored) for weight in weights}) > 1 or len(present) == 1:
             return None
         if self.fuse is None and needs_grad(x, weights, present):
             return None
         return weights, present or None, sum(columns)
 
-    def multiply(self, x: Tensor, weights: Any, biases: Any, **how: Any) -> Tensor:
+    def multiply(self, products: Products, x: Tensor, weights: Any, biases: Any, **how: Any) -> Tensor:
         """Returns activated gates times ups.
 
         Args:
+            products: Products of the weights.
             x: This rank's rows of the input of the MLP.
             weights: Weights of gate and up.
             biases: Biases, or None.
             **how: Options of `all_gather_gemm`.
         """
         epilogue = GATINGS[self.activation].epilogue
-        return gated(x, weights, biases, epilogue, self.activate, self.fuse, **how)
+        return gated(products, x, weights, biases, epilogue, self.activate, self.fuse, **how)
 
     def why_not(self, module: Any, linears: list[Any]) -> str | None:
         """Returns why gate and up of an MLP get no epilogue, as the module is now."""
@@ -314,6 +319,8 @@ class MlpGating(NamedTuple):
             return "gate and up have adapters, which add to them before the activation"
         if is_hooked(*present, *linears, self.activate):
             return "gate, up or their activation has a hook on its output"
+        if isinstance(linears[0], KeptLinear) and linears[0].block is not None:
+            return why_one_weight(NAMED_BLOCKS[linears[0].block])
         return _why_never(linears[0], self.fuse)
 
 
@@ -378,7 +385,7 @@ class _Activated:
 
 def _why_never(linear: Any, fuse: bool | None) -> str | None:
     style = linear.forward.style
-    return why_not_fused(style.products, fuse, style.keywords["partials"], style.keywords["invariant"])
+    return why_not_fused(fuse, style.keywords["partials"], style.keywords["invariant"])
 
 
 def is_hooked(*modules: nn.Module) -> bool:

@@ -249,7 +249,8 @@ class _SharedGatherForward:
             x, rows = local_part(x, self.mesh, style.layout, style.rows)
             how = {"dim": style.layout.dim, "rows": rows, "columns": columns, **style.keywords}
             module: Any = self.module
-            return module.down_proj(self.gating.multiply(x, *tensors, group=self.mesh, **how))
+            products = _products(style, tensors[0][0])
+            return module.down_proj(self.gating.multiply(products, x, *tensors, group=self.mesh, **how))
         stand_in = self._multiply(x)
         if args:
             args = (stand_in, *args[1:])

@@ -1,7 +1,10 @@
-"""`all_gather_gemm_gradients`: gradients of x and of all weights of an all_gather_gemm, in one custom op.
+"""Products of gradients, in the order of summation that a call promises.
 
-The backward pass uses it if these gradients are needed and the forward pass did not keep the gathered x. It
-is not used with ``create_graph=True``, nor for several weights whose sums have a tree
+`ordered_gemm` multiplies x `[M, K]` and weight `[N, K]` in an order that K alone determines.
+
+`all_gather_gemm_gradients` computes the gradients of x and of all weights of an all_gather_gemm in one custom
+op. The backward pass uses it if these gradients are needed and the forward pass did not keep the gathered x.
+It is not used with ``create_graph=True``, nor for several weights whose sums have a tree
 (``invariant="ranks"``). The gradients of the weights need x of all ranks:
 
 - If a fused kernel computes the gradient of x, and shards are large, copy engines gather x alongside it, into
@@ -19,13 +22,44 @@ from ..backends.base import Problem
 from ..backends.by_shards import pays_alongside
 from ..backends.by_shards import plan_for as copies_for
 from ..backends.collectives import all_gather_rows as gather_rows
-from ..backends.op_call import SCHEMA, OpCall
-from ..backends.portable_arithmetic import arithmetic_of
+from ..backends.op_call import SCHEMA, OpCall, promises_of
+from ..backends.portable_arithmetic import arithmetic_of, ordered_product
 from ..runtime.group import resolve
 from ..spec import ALL_GATHER_GEMM, GEMM_REDUCE_SCATTER
 from .choosing import chosen
 from .registered import Registered, Run
 from .shard_ops import compared
+
+ordered_gemm: Registered = Registered(
+    "ordered_gemm(Tensor x, Tensor weight, str group) -> Tensor",
+    bind=lambda x, weight, group: lambda x, weight: ordered_product(x, weight).to(x.dtype),
+    fake=lambda x, weight, group: x.new_empty(x.shape[0], weight.shape[0]),
+    backward=lambda ctx, call, needs, grad: (
+        ordered_gemm(grad, ctx.saved_tensors[1].t(), call.group) if needs[0] else None,
+        ordered_gemm(grad.t(), ctx.saved_tensors[0].t(), call.group) if needs[1] else None,
+    ),
+    saves=2,
+)
+
+
+def along_rows(x: Tensor, y: Tensor, how: Any) -> Tensor:
+    """Returns `x.t() @ y`, the gradient of a weight, in the order of summation that the call promises.
+
+    Args:
+        x: `[M, N]`.
+        y: `[M, K]`.
+        how: Arguments of the op with `partials`, `invariant` and `group`.
+    """
+    is_ordered = promises_of(how.partials, how.invariant).leaves
+    return ordered_gemm(x.t(), y.t(), how.group) if is_ordered else x.t() @ y
+
+
+def sum_of_rows(x: Tensor, how: Any) -> Tensor:
+    """Returns the sum over the rows of x `[M, N]`, the gradient of a bias; `how` as in `along_rows`."""
+    if not promises_of(how.partials, how.invariant).leaves:
+        return x.sum(0)
+    sums: Tensor = ordered_gemm(x.new_ones(1, x.shape[0]), x.t(), how.group)
+    return sums[0]
 
 
 def joined(parts: Sequence[Tensor], dim: int) -> Tensor:
