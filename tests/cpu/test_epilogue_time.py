@@ -242,7 +242,7 @@ def test_plan_adds_the_epilogue_to_every_backend():
         assert microseconds(text, backend) - microseconds(plain, backend) == pytest.approx(
             more * 1e6, abs=0.2
         )
-    assert f"epilogue add_residual: in fused kernels; {model}" in text
+    assert f"epilogue add_residual: in the kernel; {model}" in text
 
 
 def test_plan_and_auto_decide_in_one_place(on_hopper, monkeypatch):
@@ -262,7 +262,7 @@ def test_plan_states_why_no_kernel_applies_an_epilogue():
     _, text = plan(*how, "swiglu")
     assert "by torch after the op, kernels support pairs of columns in all_gather_gemm only" in text
     _, text = plan(*how, "scale_rows_and_columns")
-    assert "scale_rows_and_columns: in fused kernels; predicted in addition to the op" in text
+    assert "scale_rows_and_columns: in the kernel; predicted in addition to the op" in text
     assert " torch " not in text.partition("bound:")[0], "only 'sequential' applies it before the sum"
     _, text = plan(how[0], 8192, 8196, *how[3:], "scale_rows_and_columns")
     assert "choice, eager: sequential, no other backend supports it" in text
@@ -280,7 +280,7 @@ def test_plan_of_operands_with_scales(block):
     model = times("gemm_reduce_scatter", epilogues.add_residual, 8192, 8192, 8192)
     scaled = *how, "--dtype", "float8_e4m3fn", *block
     text, plain = plan(*scaled, "--epilogue", "add_residual")[1], plan(*scaled)[1]
-    assert f"epilogue add_residual: in fused kernels; {model}" in text
+    assert f"epilogue add_residual: in the kernel; {model}" in text
     assert microseconds(text, "fused") - microseconds(plain, "fused") == pytest.approx(
         model.kernel * 1e6, abs=0.2
     )

@@ -264,12 +264,22 @@ def added_epilogue(seconds: Mapping[str, float], problem: Problem, times: Epilog
     return times.added(seconds, kernels)
 
 
-def _epilogue_line(choice: Choice, problem: Problem, columns: int, one_pass: bool) -> str:
+def epilogue_line(backend: Backend, problem: Problem, why: str | None, times: EpilogueTime | None) -> str:
+    """Returns the epilogue of a problem, its place with the reason, and its predicted times, as text.
+
+    Args:
+        backend: Backend that runs the op.
+        problem: Problem with an epilogue.
+        why: Result of `why_after` or `why_after_by`.
+        times: Times of the epilogue; None: they are not known.
+    """
     assert problem.applying is not None, problem
-    why = why_after(choice, problem, columns, one_pass)
-    place = "in the kernel" if choice.backend.name == "fused" else "before the sum over the ranks"
-    times = predicted_epilogue(problem)
-    line = f"{problem.applying.epilogue.name}: {place if why is None else f'by torch after the op, {why}'}"
+    before_sum = "before the sum over the ranks"
+    if why is not None:
+        place = f"by torch {before_sum if problem.has_partial_epilogue else 'after the op'}, {why}"
+    else:
+        place = "in the kernel" if backend.name == "fused" else before_sum
+    line = f"{problem.applying.epilogue.name}: {place}"
     return line if times is None else f"{line}; {times}"
 
 
@@ -293,7 +303,8 @@ def explained(problem: Problem, requested: str, columns: int, one_pass: bool = F
     """Returns the choice with all that `explain` prints; the other arguments are those of `why_after`."""
     choice = choose(problem, requested)
     if problem.applying is not None:
-        choice = replace(choice, epilogue=_epilogue_line(choice, problem, columns, one_pass))
+        why, times = why_after(choice, problem, columns, one_pass), predicted_epilogue(problem)
+        choice = replace(choice, epilogue=epilogue_line(choice.backend, problem, why, times))
     return choice if problem.is_scaled else with_backward(choice)
 
 

@@ -12,7 +12,7 @@ from ..backends.epilogues import usual_dtypes
 from ..backends.fused.fused_backend import Fused, why_no_blocks
 from ..backends.op_call import OpCall
 from ..backends.scales.scaling import FLOAT8, OUT_DTYPES, blocks_named, why_not_exchanged
-from ..backends.select import BACKENDS, added_epilogue, why_after_by
+from ..backends.select import BACKENDS, added_epilogue, epilogue_line, why_after_by
 from ..config.arch import ARCHS
 from ..spec import OPS
 from ..spec.promises import NO_PROMISES, Invariant, Promises
@@ -119,9 +119,7 @@ def plan(
                 prediction = _without(prediction, "fused")
             console.print(f"choice, {what}: [bold]{prediction.best}[/], {_why(prediction)}")
     if applied is not None:
-        place = "before the sum over the ranks" if problem.has_partial_epilogue else "after the op"
-        best = f"by torch {place}, {why_after}" if why_after else "in fused kernels"
-        console.print(f"epilogue {applied.name}: {best}; {times}", highlight=False)
+        console.print(f"epilogue {epilogue_line(Fused(), problem, why_after, times)}", highlight=False)
     if constants.source != "measured":
         console.print("constants not measured: on such a machine `auto` measures each call signature")
     if why_not_timed:
