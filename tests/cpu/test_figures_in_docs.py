@@ -166,15 +166,9 @@ def differing():
     return sum(one[promise][promise] for one in every for promise in ("batch", "ranks"))
 
 
-def one_weight_beside_three():
-    """Returns the sentence about q, k and v as one weight, and as three calls, of which k and v are equal."""
-    one, q, k = (
-        1e6 * result["graph"]["seconds"]["auto"]
-        for n in (10240, 8192, 1024)
-        for result in report("h200x2-all-to-all")["results"]
-        if (result["m"], result["n"], result["k"]) == (8192, n, 8192)
-    )
-    return f"8192 x 10240 x 8192 takes {one:.0f} us in one launch, {q:.0f} + 2 x {k:.0f} us in three"
+def of_graphs(file, variant, op=None):
+    """Returns the ratios of a variant to the first one of `benchmarks/one_kernel.py`."""
+    return [r["graph"]["ratio"][variant] for r in report(file)["results"] if op in (None, r["op"])]
 
 
 FIGURES = {
@@ -274,6 +268,21 @@ FIGURES = {
             f"with SwiGLU {said(epilogue('epilogue', 'swiglu'))}"
         ),
         lambda: f"takes longer than compiled operations after the op in {slower(norms_beside_compiled())}",
+        lambda: (
+            "a residual takes {} of the op's time, with sums of rows {}; SwiGLU {}. "
+            "`swiglu_e4m3_blocks` takes {}, compiled operations after the op {}".format(
+                *(
+                    said(of_graphs("h200x2-scaled-epilogues", name, op))
+                    for name, op in (
+                        ("add_residual", "gemm_reduce_scatter"),
+                        ("add_residual_squared", "gemm_reduce_scatter"),
+                        ("swiglu", "all_gather_gemm"),
+                        ("swiglu_e4m3_blocks", "all_gather_gemm"),
+                        ("compiled swiglu_e4m3_blocks", "all_gather_gemm"),
+                    )
+                )
+            )
+        ),
     ],
     "docs/all-to-all.md": [
         lambda: (
@@ -284,7 +293,7 @@ FIGURES = {
             f"{said(against('h200x2-all-to-all-gemm', 'graph', 0))} captured, and "
             f"{said(against('h200x2-all-to-all-gemm', 'eager', 0))} eagerly"
         ),
-        lambda: one_weight_beside_three(),
+        lambda: f"{said(of_graphs('h200x2-weight-lists', 'list'))} of the time of one for each weight",
     ],
     "docs/evidence.md": [
         lambda: (
@@ -300,8 +309,8 @@ SOURCES = {
         "h200x2-invariance", "h200x2-all-to-all", "h200x2-all-to-all-gemm", "h200x2-epilogues",
         "h200x8-reduce-scatter-graphs", "cpu-2-ranks-decode", "h100x2-shapes", "emulator-speed",
     ],
-    "docs/all-to-all.md": ["h200x2-all-to-all", "h200x2-all-to-all-gemm"],
-    "docs/epilogues.md": ["h200x2-epilogues"],
+    "docs/all-to-all.md": ["h200x2-all-to-all", "h200x2-all-to-all-gemm", "h200x2-weight-lists"],
+    "docs/epilogues.md": ["h200x2-epilogues", "h200x2-scaled-epilogues"],
     "docs/evidence.md": ["h200x4"],
     "docs/fp8.md": ["h200x2-e4m3", "h200-quantize", "h200-train-step"],
 }  # fmt: skip
