@@ -50,9 +50,12 @@ def test_the_ring_reads_every_kind_of_input(config):
     launched(replace(config, epilogue=(READS,)), None, 1, **SIZES).check()
 
 
-@pytest.mark.parametrize(("config", "world"), in_turn(CONFIGS, (2, 3, 4)), ids=str)
-@pytest.mark.parametrize("visitor", [READS, WRITES], ids=lambda visitor: visitor.name)
-def test_the_receive_role_reads_and_writes_every_kind(config, world, visitor):
+@pytest.mark.parametrize(
+    ("config", "visitor", "world"),
+    in_turn(CONFIGS, (WRITES, READS), (2, 3, 4)),
+    ids=lambda one: getattr(one, "name", str(one)),
+)
+def test_the_receive_role_reads_and_writes_every_kind(config, visitor, world):
     launched(replace(config, epilogue=(visitor,)), PeerBulk(), world, **SIZES).check()
 
 

@@ -67,16 +67,16 @@ def test_calls_of_both_kinds_alternate(arch, starved):
 
 
 @pytest.mark.parametrize(
-    ("arch", "ranks", "fields", "starved"),
+    ("arch", "ranks", "fields", "starved", "many"),
     [
-        ("sm_90a", 2, {"mma": "cooperative", "tile": (128, 128)}, 0),
-        ("sm_90a", 3, {"mma": "swap_ab", "tile": (32, 64)}, None),
-        ("sm_100a", 3, WIDE["sm_100a"], 2),
+        ("sm_90a", 2, {"mma": "cooperative", "tile": (128, 128)}, 0, 200),
+        ("sm_90a", 3, {"mma": "swap_ab", "tile": (32, 64)}, None, 48),
+        ("sm_100a", 3, WIDE["sm_100a"], 2, 200),
     ],
 )
-def test_rows_with_scales(arch, ranks, fields, starved):
+def test_rows_with_scales(arch, ranks, fields, starved, many):
     # The same kernels serve joined and separate shards in turn, in the same workspace, with other scales.
-    rows = (8 * ranks, 8 * ranks, 6 * ranks, 7 * ranks + 1, 200 * ranks)
+    rows = (8 * ranks, 8 * ranks, 6 * ranks, 7 * ranks + 1, many * ranks)
     cases = [Scaled(GATHER, m, 72 * ranks, 48, E5M2, seed=i) for i, m in enumerate(rows)]
     how = {"transport": "peer_bulk", "mode": "random", "seed": 3, "schedule": lagging(starved)}
     with world_of(arch, ranks, fields, **how) as world:
