@@ -1,12 +1,17 @@
 """The commands under the launchers that users start them with."""
 
+import contextlib
+import io
 import json
 import re
 import shlex
+import sys
 from unittest import mock
 
 import pytest
 
+from overlap_gemm.backends import portable_arithmetic as arithmetic
+from overlap_gemm.cli import app
 from overlap_gemm.spec import OPS
 from overlap_gemm.tuning import timing
 
@@ -33,16 +38,22 @@ def test_bench(launch, launcher, tmp_path):
     assert done.stdout.count("/ best other") == 1, "one rank prints"
 
 
-def test_explain_and_bench_with_an_epilogue(launch, tmp_path):
-    """Checks both commands as users start them: two ranks agree on the call and its epilogue."""
-    data, command = tmp_path / "out.json", ("python", "-m", "overlap_gemm.cli")
-    shape = ("gemm_reduce_scatter", "32", "64", "16")
-    done = launch("torchrun", 2, *command, "explain", *shape, "--epilogue", "add_residual", "--device", "cpu")
-    assert done.returncode == 0, done.stderr
-    assert "P=2" in done.stdout and done.stdout.count("epilogue add_residual: by torch after the op") == 1
+def command(rank: int, size: int, *arguments: str) -> str:
+    """Runs a command on the ranks that are up; returns what it prints."""
+    named = mock.patch.object(sys, "argv", ["overlap-gemm", *arguments])
+    with named, contextlib.redirect_stdout(io.StringIO()) as printed:
+        app(list(arguments), standalone_mode=False)
+    return printed.getvalue()
+
+
+def test_explain_and_bench_with_an_epilogue(ranks, tmp_path):
+    """Checks that two ranks agree on the call and its epilogue."""
+    data, shape = tmp_path / "out.json", ("gemm_reduce_scatter", "32", "64", "16")
+    texts = ranks(2).run(command, "explain", *shape, "--epilogue", "add_residual", "--device", "cpu")
+    assert "P=2" in texts[0] and texts[0].count("epilogue add_residual: by torch after the op") == 1
+    assert not texts[1]
     sizes = ["--op", "all_gather_gemm", "--m", "32", "--n", "128", "--k", "16", "--rounds", "2"]
-    done = launch("torchrun", 2, *command, "bench", *sizes, "--epilogue", "swiglu", "--json", data)
-    assert done.returncode == 0, done.stderr
+    ranks(2).run(command, "bench", *sizes, "--epilogue", "swiglu", "--json", str(data))
     (row,) = json.loads(data.read_text())["results"]
     assert row["epilogue"] == "swiglu" and "--epilogue swiglu" in json.loads(data.read_text())["command"]
     assert {"auto, alone", "auto, eager", "decomposed", "torch"} <= set(row["eager"]["seconds"])
@@ -88,23 +99,26 @@ def test_demo(launch, tmp_path, backend):
     assert (tmp_path / "demo-fused.png").exists() == fused
 
 
-SABOTAGE = """
-import sys
-import torch
-from overlap_gemm.backends import portable_arithmetic as arithmetic
-from overlap_gemm.cli import app
-honest = arithmetic.sum_in_rank_order
-def forgetful(partials, *others):
-    return honest([partials[0], partials[1] * (1 - 1e-4)], *others)
-arithmetic.sum_in_rank_order = forgetful
-app(sys.argv[1:])
-"""
+def sabotaged(rank: int, size: int, *arguments: str) -> tuple[object, str]:
+    """Runs a command whose sums are a little wrong; returns its exit code, and what it prints."""
+    honest = arithmetic.sum_in_rank_order
+
+    def forgetful(partials, *others):
+        return honest([partials[0], partials[1] * (1 - 1e-4)], *others)
+
+    with (
+        mock.patch.object(arithmetic, "sum_in_rank_order", forgetful),
+        contextlib.redirect_stdout(io.StringIO()) as printed,
+    ):
+        with pytest.raises(SystemExit) as ended:
+            app(list(arguments))
+        return ended.value.code, printed.getvalue()
 
 
-def test_demo_fails_when_a_sum_over_the_ranks_is_a_little_wrong(launch, tmp_path):
-    options = ["--backend", "decomposed", "--no-fused", "--out", tmp_path]
-    done = launch("torchrun", 2, "python", "-c", SABOTAGE, "demo", *TINY, *options)
-    assert done.returncode != 0
-    said = " ".join(done.stdout.split())
-    assert "DIFFERS FROM the unsharded model" in said, done.stderr
+def test_demo_fails_when_a_sum_over_the_ranks_is_a_little_wrong(ranks, tmp_path):
+    options = ["--backend", "decomposed", "--no-fused", "--out", str(tmp_path)]
+    (code, printed), _ = ranks(2).run(sabotaged, "demo", *TINY, *options)
+    assert code != 0
+    said = " ".join(printed.split())
+    assert "DIFFERS FROM the unsharded model" in said
     assert said.count("TOO FAR") == 2

@@ -3,15 +3,16 @@
 import json
 from pathlib import Path
 
+from tests.support.scripts import run_program
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SCRIPT = BENCHMARKS / "layer.py"
 
 
-def test_ways_agree_and_are_timed(launch, tmp_path):
+def test_ways_agree_and_are_timed(ranks, tmp_path):
     data = tmp_path / "layer.json"
     options = ["--model", "tiny", "--rows", "8", "--rounds", "2", "--json", data]
-    done = launch("torchrun", 2, "python", SCRIPT, *options)
-    assert done.returncode == 0, done.stderr
+    printed = ranks(2).run(run_program, str(SCRIPT), options)
     results = json.loads(data.read_text())["results"]
     assert [(r["rows"], r["passes"]) for r in results] == [(8, "forward"), (8, "forward+backward")]
     for result in results:
@@ -23,14 +24,13 @@ def test_ways_agree_and_are_timed(launch, tmp_path):
             "ours, compiled": "compiled layers are timed on GPUs",
             "async-tp": "asynchronous tensor parallelism needs GPUs",
         }
-    assert done.stdout.count("tokens/s") == 1, "one rank prints"
+    assert "".join(printed).count("tokens/s") == 1, "one rank prints"
 
 
-def test_training_steps_are_compared_and_timed(launch, tmp_path):
+def test_training_steps_are_compared_and_timed(ranks, tmp_path):
     data = tmp_path / "steps.json"
     ways = ["ours, bfloat16", "float8", "float8, wgrad"]
-    done = launch("torchrun", 1, "python", BENCHMARKS / "train_step.py", data, 60, "tiny", *ways)
-    assert done.returncode == 0, done.stderr
+    ranks(1).run(run_program, str(BENCHMARKS / "train_step.py"), [data, 60, "tiny", *ways])
     report = json.loads(data.read_text())
     assert list(report["ways"]) == ["bfloat16", *ways] and report["left_out"] == []
     for name, way in report["ways"].items():

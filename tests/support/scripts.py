@@ -31,6 +31,11 @@ def run_program(rank: int, size: int, file: str, arguments: list[Any]) -> str:
     """
     printed = io.StringIO()
     named = mock.patch.object(sys, "argv", [file, *map(str, arguments)])
-    with named, launched(), contextlib.redirect_stdout(printed):
-        runpy.run_path(file, run_name="__main__")
+    beside = mock.patch.object(sys, "path", [str(Path(file).parent), *sys.path])
+    with named, beside, launched(), contextlib.redirect_stdout(printed):
+        try:
+            runpy.run_path(file, run_name="__main__")
+        except SystemExit as ended:
+            if ended.code:
+                raise
     return printed.getvalue()
