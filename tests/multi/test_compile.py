@@ -89,7 +89,10 @@ def compiled_attention(rank, size, heads, kv_heads, rows):
     compare_compiled(ExchangedHeads(heads, kv_heads, numbers, rows), x)
 
 
-@pytest.mark.parametrize(("world", "heads", "kv_heads", "rows"), [(2, 4, 2, 8), (4, 8, 2, 11)])
+@pytest.mark.parametrize(
+    ("world", "heads", "kv_heads", "rows"),
+    [(2, 4, 2, 8), (2, 4, 1, 11), pytest.param(4, 8, 2, 11, marks=pytest.mark.slow)],
+)
 def test_compiled_attention(ranks, world, heads, kv_heads, rows):
     """Heads are even, and replicated with uneven rows."""
     ranks(world).run(compiled_attention, heads, kv_heads, rows)

@@ -1,6 +1,6 @@
 """Compositions of what users do to a model, one thing after the other, drawn by a seeded generator.
 
-    OVERLAP_GEMM_DRAWS=120 OVERLAP_GEMM_DRAW_SEED=7 pytest tests/multi/test_drawn_compositions.py
+    OVERLAP_GEMM_DRAWS=120 OVERLAP_GEMM_DRAW_SEED=7 pytest -m "" tests/multi/test_drawn_compositions.py
 
 Each step is taken on the unsharded model and on the sharded one. Where both take it, numbers are compared;
 where the unsharded model refuses it, nothing is wanted. Where the sharded model alone refuses, the refusal is
@@ -388,7 +388,13 @@ def composes(rank, world, row, folder):
     return refusals
 
 
-@pytest.mark.parametrize("number", range(DRAWS))
+NUMBERS = [  # a compiled model takes a minute; test_kept_lora.py compiles one with adapters
+    pytest.param(number, marks=[pytest.mark.slow] if row["wrapper"] == "compile" else [])
+    for number, row in enumerate(draws(SEED, DRAWS))
+]
+
+
+@pytest.mark.parametrize("number", NUMBERS)
 def test_drawn_compositions(ranks, tmp_path, number, record_property):
     row = draws(SEED, number + 1)[number]
     world = 4 if row["wrapper"] in ("fsdp", "replicate") else 2

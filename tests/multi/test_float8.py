@@ -208,7 +208,11 @@ def trains(rank, ranks, sequence_parallel, float8):
 
 @pytest.mark.parametrize(
     ("sequence_parallel", "float8"),
-    [(True, Float8()), (False, Float8()), (True, Float8(grad_dtype=E5M2, wgrad=True))],
+    [
+        pytest.param(True, Float8(), marks=pytest.mark.slow),
+        (False, Float8()),
+        (True, Float8(grad_dtype=E5M2, wgrad=True)),
+    ],
     ids=str,
 )
 def test_a_llama_trains_as_in_bfloat16(ranks, sequence_parallel, float8):

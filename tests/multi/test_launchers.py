@@ -52,7 +52,7 @@ def slow(ranks):
     return pytest.param(ranks, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("ranks", [slow(1), slow(2), 3, slow(4)])
+@pytest.mark.parametrize("ranks", [slow(1), 2, slow(3), slow(4)])
 def test_torchrun(ranks, tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     run(ranks, tmp_path, ([*command, "-m", *PYTEST], environment("torchrun", ranks)))
