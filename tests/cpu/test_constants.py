@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 
 from overlap_gemm.config.scale_blocks import PROMOTED
-from overlap_gemm.epilogues import add_residual_squared, swiglu
+from overlap_gemm.epilogues import add_residual_squared, swiglu, to_e4m3_blocks
 from overlap_gemm.spec import OPS
 from overlap_gemm.spec.promises import Promises
 from overlap_gemm.tuning.epilogue_time import epilogue_time
@@ -53,7 +53,7 @@ def predictions(machine: Machine) -> list[tuple[str, float]]:
     ]
     added = [
         (one.name, epilogue_time(one, [2] * len(one.inputs), call, machine, "sm_90a", machine.sms).kernel)
-        for one in (add_residual_squared, swiglu)
+        for one in (add_residual_squared, swiglu, to_e4m3_blocks)
         for call in CALLS
         if call.dtype == "bf16"
     ]

@@ -23,9 +23,11 @@ from overlap_gemm.tuning.time_model import Facts
 from tests.support.problems import problem
 
 H200 = load("h200")
-MEASURED = json.loads((Path(__file__).parents[2] / "benchmarks/results/h200x2-epilogues.json").read_text())[
-    "results"
-]
+RESULTS = Path(__file__).parents[2] / "benchmarks/results"
+MEASURED, SCALED = (
+    json.loads((RESULTS / f"h200x2-{name}.json").read_text())["results"]
+    for name in ("epilogues", "scaled-epilogues")
+)
 
 
 def times(op, one, m, n, k, world=2, machine=H200, dtype=torch.bfloat16):
@@ -54,6 +56,20 @@ def measured(way, one, case=""):
 def test_times_in_the_kernel_are_those_measured(way, one, case):
     for more, spread, model in measured(way, one, case):
         assert abs(model.kernel * 1e6 - more) <= max(6.5, spread), (more, model)
+
+
+def test_the_time_of_blocks_in_the_kernel_is_that_measured():
+    gathers = [row for row in SCALED if row["op"] == "all_gather_gemm" and row["m"] >= 2048]
+    for row in gathers:
+        call = row["op"], row["m"], row["n"], row["k"]
+        more = row["graph"]["us"]["swiglu_e4m3_blocks"] - row["graph"]["us"]["swiglu"]
+        of_blocks, plain = (
+            times(call[0], epilogues.swiglu_e4m3_blocks, *call[1:]),
+            times(call[0], epilogues.swiglu, *call[1:]),
+        )
+        assert 0.75 * more <= 1e6 * (of_blocks.kernel - plain.kernel) <= 1.25 * more
+        assert of_blocks.why_after(one_pass=True) and not of_blocks.why_after(one_pass=False)
+    assert len(gathers) == 2
 
 
 def test_the_time_of_one_pass_is_that_measured():

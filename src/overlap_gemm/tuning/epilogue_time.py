@@ -3,6 +3,7 @@
 - **Kernel.** Inputs and outputs with a value for each element are read and written at the memory's rate.
   Those of an SM's last tile follow its sums, so nothing hides them. Functions of the special function units
   take time on each SM. Row sums and maxima take a reduction for each element, and a handover between CTAs.
+  Scales of an 8-bit result's blocks take a maximum and a product.
 - **Operations.** torch runs each operation of the function by itself, on float32 tensors: a launch, its
   operands and its result. Dtypes are converted before and after. Epilogues of `TORCH_OPERATIONS` are these
   few operations, without conversions.
@@ -10,7 +11,8 @@
   before the sum over the ranks.
 - **One pass.** The least that any operations after the op take: a launch, and each tensor once.
 
-Values for rows, columns and the full result take no time. Measured on two H200 (`h200x2-epilogues.json`).
+Values for rows, columns and the full result take no time. Measured on two H200
+(`h200x2-epilogues.json`, `h200x2-scaled-epilogues.json`).
 """
 
 from __future__ import annotations
@@ -125,6 +127,8 @@ def epilogue_time(
         kernel += last * machine.last_inputs
     if reductions := sum(kind != "element" for _, kind in epilogue.outputs):
         kernel += reductions * (machine.row_handover + of_sm * machine.row_value)
+    if epilogue.block:
+        kernel += of_sm * machine.block_value
     return EpilogueTime(moved + kernel, moved + max(operations, one_pass), moved + one_pass, is_partial)
 
 

@@ -111,6 +111,7 @@ class Machine:
         last_inputs: Seconds to read an epilogue's inputs of an SM's last tile, after its sums.
         row_handover: Seconds in which CTAs combine their parts of an output with a value for each row.
         row_value: Seconds per element of an SM to reduce a row's values.
+        block_value: Seconds per element of an SM to scale blocks of an 8-bit result.
         special: Seconds per element of an SM and instruction of its special function units.
     """
 
@@ -158,6 +159,7 @@ class Machine:
     last_inputs: float = 3e-6
     row_handover: float = 1.2e-6
     row_value: float = 9.8e-11
+    block_value: float = 4.8e-10
     special: float = 4.4e-11
 
     def is_of(self, device: str) -> bool:
