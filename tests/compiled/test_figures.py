@@ -22,10 +22,8 @@ RECORDED = json.loads((Path(__file__).parents[2] / "benchmarks/results/kernels.j
 CONFIGS = {config.name: config for arch in ("sm_90a", "sm_100a") for config in checked_configs(arch)}
 QUICK = ["sm_90a_pingpong_128x128_c1x1_bf16", "sm_90a_cooperative_128x256_c1x1_bf16"]
 QUICK += ["sm_100a_1cta_128x256_c1x1_bf16", "sm_100a_2cta_256x256_c2x1_bf16"]
-BLOCKED = [f"sm_90a_cooperative_128x128_c2x1_e4m3_obf16_sbf16_b1x{size}x{size}" for size in (128, 32)]
-SCALED = [
-    f"sm_90a_cooperative_{shape}_e4m3_obf16_sbf16_{SCALES.name}" for shape in ("128x128_c2x1", "128x256_c2x1")
-]
+EIGHT_BITS = "sm_90a_cooperative_128x128_c2x1_e4m3_obf16_sbf16"
+QUICK_PROMOTING = [f"{EIGHT_BITS}_b1x32x32", f"{EIGHT_BITS}_{SCALES.name}"]
 PROMOTING = [name for name, config in CONFIGS.items() if config.promotes]
 SLACK = 1.03  # instructions: small changes of no consequence
 
@@ -71,7 +69,7 @@ def test_kernels_for_few_rows_are_checked_as_they_run(name):
     ("name", "op"),
     [
         (name, op)
-        if name in BLOCKED + SCALED and op in ("GEMM-RS", "GEMM-AR two-shot", "AG-GEMM sending")
+        if name in QUICK_PROMOTING and op in ("GEMM-RS", "GEMM-AR two-shot", "AG-GEMM sending")
         else pytest.param(name, op, marks=pytest.mark.slow)
         for name in PROMOTING
         for op in kernels_of(CONFIGS[name])
