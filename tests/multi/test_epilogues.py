@@ -380,9 +380,14 @@ def refused(rank, size):
             "out_dtype=torch.float8_e4m3fn is for operands with scales",
         ),
         (
-            {"epilogue": epilogues.apply_relu(), "invariant": "batch"},
+            {"epilogue": epilogues.apply_silu(), "invariant": "batch"},
             ValueError,
-            "invariant='batch' allows no epilogue",
+            "invariant='batch' allows no epilogue apply_silu: only add_bias, add_residual and apply_relu",
+        ),
+        (
+            {"epilogue": epilogues.apply_relu(), "invariant": "ranks:2"},
+            ValueError,
+            "invariant='ranks:2' allows no epilogue apply_relu: kernels with leaves of K",
         ),
         (
             {"epilogue": epilogues.scale_gathered_rows(scale=torch.ones(4))},
@@ -396,7 +401,12 @@ def refused(rank, size):
         overlap_gemm.promising(invariant="batch"),
         pytest.raises(ValueError, match="invariant='batch' allows no epilogue"),
     ):
-        op(x, weight, epilogue=epilogues.apply_relu())
+        op(x, weight, epilogue=epilogues.apply_silu())
+    with pytest.raises(ValueError, match="explain: invariant='batch' allows no apply_silu: only add_bias"):
+        overlap_gemm.explain(op, x, weight, epilogue=epilogues.apply_silu(), invariant="batch")
+    how = {"invariant": "batch", "k": 6 * size}
+    added = op(x, weight, epilogue=epilogues.add_residual(residual=torch.full((4, 8), 0.3)), **how)
+    assert torch.equal(added, op(x, weight, **how) + 0.3)
     with pytest.raises(ValueError, match=r"is for each row of this rank's x .* must be \[4\], got \[8\]"):
         overlap_gemm.all_gather_gemm(
             x, weight, epilogue=epilogues.scale_gathered_rows(scale=torch.ones(4 * size))

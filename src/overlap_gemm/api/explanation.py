@@ -12,6 +12,7 @@ from ..backends.base import Problem
 from ..backends.op_call import OpCall
 from ..backends.select import Choice, explained
 from ..dispatch.autocast import autocast
+from ..dispatch.epilogue_checks import why_not_invariant
 from ..dispatch.lowering import lower
 from ..epilogues import Applied
 from ..runtime.group import GroupLike, group_name, resolve
@@ -151,8 +152,9 @@ def explain(
     ranks = resolve(name)
     problem = Problem.of(spec.name, lowered.call.summed(spec, x.shape[-1], ranks.size), x, ranks, weights)
     if epilogue is not None:
-        if problem.promises.invariant:
-            raise ValueError(f"explain: {spec.name} supports no epilogue with invariant=")
+        promised = problem.promises.invariant
+        if promised is not None and (why := why_not_invariant(epilogue.epilogue, x.dtype, promised)):
+            raise ValueError(f"explain: invariant={promised!r} allows no {epilogue.epilogue.name}: {why}")
         dtypes = [one.dtype if isinstance(one, Tensor) else torch.float32 for one in epilogue.inputs]
         problem = problem.with_epilogue(epilogue.epilogue, dtypes)
     one_pass = epilogue is not None and epilogue.otherwise is not None

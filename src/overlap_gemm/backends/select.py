@@ -231,7 +231,8 @@ def why_after(choice: Choice, problem: Problem, columns: int, one_pass: bool = F
         one_pass: Whether the operations after the op are one pass over memory, and not one operation for each
             of the epilogue's function.
     """
-    times = predicted_epilogue(problem) if choice.requested == "auto" else None
+    by_time = choice.requested == "auto" and not problem.promises.leaves  # times depend on M
+    times = predicted_epilogue(problem) if by_time else None
     return why_after_by(choice.backend, problem, columns, times, one_pass)
 
 

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from ..backends.op_call import OpCall
-from ..epilogues import PAIR, Applied, Epilogue
+from ..backends.scales.scaling import FLOAT8
+from ..epilogues import PAIR, Applied, Epilogue, add_bias, add_residual, apply_relu
 from .operands import DTYPES, shape_of
 from .ops import GemmOp
 
@@ -67,11 +68,25 @@ def check_epilogue(
                 f"{op.name}: input {name} of epilogue {epilogue.name} must be a Tensor of one of "
                 f"{', '.join(map(str, DTYPES))} on {x.device}, got {got}"
             )
-    if (promised := call.promises.invariant) is not None:
+    promised = call.promises.invariant
+    if promised is not None and (why := why_not_invariant(epilogue, x.dtype, promised)):
         raise ValueError(
-            f"{op.name}: invariant={promised!r} allows no epilogue, because some backends apply epilogues to "
-            "rounded sums; omit epilogue=, and apply the function to the result"
+            f"{op.name}: invariant={promised!r} allows no epilogue {epilogue.name}: {why}; omit epilogue=, "
+            "and apply the function to the result"
         )
+
+
+def why_not_invariant(epilogue: Epilogue, dtype: torch.dtype, promised: str) -> str | None:
+    """Returns the reason the bits of a result with an epilogue may depend on the batch; None if they do not.
+
+    A function is invariant if it rounds once, as hardware and torch do alike, and is applied to the same sum
+    with and without gradients.
+    """
+    if epilogue.key not in (add_bias.key, add_residual.key, apply_relu.key):
+        return "only add_bias, add_residual and apply_relu round once, with and without gradients"
+    if promised != "batch":
+        return "kernels with leaves of K have not been proved to apply it to the same sum"
+    return None if dtype not in FLOAT8 else "with scales, it follows the op where inputs need gradients"
 
 
 def check_shapes(

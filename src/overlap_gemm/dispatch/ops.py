@@ -153,7 +153,7 @@ class GemmOp(Registered):
         """Returns the gradients of x, weights and biases, for ops whose weight every rank has in full.
 
         The dual op of the result's gradient and the weight returns the gradient of x. With several weights,
-        each further call adds to it, by an epilogue: fused, before rounding. `invariant` allows no epilogue.
+        each further call adds to it, by an epilogue: fused, before rounding; not with `invariant`.
         Gradients of weights and biases are summed over the ranks by all-reduces, so every rank gets the full
         ones.
         """
