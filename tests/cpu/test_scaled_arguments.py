@@ -13,6 +13,7 @@ from overlap_gemm.backends.op_call import OpCall
 from overlap_gemm.backends.peer_access import PeerAccess
 from overlap_gemm.backends.scales import scaling
 from overlap_gemm.backends.select import choose, predicted
+from overlap_gemm.backends.torch_backend import Torch
 from tests.support.ops import SCALED
 from tests.support.problems import problem as problem_of
 
@@ -250,6 +251,14 @@ def test_where_torch_has_products_with_scales_of_blocks(monkeypatch, capability,
     monkeypatch.setattr(torch.version, "cuda", toolkit)
     said = scaling.why_no_product.__wrapped__("cuda", *types, (1, 128, 128))
     assert said is None if why is None else why in said
+
+
+def test_torch_is_refused_for_any_weight_of_a_list(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(scaling, "why_no_product", scaling.why_no_product.__wrapped__)
+    listed = partial(problem, dtype=E5M2, device_type="cuda", num_weights=2)
+    for second, why in ((E4M3, None), (E5M2, "torch._scaled_mm does not multiply e5m2 with e5m2")):
+        assert Torch().why_not(listed(weight_dtypes=(E4M3, second))) == why
 
 
 def test_what_torch_has_no_product_for_is_dequantised(monkeypatch):

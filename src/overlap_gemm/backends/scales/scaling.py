@@ -363,8 +363,11 @@ def with_scales(
 def why_no_scaled_mm(problem: Problem) -> str | None:
     """Returns the reason `scaled_mm_by_torch` does not support a problem with scales; None if it does."""
     assert problem.weight_dtypes and problem.out_dtype is not None
-    types = problem.dtype, problem.weight_dtypes[0], problem.out_dtype
-    return why_no_product(problem.device_type, *types, problem.blocks)
+    for dtype in dict.fromkeys(problem.weight_dtypes):
+        types = problem.dtype, dtype, problem.out_dtype
+        if reason := why_no_product(problem.device_type, *types, problem.blocks):
+            return reason
+    return None
 
 
 @cache
