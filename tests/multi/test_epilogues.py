@@ -404,6 +404,8 @@ def refused(rank, size):
         op(x, weight, epilogue=epilogues.apply_silu())
     with pytest.raises(ValueError, match="explain: invariant='batch' allows no apply_silu: only add_bias"):
         overlap_gemm.explain(op, x, weight, epilogue=epilogues.apply_silu(), invariant="batch")
+    with pytest.raises(ValueError, match="no epilogue apply_relu: it has been proved of all_gather_gemm, "):
+        overlap_gemm.gemm_all_gather(x, weight, epilogue=epilogues.apply_relu(), invariant="batch")
     how = {"invariant": "batch", "k": 6 * size}
     added = op(x, weight, epilogue=epilogues.add_residual(residual=torch.full((4, 8), 0.3)), **how)
     assert torch.equal(added, op(x, weight, **how) + 0.3)

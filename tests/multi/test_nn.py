@@ -218,7 +218,7 @@ def check_explanations(rank, size):
         f"2.down_proj: {fused[1]}",
         *(
             line
-            for i, why in enumerate(("calls with invariant='batch' have no epilogue", "fuse=False"), start=3)
+            for i, why in enumerate(("layers with invariant='batch' add no epilogue", "fuse=False"), start=3)
             for line in (
                 f"{i}: {gating} follows all_gather_gemm: {why}",
                 f"{i}.down_proj: {added} follows gemm_reduce_scatter: {why}",

@@ -86,7 +86,7 @@ def why_not_fused(
     if fuse is False:
         return "fuse=False"
     if promised := promises_of(partials, invariant).invariant:
-        return f"calls with invariant={promised!r} have no epilogue"
+        return f"layers with invariant={promised!r} add no epilogue"
     return None
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from ..backends.op_call import OpCall
 from ..backends.scales.scaling import FLOAT8
 from ..epilogues import PAIR, Applied, Epilogue, add_bias, add_residual, apply_relu
+from ..spec import ALL_GATHER_GEMM, GEMM_ALL_REDUCE, GEMM_REDUCE_SCATTER
 from .operands import DTYPES, shape_of
 from .ops import GemmOp
 
@@ -69,19 +70,22 @@ def check_epilogue(
                 f"{', '.join(map(str, DTYPES))} on {x.device}, got {got}"
             )
     promised = call.promises.invariant
-    if promised is not None and (why := why_not_invariant(epilogue, x.dtype, promised)):
+    if promised is not None and (why := why_not_invariant(op.name, epilogue, x.dtype, promised)):
         raise ValueError(
             f"{op.name}: invariant={promised!r} allows no epilogue {epilogue.name}: {why}; omit epilogue=, "
             "and apply the function to the result"
         )
 
 
-def why_not_invariant(epilogue: Epilogue, dtype: torch.dtype, promised: str) -> str | None:
+def why_not_invariant(op: str, epilogue: Epilogue, dtype: torch.dtype, promised: str) -> str | None:
     """Returns the reason the bits of a result with an epilogue may depend on the batch; None if they do not.
 
     A function is invariant if it rounds once, as hardware and torch do alike, and is applied to the same sum
     with and without gradients.
     """
+    proved = ALL_GATHER_GEMM.name, GEMM_REDUCE_SCATTER.name, GEMM_ALL_REDUCE.name
+    if op not in proved:
+        return f"it has been proved of {', '.join(proved)} only"
     if epilogue.key not in (add_bias.key, add_residual.key, apply_relu.key):
         return "only add_bias, add_residual and apply_relu round once, with and without gradients"
     if promised != "batch":
