@@ -114,13 +114,15 @@ def test_scales_of_blocks_are_planned():
     _, said = plan(*how, 128, "--machine", "h200")
     assert "choice, captured in a CUDA graph: fused" in said and "b1x128x128" in said
     _, said = plan(*how, 32, "--machine", "h200")
-    assert "choice, captured in a CUDA graph: torch" in said and "b1x32x32" in said
+    assert "choice, captured in a CUDA graph: sequential" in said and "b1x32x32" in said
+    assert "not torch: F.scaled_mm has scales of blocks of 128 x 128, not of blocks of 32 x 32" in said
     assert "not fused by default: kernels with scales of blocks of 32 x 32 have not been timed on" in said
     _, said = plan(*how, 128, "--machine", "b200")
     assert "constants are those with scales of rows: kernels with scales of blocks of 128 x 128" in said
     assert "fused kernel: no, scales of blocks of 128 x 128 are for kernels of sm_90a" in said
     _, said = plan(*how, "mx", "--machine", "b200")
-    assert "choice, captured in a CUDA graph: torch" in said and "b1x1x32" in said
+    assert "choice, captured in a CUDA graph: sequential" in said and "b1x1x32" in said
+    assert "not torch: F.scaled_mm has scales of blocks of 128 x 128, not of blocks of 1 x 32" in said
     result, said = plan(*how[:6], "--block", 128)
     assert result.exit_code == 2 and "block must be one of None of torch.bfloat16, got 128" in said
 

@@ -11,7 +11,7 @@ from ..backends.base import Problem
 from ..backends.epilogues import usual_dtypes
 from ..backends.fused.fused_backend import Fused, why_no_blocks
 from ..backends.op_call import OpCall
-from ..backends.scales.scaling import FLOAT8, OUT_DTYPES, blocks_named, why_not_exchanged
+from ..backends.scales.scaling import FLOAT8, OUT_DTYPES, blocks_named, why_no_scaled_mm, why_not_exchanged
 from ..backends.select import BACKENDS, added_epilogue, epilogue_line, why_after_by
 from ..config.arch import ARCHS
 from ..spec import OPS
@@ -99,6 +99,9 @@ def plan(
     why_not_timed = constants.why_uncalibrated_bytes(blocks) if problem.is_scaled else None
     if problem.is_scaled:  # copy engines do not send scales
         eager, captured = (_without(prediction, "decomposed") for prediction in (eager, captured))
+    why_not_torch = why_no_scaled_mm(problem, ARCHS[arch].capability) if problem.is_scaled else None
+    if why_not_torch:
+        eager, captured = (_without(prediction, "torch") for prediction in (eager, captured))
     if refused := Fused().why_no_kernel(problem) or why_no_blocks(arch, blocks):
         eager, captured = (_without(prediction, "fused") for prediction in (eager, captured))
     console.print(
@@ -122,6 +125,8 @@ def plan(
         console.print(f"epilogue {epilogue_line(Fused(), problem, why_after, times)}", highlight=False)
     if constants.source != "measured":
         console.print("constants not measured: on such a machine `auto` measures each call signature")
+    if why_not_torch:
+        console.print(f"not torch: {why_not_torch}", highlight=False)
     if why_not_timed:
         console.print(f"not fused by default: {why_not_timed}", highlight=False)
     if as_rows := constants.missing_block_timings(blocks):

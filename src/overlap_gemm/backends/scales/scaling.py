@@ -360,12 +360,17 @@ def with_scales(
     return run
 
 
-def why_no_scaled_mm(problem: Problem) -> str | None:
-    """Returns the reason `scaled_mm_by_torch` does not support a problem with scales; None if it does."""
+def why_no_scaled_mm(problem: Problem, capability: tuple[int, int] | None = None) -> str | None:
+    """Returns the reason `scaled_mm_by_torch` does not support a problem with scales; None if it does.
+
+    Args:
+        problem: Problem whose operands have scales.
+        capability: As in `why_no_product`.
+    """
     assert problem.weight_dtypes and problem.out_dtype is not None
     for dtype in dict.fromkeys(problem.weight_dtypes):
         types = problem.dtype, dtype, problem.out_dtype
-        if reason := why_no_product(problem.device_type, *types, problem.blocks):
+        if reason := why_no_product(problem.device_type, *types, problem.blocks, capability):
             return reason
     return None
 
@@ -377,6 +382,7 @@ def why_no_product(
     weight_dtype: torch.dtype,
     out_dtype: torch.dtype,
     blocks: Blocks | None = None,
+    capability: tuple[int, int] | None = None,
 ) -> str | None:
     """Returns the reason `scaled_mm_by_torch` does not support these dtypes; None if it does.
 
@@ -393,6 +399,7 @@ def why_no_product(
         weight_dtype: Dtype of the weight.
         out_dtype: Dtype of the product.
         blocks: Blocks that share a scale; None: rows.
+        capability: Compute capability of the CUDA device; None: the current device.
     """
     name, kind = ("F.scaled_mm", "blocks") if blocks else ("torch._scaled_mm", "rows")
     if blocks and not hasattr(getattr(F, "ScalingType", None), "BlockWise128x128"):
@@ -400,7 +407,7 @@ def why_no_product(
     if blocks not in (None, PROMOTED[0]):
         return f"{name} has scales of {in_words(PROMOTED[0])}, not of {in_words(blocks)}"
     if device == "cuda":  # by rules of torch's documentation and source; a trial would disturb a capture
-        capability, toolkit = torch.cuda.get_device_capability(), _toolkit()
+        capability, toolkit = capability or torch.cuda.get_device_capability(), _toolkit()
         if capability < (9, 0):
             return f"{name} with scales of {kind} needs a Hopper {'' if blocks else 'or Blackwell '}GPU"
         if blocks and (capability >= (10, 0) or toolkit < (12, 9)):
@@ -424,5 +431,5 @@ def why_no_product(
 
 
 def _toolkit() -> tuple[int, ...]:
-    """Returns the (major, minor) CUDA version that torch was built with; (0,) without CUDA."""
-    return tuple(int(part) for part in (torch.version.cuda or "0").split(".")[:2])
+    """Returns the (major, minor) CUDA version that torch was built with; without CUDA, for `plan`, 12.9."""
+    return tuple(int(part) for part in (torch.version.cuda or "12.9").split(".")[:2])
