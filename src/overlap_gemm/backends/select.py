@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from ..spec.promises import NO_PROMISES, InvarianceError, Promises
+from ..spec.sharding import shard_rows
 from ..tuning.epilogue_time import EpilogueTime, epilogue_time
 from ..tuning.machine import machine_for
 from ..tuning.measured import Kernel
@@ -289,8 +290,9 @@ def _facts(problem: Problem) -> Facts | None:
     kind = (FLOAT8 if problem.is_scaled else DTYPES).get(problem.dtype)
     if access is None or not access.arch or access.uncalibrated or kind is None:
         return None
-    extents = problem.m, problem.n, problem.k
-    return Facts(problem.op, *extents, kind, problem.world_size, blocks=problem.blocks)
+    extents, ranks = (problem.m, problem.n, problem.k), problem.world_size
+    weights = () if why_each(problem) else tuple(shard_rows(width, ranks) for width in problem.widths)
+    return Facts(problem.op, *extents, kind, ranks, blocks=problem.blocks, weights=weights)
 
 
 def why_unfit(backend: Backend, problem: Problem) -> str | None:
