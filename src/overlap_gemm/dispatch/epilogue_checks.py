@@ -24,12 +24,11 @@ def with_tensors(
             f"{op.name}: epilogue must be an epilogue with its inputs, as add_bias(bias=b) or apply_silu(); "
             f"got {got}"
         )
-    inputs = [
-        torch.full((1,), value, dtype=torch.float32, device=x.device)
-        if kind == "scalar" and isinstance(value, (int, float))
-        else value
-        for (_, kind), value in zip(applied.epilogue.inputs, applied.inputs, strict=True)
-    ]
+    inputs = []
+    for (_, kind), value in zip(applied.epilogue.inputs, applied.inputs, strict=True):
+        if kind == "scalar" and isinstance(value, (int, float)):
+            value = torch.full((1,), value, dtype=torch.float32, device=x.device)
+        inputs.append(value)
     return applied.epilogue, applied.otherwise, inputs
 
 
