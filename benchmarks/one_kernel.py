@@ -8,6 +8,7 @@ Variants are interleaved, with operands in turn, as CUDA graphs; ratios are to t
 
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,7 +21,7 @@ from torch import Tensor
 import overlap_gemm
 from overlap_gemm import epilogues
 from overlap_gemm.cli.this_machine import describe
-from overlap_gemm.testing.workload import in_turn
+from overlap_gemm.testing.workload import OpTensors, in_turn
 from overlap_gemm.tuning.timing import captured, measure
 
 K, SETS = 8192, 3
@@ -37,22 +38,28 @@ def random(*shape: int) -> Tensor:
 
 def lists() -> Iterator[tuple[dict[str, Any], Variants]]:
     """Yields `gemm_all_to_all` of three weights: a kernel for each, one for all, and torch's way."""
-    exchange, fused = overlap_gemm.gemm_all_to_all, {"backend": "fused"}
+    exchange = overlap_gemm.gemm_all_to_all
+    fused = partial(exchange, backend="fused")
     for widths in ((8192, 1024, 1024), (4096, 4096, 4096)):
         for rows in (128, 2048, 8192, 32768):
             xs = [random(rows // dist.get_world_size(), K) for _ in range(SETS)]
             weights = [[random(width, K) for width in widths] for _ in range(SETS)]
             yield {"op": "gemm_all_to_all", "m": rows, "n": widths, "k": K}, {
-                "three": lambda i, x=xs, w=weights: lambda: [exchange(x[i], v, **fused) for v in w[i]],
-                "list": lambda i, x=xs, w=weights: lambda: exchange(x[i], w[i], backend="fused"),
+                "three": lambda i, x=xs, w=weights: lambda: [fused(x[i], v) for v in w[i]],
+                "list": lambda i, x=xs, w=weights: lambda: fused(x[i], w[i]),
                 "torch": lambda i, x=xs, w=weights: lambda: exchange(x[i], w[i], backend="torch"),
             }  # fmt: skip
 
 
-def in_8_bits(x: Tensor, weight: Tensor) -> dict[str, Tensor]:
-    """Returns operands with scales of rows as arguments of an op."""
+def in_8_bits(x: Tensor, weight: Tensor) -> OpTensors:
+    """Returns operands with scales of rows."""
     (values, scale_x), (weights, scale_w) = map(overlap_gemm.quantize_rows, (x, weight))
-    return {"x": values, "weight": weights, "scale_x": scale_x, "scale_w": scale_w}
+    return OpTensors(values, weights, scale_x, scale_w)
+
+
+def call(op: Callable[..., Any], operands: OpTensors, **options: Any) -> Any:
+    """Calls an op by its fused kernel."""
+    return op(operands.x, operands.weight, **operands.scales, backend="fused", **options)
 
 
 @torch.compile(dynamic=False)
@@ -73,17 +80,15 @@ def scaled_epilogues() -> Iterator[tuple[dict[str, Any], Variants]]:
     """Yields ops of 8-bit operands: alone, with epilogues, and with compiled operations after them."""
     ranks, inner = dist.get_world_size(), 14336
 
-    def gather(operands: dict[str, Any], **options: Any) -> Any:
-        return overlap_gemm.all_gather_gemm(**operands, backend="fused", **options)
-
-    def scatter(operands: dict[str, Any], **options: Any) -> Any:
-        return overlap_gemm.gemm_reduce_scatter(**operands, backend="fused", **options)
-
+    gather, scatter = (
+        partial(call, op) for op in (overlap_gemm.all_gather_gemm, overlap_gemm.gemm_reduce_scatter)
+    )
     for rows in (8192, 2048, 512):
         sets = []
         for _ in range(SETS):
             one, other = (in_8_bits(random(rows // ranks, K), random(inner, K)) for _ in range(2))
-            sets.append(one | {name: [one[name], other[name]] for name in ("weight", "scale_w")})
+            pair: Any = [one.weight, other.weight], [one.scale_w, other.scale_w]
+            sets.append(one._replace(weight=pair[0], scale_w=pair[1]))
         in_kernel = {"swiglu": epilogues.swiglu, "swiglu_e4m3_blocks": epilogues.swiglu_e4m3_blocks}
         yield (
             {"op": "all_gather_gemm", "m": rows, "n": 2 * inner * ranks, "k": K},

@@ -115,8 +115,8 @@ def test_pairs_are_of_kernels_with_narrow_subtiles():
 def test_an_input_takes_no_chunk_in_flight_from_two_ranks_sums(arch, dtype, one, window, sent_on):
     # With half as many in flight, an 8-bit call took 1.13 of the op alone on an H200, not 1.07.
     visitors = () if one is None else (Visitor(getattr(epilogues, one), ("bf16",)),)
-    wide = {"mma": "cooperative" if arch == "sm_90a" else "1cta", "tile": (128, 128)}
+    tiles = {"mma": "cooperative" if arch == "sm_90a" else "1cta", "tile": (128, 128)}
     types = {"in_dtype": dtype, "out_dtype": "bf16", "slot_dtype": "bf16"}
-    sums = Sums(GemmConfig(arch=arch, epilogue=visitors, **wide, **types), None, 0, PeerBulk())
+    sums = Sums(GemmConfig(arch=arch, epilogue=visitors, **tiles, **types), None, 0, PeerBulk())
     assert sums._window(2) == window
     assert replace(sums, results=True)._window(2) == sent_on

@@ -8,13 +8,18 @@ from overlap_gemm.backends.fused import compiled
 from overlap_gemm.device import result_scales
 from overlap_gemm.kernel.epilogue import Visits
 from overlap_gemm.runtime.compile_cache import CompileCache
-from tests.support.emulated.epilogue_cases import AR, RS, STREAM, Called, errors_of_blocks, gated, worst
+from tests.support.emulated.epilogue_cases import (
+    AR,
+    RS,
+    STREAM,
+    Called,
+    errors_of_blocks,
+    gated,
+    refuse,
+    worst,
+)
 from tests.support.emulated.op_runs import world_of
 from tests.support.emulated.scaled_cases import A2A, AG, DUAL, GATHER
-
-
-def refuse(*_):
-    raise AssertionError
 
 
 @epilogue(inputs={"rstd": "rows", "gamma": "columns"}, of="partial")

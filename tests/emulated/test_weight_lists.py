@@ -4,8 +4,7 @@ import pytest
 import torch
 
 import overlap_gemm
-from overlap_gemm.backends.fused.launch_plan import Plan
-from tests.support.emulated.list_cases import Operands
+from tests.support.emulated.list_cases import Operands, counted_launches
 from tests.support.emulated.op_runs import lagging, world_of
 from tests.support.emulated.rank_scripts import lines_of_ranks
 
@@ -14,15 +13,7 @@ SWAPPED = {"mma": "swap_ab", "tile": (16, 64)}
 
 @pytest.fixture
 def launches(monkeypatch):
-    """Returns a list to which each call appends the number of its kernels."""
-    seen, launch = [], Plan.launch
-
-    def counting(plan, *arguments):
-        seen.append(len(plan.products))
-        return launch(plan, *arguments)
-
-    monkeypatch.setattr(Plan, "launch", counting)
-    return seen
+    return counted_launches(monkeypatch)
 
 
 @pytest.mark.parametrize(

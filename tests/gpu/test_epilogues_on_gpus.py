@@ -5,7 +5,7 @@ import torch
 
 from overlap_gemm import epilogues
 from overlap_gemm.runtime.virtual import VirtualWorld
-from tests.support.emulated.epilogue_cases import Called, errors_of_blocks, gated, worst
+from tests.support.emulated.epilogue_cases import Called, errors_of_blocks, gated, refuse, worst
 from tests.support.ops import SHARDED
 
 SIZES = {"few-rows": (16, 1024, 512), "even": (1024, 1024, 512), "ragged": (1000, 1088, 520)}
@@ -36,10 +36,6 @@ def test_pairs_of_columns(device, ranks):
         for seed in range(8):
             case = Called("all_gather_gemm", ranks, epilogues.swiglu, (1000, 1024, 520), seed, device)
             assert worst(case, world) <= 1
-
-
-def refuse(*_):
-    raise AssertionError
 
 
 SCALED = {

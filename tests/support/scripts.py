@@ -31,8 +31,8 @@ def run_program(rank: int, size: int, file: str, arguments: list[Any]) -> str:
     """
     printed = io.StringIO()
     named = mock.patch.object(sys, "argv", [file, *map(str, arguments)])
-    beside = mock.patch.object(sys, "path", [str(Path(file).parent), *sys.path])
-    with named, beside, launched(), contextlib.redirect_stdout(printed):
+    imports = mock.patch.object(sys, "path", [str(Path(file).parent), *sys.path])
+    with named, imports, launched(), contextlib.redirect_stdout(printed):
         try:
             runpy.run_path(file, run_name="__main__")
         except SystemExit as ended:

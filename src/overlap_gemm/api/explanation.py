@@ -153,9 +153,7 @@ def explain(
     problem = Problem.of(spec.name, lowered.call.summed(spec, x.shape[-1], ranks.size), x, ranks, weights)
     if epilogue is not None:
         promised = problem.promises.invariant
-        if promised is not None and (
-            why := why_not_invariant(spec.name, epilogue.epilogue, x.dtype, promised)
-        ):
+        if why := why_not_invariant(spec.name, epilogue.epilogue, x.dtype, promised):
             raise ValueError(f"explain: invariant={promised!r} allows no {epilogue.epilogue.name}: {why}")
         dtypes = [one.dtype if isinstance(one, Tensor) else torch.float32 for one in epilogue.inputs]
         problem = problem.with_epilogue(epilogue.epilogue, dtypes)

@@ -69,19 +69,21 @@ def check_epilogue(
                 f"{', '.join(map(str, DTYPES))} on {x.device}, got {got}"
             )
     promised = call.promises.invariant
-    if promised is not None and (why := why_not_invariant(op.name, epilogue, x.dtype, promised)):
+    if why := why_not_invariant(op.name, epilogue, x.dtype, promised):
         raise ValueError(
             f"{op.name}: invariant={promised!r} allows no epilogue {epilogue.name}: {why}; omit epilogue=, "
             "and apply the function to the result"
         )
 
 
-def why_not_invariant(op: str, epilogue: Epilogue, dtype: torch.dtype, promised: str) -> str | None:
-    """Returns the reason the bits of a result with an epilogue may depend on the batch; None if they do not.
+def why_not_invariant(op: str, epilogue: Epilogue, dtype: torch.dtype, promised: str | None) -> str | None:
+    """Returns the reason a call with an epilogue cannot keep a promise of bits; None if it can, or has none.
 
     A function is invariant if it rounds once, as hardware and torch do alike, and is applied to the same sum
     with and without gradients.
     """
+    if promised is None:
+        return None
     proved = ALL_GATHER_GEMM.name, GEMM_REDUCE_SCATTER.name, GEMM_ALL_REDUCE.name
     if op not in proved:
         return f"it has been proved of {', '.join(proved)} only"

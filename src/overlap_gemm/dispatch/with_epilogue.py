@@ -231,7 +231,7 @@ def call_with_epilogue(
         TypeError: `applied` is no epilogue with inputs, or an input's dtype or device is not supported. Or a
             gradient is needed, and the result has 8 bits or the sums are partial. Or operands with scales
             require a gradient; inputs may.
-        ValueError: Shapes of weights or inputs do not fit, or the call has `invariant=`.
+        ValueError: Shapes of weights or inputs do not fit, or `invariant=` does not allow the epilogue.
     """
     scales: Scales = () if scale_x is None and scale_w is None else (scale_x, scale_w)
     epilogue, otherwise, inputs = with_tensors(op, x, applied)

@@ -280,8 +280,8 @@ class Sums:
         registers.
         """
         chunks, visits, most = self.config.lane_chunks, self._visits, self._in_flight
-        inputs, is_even = visits.num_loads, self.config.on.calls_keep_registers
-        if inputs and self.results is None and not (visits.reduces and is_even):
+        inputs, are_equal = visits.num_loads, self.config.on.calls_keep_registers  # registers of roles
+        if inputs and self.results is None and not (visits.reduces and are_equal):
             most += most // 2
         window = min(max(most // (sources + inputs), 1), chunks)
         while chunks % window:

@@ -3,8 +3,21 @@
 import torch
 
 import overlap_gemm
+from overlap_gemm.backends.fused.launch_plan import Plan
 from overlap_gemm.testing.emulated import poisoned_allocations
 from tests.support.emulated.scaled_cases import ACCUMULATION
+
+
+def counted_launches(monkeypatch):
+    """Returns a list to which each call appends the number of its kernels."""
+    seen, launch = [], Plan.launch
+
+    def counting(plan, *arguments):
+        seen.append(len(plan.products))
+        return launch(plan, *arguments)
+
+    monkeypatch.setattr(Plan, "launch", counting)
+    return seen
 
 
 class Operands:
