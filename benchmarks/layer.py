@@ -8,6 +8,7 @@ sharded in front of and after it (sequence parallel). Attention is left out: it 
 - ``ours``: overlap_gemm.parallel's styles with ``backend="auto"``
 - ``torch``: torch.distributed.tensor.parallel's ColwiseParallel and RowwiseParallel
 - ``ours, compiled``: ours by torch.compile, on GPUs
+- ``block``, ``block, compiled``: `overlap_gemm.nn.ParallelBlock`, with epilogues
 - ``async-tp``: torch's, compiled with Inductor's asynchronous tensor parallelism, where torch has it
 
 No CUDA graphs; interleaved rounds, slowest rank, medians (`overlap_gemm.tuning.timing`). Every way's output
@@ -36,11 +37,15 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import overlap_gemm
 from overlap_gemm.cli.console import rank_zero_console
 from overlap_gemm.cli.this_machine import describe
+from overlap_gemm.nn import ParallelBlock
 from overlap_gemm.parallel import OverlapColwiseParallel, OverlapRowwiseParallel
 from overlap_gemm.tuning.timing import Timings, measure
 
 MODELS = {"70B": (8192, 10240, 28672), "8B": (4096, 6144, 14336), "tiny": (16, 32, 64)}
 """Name -> width of the hidden state, of q, k and v together, and of the MLP."""
+
+KV_HEADS = 8
+"""Heads of keys and values of every model."""
 
 PASSES = ("forward", "forward+backward")
 
@@ -64,6 +69,14 @@ class Projections(nn.Module):
         return x + self.down(F.silu(gate) * up)
 
 
+class BlockOfRows(ParallelBlock):
+    """A block on `[rows, hidden]`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """This rank's rows in, this rank's rows out."""
+        return super().forward(x[:, None])[:, 0]
+
+
 def ours(module: nn.Module, mesh: DeviceMesh, rows: int) -> Callable[[Tensor], Tensor]:
     """Applies overlapping styles."""
     column, row = (
@@ -75,9 +88,49 @@ def ours(module: nn.Module, mesh: DeviceMesh, rows: int) -> Callable[[Tensor], T
 
 def ours_compiled(module: nn.Module, mesh: DeviceMesh, rows: int) -> Callable[[Tensor], Tensor]:
     """Applies them and compiles, which fuses operations between projections as for `async_tp`."""
+    return compiled(ours(module, mesh, rows), mesh)
+
+
+def compiled(layer: Callable[[Tensor], Tensor], mesh: DeviceMesh) -> Callable[[Tensor], Tensor]:
+    """Compiles a layer, on GPUs."""
     if mesh.device_type != "cuda":
         raise RuntimeError("compiled layers are timed on GPUs")
-    return torch.compile(ours(module, mesh, rows), dynamic=False)
+    return torch.compile(layer, dynamic=False)
+
+
+def block(module: nn.Module, mesh: DeviceMesh, rows: int) -> Callable[[Tensor], Tensor]:
+    """Returns the block with the module's values, whose attention is a pass-through of q."""
+    state = module.state_dict()
+    (width, hidden), inner, ranks = state["qkv.weight"].shape, state["down.weight"].shape[1], mesh.size()
+    size = (width - hidden) // (2 * KV_HEADS)
+    layer = BlockOfRows(
+        hidden, hidden // size, inner, num_kv_heads=KV_HEADS, head_dim=size, attention=lambda q, k, v: q,
+        eps=torch.finfo(torch.bfloat16).eps, rows=rows, sequence_parallel=True, dtype=torch.bfloat16,
+        device=state["qkv.weight"].device,
+    )  # fmt: skip
+
+    def of_ranks(name: str, *widths: int) -> list[Tensor]:
+        """Returns the parts of every rank's shard, as the styles cut it, each joined over the ranks."""
+        shards = [shard.split([w // ranks for w in widths]) for shard in state[name].chunk(ranks)]
+        return [torch.cat(part) for part in zip(*shards, strict=True)]
+
+    parts = of_ranks("qkv.weight", hidden, *2 * [(width - hidden) // 2])
+    parts += of_ranks("gate_up.weight", inner, inner)
+    names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+    values = {f"{name}.weight": part for name, part in zip(names, parts, strict=True)}
+    values |= {
+        "input_layernorm.weight": state["norm1.weight"],
+        "post_attention_layernorm.weight": state["norm2.weight"],
+        "self_attn.o_proj.weight": state["o.weight"],
+        "mlp.down_proj.weight": state["down.weight"],
+    }
+    layer.load_state_dict(values)
+    return layer
+
+
+def block_compiled(module: nn.Module, mesh: DeviceMesh, rows: int) -> Callable[[Tensor], Tensor]:
+    """Compiles the block."""
+    return compiled(block(module, mesh, rows), mesh)
 
 
 def torchs(module: nn.Module, mesh: DeviceMesh, rows: int) -> Callable[[Tensor], Tensor]:
@@ -103,7 +156,14 @@ def async_tp(module: nn.Module, mesh: DeviceMesh, rows: int) -> Callable[[Tensor
     return torch.compile(torchs(module, mesh, rows), dynamic=False)
 
 
-WAYS = {"ours": ours, "torch": torchs, "ours, compiled": ours_compiled, "async-tp": async_tp}
+WAYS = {
+    "ours": ours,
+    "torch": torchs,
+    "ours, compiled": ours_compiled,
+    "block": block,
+    "block, compiled": block_compiled,
+    "async-tp": async_tp,
+}
 
 
 def main(

@@ -141,7 +141,7 @@ def layers(name: str) -> list[dict[str, str]]:
                 **{
                     f"ours / {name}": f"{to['ratio']:.2f}"
                     for name, to in result["ours_against"].items()
-                    if name != "ours, compiled"
+                    if name in ("torch", "async-tp")
                 },
             }
         )

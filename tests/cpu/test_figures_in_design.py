@@ -98,6 +98,11 @@ def own_last(op):
     return [ratio for one in every for ratio in one["ratio"].get("own last", [])]
 
 
+def to_slots(way):
+    every = [one["graph"]["us"] for one in report("h200x2-all-to-all-copies")["results"]]
+    return said([us[way] / us["slots"] for us in every])
+
+
 def since_one_receive_role():
     return [one["default to before"] for one in report("h200-virtual-own-last")["results"]]
 
@@ -145,6 +150,10 @@ FIGURES = {
         lambda: (
             f"{said(ratios('h200x2-publisher', 'publisher'))} of the default's time on two H200, with "
             f"tiles of 64x128 {said(ratios('h200x2-publisher', '64x128 publisher'))}"
+        ),
+        lambda: (
+            f"{to_slots('own')} of the default's time on two H200; peers' tiles not copied either, as if "
+            f"outputs were symmetric: {to_slots('skip')}"
         ),
         lambda: "{:.2f} of the fused kernel's time for 128 x 28672 x 8192".format(*slices(True)),
         lambda: f"other {len(slices(False))} shapes {said(slices(False))}",

@@ -64,6 +64,76 @@ def test_bits_do_not_depend_on_the_number_of_ranks(device, op, depth):
     assert (seen[0][1][1:] != 0).any()
 
 
+def scaled_results(op, x, weight, scales, ranks, device, **options):
+    """Returns all rows of a result, and those of a call whose bias takes the first one away."""
+    pairs = []
+    with VirtualWorld(ranks, device=device) as world:
+        for _ in range(2):
+            bias = -pairs[0][0] if pairs else torch.zeros(len(weight), dtype=torch.bfloat16, device=device)
+            parts = [
+                [one] * ranks if one.shape[1] == 1 else one.chunk(ranks, 1) for one in (x, weight, *scales)
+            ]
+            outs = [
+                getattr(overlap_gemm, op)(
+                    a.contiguous(), b.contiguous(), scale_x=of_a.contiguous(), scale_w=of_b.contiguous(),
+                    bias=bias, group=group, backend="fused", **options,
+                )
+                for a, b, of_a, of_b, group in zip(*parts, world.names, strict=True)
+            ]  # fmt: skip
+            world.synchronize()
+            pairs.append(torch.cat(outs) if op == "gemm_reduce_scatter" else outs[0])
+    return pairs
+
+
+def spread_bytes(rows, depth, along, device):
+    """Returns e4m3 values of all exponents, and scales of rows or of blocks."""
+    values = torch.randn(rows, depth) * 4.0 ** torch.randint(-3, 3, (rows, depth))
+    values[:, depth // 2 :] = torch.where(
+        torch.rand(rows, depth // 2) < 0.25, -values[:, : depth // 2], values[:, depth // 2 :]
+    )
+    scales = torch.rand(rows, 1 if along is None else depth // along).clamp_min(0.1)
+    return values.clamp(-448, 448).to(torch.float8_e4m3fn).to(device), scales.to(device)
+
+
+@pytest.mark.parametrize("op", SUMS)
+@pytest.mark.parametrize("block", [None, 128])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_row_of_bytes_has_the_same_bits_in_batches_of_any_size(device, op, block, ranks):
+    torch.manual_seed(ranks)
+    (x, scale_x), (weight, scale_w) = (spread_bytes(rows, 4096, block, device) for rows in (1, 512))
+    scale_w = scale_w if block is None else scale_w[::128].contiguous()
+    pairs = []
+    for rows in (4, 16, 68, 128, 1024, 4096):
+        of_batch = [one.expand(rows, one.shape[1]).contiguous() for one in (x, scale_x)]
+        pairs.append(
+            scaled_results(
+                op, of_batch[0], weight, (of_batch[1], scale_w), ranks, device,
+                block=block, k=4096, invariant="batch",
+            )
+        )  # fmt: skip
+    for one, below in pairs:
+        assert all(same_bits(row, pairs[0][0][0]) for row in one[[0, -1]])
+        assert all(same_bits(row, pairs[0][1][0]) for row in below[[0, -1]])
+    assert pairs[0][1].any()
+
+
+@pytest.mark.parametrize("op", SUMS)
+def test_bits_of_bytes_do_not_depend_on_the_number_of_ranks(device, op):
+    """Checks scales of blocks: a leaf is of whole blocks."""
+    torch.manual_seed(0)
+    (x, scale_x), (weight, scale_w) = (spread_bytes(rows, 4096, 128, device) for rows in (264, 512))
+    pairs = [
+        scaled_results(
+            op, x, weight, (scale_x, scale_w[::128].contiguous()), ranks, device,
+            block=128, k=4096, invariant="ranks",
+        )
+        for ranks in (1, 2, 4)
+    ]  # fmt: skip
+    for other in pairs[1:]:
+        assert all(map(same_bits, pairs[0], other))
+    assert (pairs[0][1][1:] != 0).any()
+
+
 @pytest.mark.parametrize("op", SHARDED)
 def test_portable_products_in_blocks_serve_gpus(device, op):
     """In float32, which no fused kernel takes."""
