@@ -55,7 +55,6 @@ def predictions(machine: Machine) -> list[tuple[str, float]]:
         (one.name, epilogue_time(one, [2] * len(one.inputs), call, machine, "sm_90a", machine.sms).kernel)
         for one in (add_residual_squared, swiglu, to_e4m3_blocks)
         for call in CALLS
-        if call.dtype == "bf16"
     ]
     return added + [
         way

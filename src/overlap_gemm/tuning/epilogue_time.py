@@ -3,6 +3,7 @@
 - **Kernel.** Inputs and outputs with a value for each element are read and written at the memory's rate.
   Those of an SM's last tile follow its sums, so nothing hides them. Functions of the special function units
   take time on each SM. Row sums and maxima take a reduction for each element, and a handover between CTAs.
+  In sums over ranks of 8-bit operands, less of all this is hidden (`Machine.exposed_visits`).
   Scales of an 8-bit result's blocks take a maximum and a product.
 - **Operations.** torch runs each operation of the function by itself, on float32 tensors: a launch, its
   operands and its result. Dtypes are converted before and after. Epilogues of `TORCH_OPERATIONS` are these
@@ -122,11 +123,13 @@ def epilogue_time(
     in_kernel = elements * (1.0 if is_partial else _share(facts, machine, arch, sms))
     of_sm = in_kernel / sms
     last = min(of_sm, TILE) / TILE
-    kernel = in_kernel * tally.extra / machine.memory_rate + of_sm * tally.special * machine.special
-    if tally.extra:
-        kernel += last * machine.last_inputs
-    if reductions := sum(kind != "element" for _, kind in epilogue.outputs):
-        kernel += reductions * (machine.row_handover + of_sm * machine.row_value)
+    reductions = sum(kind != "element" for _, kind in epilogue.outputs)
+    visits = in_kernel * tally.extra / machine.memory_rate + reductions * of_sm * machine.row_value
+    if facts.spec.sums and DTYPE_BYTES[facts.dtype] == 1:
+        visits *= machine.exposed_visits  # includes the last tile's
+    elif tally.extra:
+        visits += last * machine.last_inputs
+    kernel = visits + of_sm * tally.special * machine.special + reductions * machine.row_handover
     if epilogue.block:
         kernel += of_sm * machine.block_value
     return EpilogueTime(moved + kernel, moved + max(operations, one_pass), moved + one_pass, is_partial)

@@ -112,6 +112,8 @@ class Machine:
         row_handover: Seconds in which CTAs combine their parts of an output with a value for each row.
         row_value: Seconds per element of an SM to reduce a row's values.
         block_value: Seconds per element of an SM to scale blocks of an 8-bit result.
+        exposed_visits: Factor of the time of a sum's inputs, outputs and row values if operands have 8 bits:
+            their product takes half the time, which hides less.
         special: Seconds per element of an SM and instruction of its special function units.
     """
 
@@ -160,6 +162,7 @@ class Machine:
     row_handover: float = 1.2e-6
     row_value: float = 9.8e-11
     block_value: float = 4.8e-10
+    exposed_visits: float = 2.6
     special: float = 4.4e-11
 
     def is_of(self, device: str) -> bool:
