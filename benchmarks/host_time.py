@@ -5,9 +5,10 @@
 
 On a CPU the kernels and copies of `fused` are replaced by functions that do nothing, in an emulated world of
 two ranks; times are of the calling thread. Autograd records "recorded" calls; "and backward" includes the
-gradients of all operands. The portable backends multiply small matrices; their `torch.mm` is printed as the
-lower bound. Only rows whose name contains a WORD are measured. On GPUs calls are issued without waiting for
-the device, few enough that its queue does not fill up.
+gradients of all operands. The last column is the median's ratio to that of torch's product of the same kind
+(`torch.mm`, `torch._scaled_mm`), measured first, like the floor: a registered op that does nothing. Only rows
+whose name contains a WORD are measured. On GPUs calls are issued without waiting for the device, few enough
+that its queue does not fill up.
 """
 
 import sys
@@ -35,6 +36,21 @@ from overlap_gemm.spec import OPS
 
 CALLS, ROUNDS = 10, 100
 
+products: dict[str, float] = {}
+"""Seconds of torch's products, by name."""
+
+
+@torch.library.custom_op("host_time::nothing", mutates_args=())
+def nothing(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Returns uninitialized memory: the floor of every op that is registered with torch."""
+    return x.new_empty(len(x), len(weight))
+
+
+nothing.register_autograd(
+    lambda ctx, grad: (grad.new_empty(ctx.x), grad.new_empty(ctx.weight)),
+    setup_context=lambda ctx, inputs, output: vars(ctx).update(x=inputs[0].shape, weight=inputs[1].shape),
+)
+
 
 def host_seconds(call: Callable[[], object], synchronize: Callable[[], object]) -> tuple[float, float]:
     """Returns the least and the median time of a call over the rounds; on CPUs that of the calling thread."""
@@ -51,13 +67,18 @@ def host_seconds(call: Callable[[], object], synchronize: Callable[[], object]) 
 
 def report(name: str, call: Callable[[], object], synchronize: Callable[[], object]) -> None:
     """Warms up, measures and prints; on rank 0. Rows that the command line excludes are not measured."""
-    if sys.argv[1:] and not any(word in name for word in sys.argv[1:]):
+    is_product = name.startswith("torch.")
+    if sys.argv[1:] and not is_product and not any(word in name for word in sys.argv[1:]):
         return
     for _ in range(3):
         call()
     least, middle = host_seconds(call, synchronize)
+    if is_product:
+        products[name] = middle
     if not dist.is_initialized() or dist.get_rank() == 0:
-        print(f"{name:70} {least * 1e6:8.1f} {middle * 1e6:8.1f}", flush=True)
+        of = products.get("torch._scaled_mm" if "fp8" in name else "torch.mm")
+        ratio = f" {middle / of:6.2f}" if of else ""
+        print(f"{name:70} {least * 1e6:8.1f} {middle * 1e6:8.1f}{ratio}", flush=True)
 
 
 def time_ops(backends: tuple[str, ...], x: torch.Tensor, weight: torch.Tensor, **options: object) -> None:
@@ -66,6 +87,7 @@ def time_ops(backends: tuple[str, ...], x: torch.Tensor, weight: torch.Tensor, *
     ranks = dist.get_world_size() if x.is_cuda else 1
     wanting = weight.detach().clone().requires_grad_()
     report("torch.mm", lambda: torch.mm(x, weight.t()), wait)
+    time_passes("the floor: an op that does nothing", nothing, (x, weight), wait)
     for op in OPS:
         extents = {"all_gather_gemm": {"rows": "equal"}, "gemm_all_gather": {"columns": "equal"}}.get(op, {})
         call = getattr(overlap_gemm, op)
@@ -119,7 +141,7 @@ def time_fused(x: torch.Tensor, weight: torch.Tensor, ranks: int, group: str | N
 
     def by_layer(shard: torch.Tensor, *pair: torch.Tensor) -> torch.Tensor:
         more = {"rows": "equal", "columns": "equal", **how}
-        return layer_epilogues.gated(shard, pair, None, *layer_epilogues.GATINGS["silu"], None, **more)
+        return layer_epilogues.gated(PLAIN, shard, pair, None, *layer_epilogues.GATINGS["silu"], None, **more)
 
     residual_of_layer = partial(layer_epilogues.plus_residual, PLAIN, "gemm_reduce_scatter")
     kinds: dict[str, tuple[Callable[..., torch.Tensor], tuple[torch.Tensor, ...]]] = {
@@ -142,6 +164,9 @@ def time_fused(x: torch.Tensor, weight: torch.Tensor, ranks: int, group: str | N
     for name, (call, tensors) in kinds.items():
         time_passes(f"fused {name}", call, tensors, wait)
     (x8, of_x), (shard8, of_shard), (weight8, of_weight) = map(overlap_gemm.quantize_rows, (x, shard, weight))
+    if x.is_cuda:
+        how = {"scale_a": of_x, "scale_b": of_weight.t(), "out_dtype": torch.bfloat16}
+        report("torch._scaled_mm", lambda: torch._scaled_mm(x8, weight8.t(), **how), wait)
     reduce_scaled = partial(reduce, x8, weight8, scale_x=of_x, scale_w=of_weight)
     report("fused gemm_all_reduce, fp8", reduce_scaled, wait)
     gather_scaled = partial(gather, shard8, weight8, scale_x=of_shard, scale_w=of_weight)
@@ -173,7 +198,7 @@ def main() -> None:
     """Prints a table."""
     world = overlap_gemm.init()
     if world.rank == 0:
-        print(f"{world.size} ranks on {world.device.type}; least and median of {ROUNDS} rounds, us")
+        print(f"{world.size} ranks on {world.device.type}; least and median of {ROUNDS} rounds, us; ratio")
     if world.device.type == "cuda":
         x = torch.randn(512, 1024 // world.size, device=world.device, dtype=torch.bfloat16)
         weight = torch.randn(1024, 1024 // world.size, device=world.device, dtype=torch.bfloat16)

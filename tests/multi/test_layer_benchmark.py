@@ -1,6 +1,7 @@
-"""benchmarks/layer.py on two CPU ranks, and benchmarks/train_step.py on one, with tiny layers."""
+"""benchmarks/layer.py on two CPU ranks; train_step.py, with tiny layers, and host_time.py on one."""
 
 import json
+import re
 from pathlib import Path
 
 from tests.support.scripts import run_program
@@ -16,12 +17,13 @@ def test_ways_agree_and_are_timed(ranks, tmp_path):
     results = json.loads(data.read_text())["results"]
     assert [(r["rows"], r["passes"]) for r in results] == [(8, "forward"), (8, "forward+backward")]
     for result in results:
-        assert set(result["ways"]) == {"ours", "torch"}
+        assert set(result["ways"]) == {"ours", "torch", "block"}
         assert all(way["tokens_per_second"] > 0 for way in result["ways"].values())
         low, high = result["ours_against"]["torch"]["quartiles"]
         assert low <= result["ours_against"]["torch"]["ratio"] <= high
         assert result["skipped"] == {
             "ours, compiled": "compiled layers are timed on GPUs",
+            "block, compiled": "compiled layers are timed on GPUs",
             "async-tp": "asynchronous tensor parallelism needs GPUs",
         }
     assert "".join(printed).count("tokens/s") == 1, "one rank prints"
@@ -40,3 +42,12 @@ def test_training_steps_are_compared_and_timed(ranks, tmp_path):
     assert exact == [0, 0] and max(ours) < 0.01
     assert min(rounded) > 0.02 and rounded[0] == also[0] and rounded[1] != also[1]
     assert any("float8_e4m3fn" in line for line in report["chosen"])
+
+
+def test_host_times_are_those_of_calls_that_work(ranks):
+    """Makes each call of the benchmark at least once, and prints the times of few."""
+    (printed,) = ranks(1).run(run_program, str(BENCHMARKS / "host_time.py"), ["layer with a residual"])
+    rows = re.findall(r"^(\S.*?) +([\d.]+) +([\d.]+) +([\d.]+)$", printed, re.MULTILINE)
+    name = "fused gemm_reduce_scatter of a layer with a residual"
+    assert [row[0] for row in rows] == ["torch.mm", name, f"{name}, recorded", f"{name}, and backward"]
+    assert float(rows[0][3]) == 1 and all(float(least) <= float(median) for _, least, median, _ in rows)
