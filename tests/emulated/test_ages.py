@@ -84,6 +84,7 @@ def test_nor_is_one_that_is_put(arch, way):
     run(arch, "put", OLD, network=True)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("changed_kernels")
 @pytest.mark.parametrize(
     "way",

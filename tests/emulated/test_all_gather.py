@@ -251,6 +251,7 @@ def without_readers(patch):
     patch.setattr(all_gather, "await_readers", lambda *_: None)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("changed_kernels")
 @pytest.mark.parametrize(
     ("mistake", "arch"), in_turn([without_gate, without_proxy_fence, without_readers], KINDS)

@@ -141,6 +141,7 @@ def test_a_peer_that_runs_ahead_needs_the_second_buffer(monkeypatch, buffers):
     assert all(verdicts) == (buffers == 2)
 
 
+@pytest.mark.slow
 @both
 def test_copies_before_sums_wait_for_each_other(arch, monkeypatch, changed_kernels):
     """Each rank's warps wait for sums that the other rank's warps would make after their copies."""

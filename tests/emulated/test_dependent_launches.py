@@ -93,6 +93,7 @@ def test_copies_between_launches_keep_them_apart(arch, beside):
         run(virtual, [CALLS[2], CALLS[2], CALLS[0], CALLS[2]])
 
 
+@pytest.mark.slow
 @launches
 def test_without_the_wait_calls_race(arch, launch):
     def check(options):

@@ -91,6 +91,7 @@ def test_scales_follow_from_tile_to_tile(config):
     launched(config, None, 1, rows=300, cols=280, depth=1232).check()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("changed_kernels")
 def test_scales_without_a_stage_of_their_own_are_noticed(monkeypatch):
     """Copied over those that are still to be read."""

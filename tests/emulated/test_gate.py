@@ -111,6 +111,7 @@ def test_random_sequences_with_the_fused_op(arch, seed):
     run(arch, ranks, calls, mode=mode, seed=seed, starved=starved)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("changed_kernels")
 @pytest.mark.parametrize(
     ("how", "what"), [(gather, "await_piece"), (gather, "await_readers"), (beside, "await_readers")]

@@ -263,6 +263,7 @@ def with_flags_before_rows(patch):
 MISTAKES = [without_gate, without_proxy_fence, without_readers, with_flags_before_rows]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("changed_kernels")
 @pytest.mark.parametrize(("mistake", "arch"), in_turn(MISTAKES, KINDS))
 def test_what_is_taken_out_is_missed(arch, mistake, monkeypatch):

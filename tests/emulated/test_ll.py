@@ -112,6 +112,7 @@ def test_a_lagging_rank_and_calls_of_other_sizes(arch, starved):
     run_sequence(arch, 3, SHRINKING, starved=starved, num_sms=2)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("changed_kernels")
 @pytest.mark.parametrize(
     "calls",
@@ -124,6 +125,7 @@ def test_without_emptying_what_a_call_leaves_is_taken_for_a_later_one_s(monkeypa
         run_sequence("sm_90a", 3, calls, starved=2)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("changed_kernels")
 def test_without_the_rule_of_reuse_a_rank_that_owns_nothing_overtakes_one_that_reads(monkeypatch):
     monkeypatch.setattr(send, "await_peers", lambda *_: None)

@@ -336,6 +336,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("changed_kernels")
 @pytest.mark.parametrize(
     ("op", "mistake"), [(op, mistake) for op, several in MISTAKES.items() for mistake in several]

@@ -65,6 +65,7 @@ def test_an_epilogue_of_partial_sums_precedes_the_sum_over_ranks():
     assert ((torch.cat(outs).double() - sum(parts)).abs() <= bound + 2**-8 * sum(parts).abs()).all()
 
 
+@pytest.mark.slow
 def test_an_epilogue_before_the_scales_is_noticed(monkeypatch):
     visitors = Visits._visitors
     monkeypatch.setattr(Visits, "_visitors", lambda self, extras: visitors(self, extras)[::-1])
@@ -95,6 +96,7 @@ def test_scales_of_blocks_of_8_bit_results(arch, world, one, sizes, scales, fiel
         assert errors_of_blocks(case, ranks) <= 1
 
 
+@pytest.mark.slow
 def test_a_scale_of_one_lanes_columns_is_noticed(monkeypatch):
     monkeypatch.setattr(result_scales, "BLOCK", 32)
     monkeypatch.setattr(compiled, "_cache", lambda on_disk: CompileCache(folder=None))

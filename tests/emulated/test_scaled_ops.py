@@ -280,6 +280,7 @@ def without_the_epilogue_as_a_reader(patch):
     patch.setattr(all_gather, "readers", lambda config, keep: 1 + keep * config.receive_warps)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("changed_kernels")
 @pytest.mark.parametrize(
     "mistake",

@@ -63,6 +63,7 @@ def with_own_scales_for_all(patch):
     patch.setattr(BlockScales, "with_gathered", lambda own, scales: own)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("changed_kernels")
 @pytest.mark.parametrize(
     ("mistake", "size"),

@@ -162,6 +162,7 @@ def owners_alone(monkeypatch, changed_kernels):
     monkeypatch.setattr(send, "await_peers", lambda *_: None)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("owners_alone")
 def test_without_the_rule_these_sequences_are_wrong():
     for sequence in (
