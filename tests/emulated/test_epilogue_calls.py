@@ -55,9 +55,9 @@ def test_results_of_8_bits(op, one, world, arch):
     ("op", "world", "arch", "fields"),
     [
         ("gemm_all_to_all", 3, "sm_90a", {}),
-        ("gemm_all_to_all", 2, "sm_100a", {}),
+        pytest.param("gemm_all_to_all", 2, "sm_100a", {}, marks=pytest.mark.slow),
         ("gemm_all_to_all", 2, "sm_90a", {"tile_transport": "ll"}),
-        ("all_to_all_gemm", 3, "sm_90a", {}),
+        pytest.param("all_to_all_gemm", 3, "sm_90a", {}, marks=pytest.mark.slow),
         ("all_to_all_gemm", 2, "sm_100a", {}),
     ],
 )

@@ -7,7 +7,7 @@ from overlap_gemm.runtime.memory.workspace import CommTimeoutError
 from overlap_gemm.spec import GEMM_REDUCE_SCATTER
 from tests.support.emulated.fault_world import ARCHS, World, flag_fault
 
-pytestmark = pytest.mark.parametrize("arch", ARCHS)
+pytestmark = pytest.mark.parametrize("arch", ["sm_90a", pytest.param("sm_100a", marks=pytest.mark.slow)])
 
 
 @pytest.mark.parametrize(("source", "target"), [(0, 2), (2, 1)])

@@ -52,10 +52,8 @@ def checking(arch, fields, sizes, num_sms, launches=2):
     return check
 
 
-@pytest.mark.parametrize(
-    "kind",
-    ["pingpong", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("1cta", "2cta", "cooperative"))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KERNELS)
 def test_every_weakened_flag_and_bulk_wait_shows(kind):
     """`.sys` -> `.gpu`, acquire or release -> relaxed, full wait -> `.read`, a group less, no proxy fence."""
     arch, fields, (rows, columns, _), num_sms = KERNELS[kind]

@@ -77,25 +77,36 @@ class ExchangedHeads(nn.Module):
         return gather_heads(out, num_heads=self.heads, heads=self.numbers[0])
 
 
-def compiled_attention(rank, size, heads, kv_heads, rows):
+def compiled_attention(rank, size, heads, kv_heads, rows, exchanged):
     torch._dynamo.reset()
     torch.manual_seed(0)
     local = Shards.even(rows, size).size(rank)
     options = {"num_kv_heads": kv_heads, "head_dim": 2, "bias": True, "rows": rows, "dtype": torch.float64}
-    compare_compiled(UlyssesAttention(8, heads, **options), torch.randn(local, 3, 8, dtype=torch.float64))
     x = torch.randn(3, local, 8, dtype=torch.float64)
-    compare_compiled(UlyssesAttention(8, heads, sequence_dim=1, **options), x)
-    numbers = [heads, kv_heads, kv_heads] if kv_heads < size else [kv_heads] * 3
-    compare_compiled(ExchangedHeads(heads, kv_heads, numbers, rows), x)
+    if exchanged:
+        numbers = [heads, kv_heads, kv_heads] if kv_heads < size else [kv_heads] * 3
+        compare_compiled(ExchangedHeads(heads, kv_heads, numbers, rows), x)
+        compare_compiled(UlyssesAttention(8, heads, sequence_dim=1, **options), x)
+    else:
+        compare_compiled(UlyssesAttention(8, heads, **options), x.transpose(0, 1).contiguous())
 
 
 @pytest.mark.parametrize(
-    ("world", "heads", "kv_heads", "rows"),
-    [(2, 4, 2, 8), (2, 4, 1, 11), pytest.param(4, 8, 2, 11, marks=pytest.mark.slow)],
+    ("world", "heads", "kv_heads", "rows", "exchanged"),
+    [
+        (2, 4, 2, 8, False),
+        (2, 4, 1, 11, True),
+        *(
+            pytest.param(*sizes, exchanged, marks=pytest.mark.slow)
+            for sizes in ((2, 4, 2, 8), (2, 4, 1, 11), (4, 8, 2, 11))
+            for exchanged in (False, True)
+            if (sizes, exchanged) not in (((2, 4, 2, 8), False), ((2, 4, 1, 11), True))
+        ),
+    ],
 )
-def test_compiled_attention(ranks, world, heads, kv_heads, rows):
-    """Heads are even, and replicated with uneven rows."""
-    ranks(world).run(compiled_attention, heads, kv_heads, rows)
+def test_compiled_attention(ranks, world, heads, kv_heads, rows, exchanged):
+    """Heads are even, and replicated with uneven rows; sequences lie along either dimension."""
+    ranks(world).run(compiled_attention, heads, kv_heads, rows, exchanged)
 
 
 def attention_of_any_length(rank, size, tp, backend, kv_heads):

@@ -281,7 +281,7 @@ def test_a_call_that_exceeds_ulimit_v_is_named_on_every_rank(short, backend):
     short.run(no_more_memory, backend)
 
 
-@pytest.mark.parametrize("room", [8, 96])
+@pytest.mark.parametrize("room", [8, pytest.param(96, marks=pytest.mark.slow)])
 def test_a_rank_that_dies_of_ulimit_v_says_so(room):
     """Leaves `room` MiB: native threads do not start, or a later allocation fails."""
     port = free_port()

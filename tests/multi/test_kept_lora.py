@@ -309,7 +309,14 @@ def test_copies_and_casts(ranks, tmp_path, monkeypatch, form):
     ranks(2).run(copied, str(tmp_path))
 
 
-def compiled(rank, ranks, folder):
+def compiled(rank, ranks, folder, serving):
+    if serving:
+        with torch.no_grad():
+            bare = from_pretrained(folder, init_device_mesh("cpu", (ranks,)), dtype=torch.float32)
+            expected = bare(IDS, use_cache=False).logits
+            bare.compile(fullgraph=True, backend="aot_eager")
+            torch.testing.assert_close(bare(IDS, use_cache=False).logits, expected)
+        return
     model = adapted(folder, ranks, SOME).train()
     loss, gradients = step(model)
     model.get_base_model().compile(fullgraph=True, backend="aot_eager")
@@ -317,14 +324,10 @@ def compiled(rank, ranks, folder):
     assert apart(found, loss) < 1e-5
     for name, gradient in gradients.items():
         assert apart(others[name], gradient) < 1e-2, name
-    with torch.no_grad():  # serving
-        bare = from_pretrained(folder, init_device_mesh("cpu", (ranks,)), dtype=torch.float32)
-        expected = bare(IDS, use_cache=False).logits
-        bare.compile(fullgraph=True, backend="aot_eager")
-        torch.testing.assert_close(bare(IDS, use_cache=False).logits, expected)
 
 
-def test_traced_by_the_compiler(ranks, tmp_path, monkeypatch):
+@pytest.mark.parametrize("serving", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_traced_by_the_compiler(ranks, tmp_path, monkeypatch, serving):
     monkeypatch.setitem(SIZES, "num_hidden_layers", 1)  # tracing is what takes the time
     make(tmp_path, "compressed-tensors FP8_DYNAMIC")
-    ranks(2).run(compiled, str(tmp_path))
+    ranks(2).run(compiled, str(tmp_path), serving)

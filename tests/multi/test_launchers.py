@@ -12,7 +12,7 @@ from overlap_gemm.runtime import bootstrap
 from overlap_gemm.spec import OPS
 
 BODY = str(Path(__file__).with_name("under_launcher.py"))
-PYTEST = ["pytest", "-q", "-p", "no:cacheprovider", BODY]
+PYTEST = ["pytest", "-q", "-p", "no:cacheprovider", "-p", "pytest_timeout", "-p", "pytest_mpi", BODY]
 FOREIGN = ("OMPI_", "PMIX_", "PMI_", "SLURM_", "TORCHELASTIC_")
 RENDEZVOUS = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
 
@@ -24,7 +24,8 @@ def environment(launcher: str, ranks: int, **more: str) -> dict[str, str]:
         if not name.startswith(FOREIGN) and name not in RENDEZVOUS
     }
     return {
-        **env, "EXPECTED_LAUNCHER": launcher, "EXPECTED_RANKS": str(ranks), "OMP_NUM_THREADS": "1", **more
+        **env, "EXPECTED_LAUNCHER": launcher, "EXPECTED_RANKS": str(ranks), "OMP_NUM_THREADS": "1",
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", **more  # the others' imports cost more than the tests
     }  # fmt: skip
 
 
