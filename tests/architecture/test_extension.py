@@ -19,7 +19,7 @@ from overlap_gemm.config.visitors import Visitor, bias_of
 from overlap_gemm.device.memory import CHUNK_BYTES, store_run
 from overlap_gemm.transports import PeerBulk, Transport
 from overlap_gemm.tuning.space import every_config
-from tests.support.emulated.chosen import in_turn
+from tests.support.chosen import in_turn
 from tests.support.emulated.kernel_cases import launched
 
 

@@ -25,7 +25,7 @@ from overlap_gemm.runtime.memory.workspace import CommTimeoutError, workspaces
 from overlap_gemm.spec import ALL_GATHER_GEMM
 from overlap_gemm.spec.sharding import Shards
 from overlap_gemm.tuning.machine import machine_for
-from tests.support.emulated.chosen import in_turn
+from tests.support.chosen import in_turn
 from tests.support.emulated.gather_world import KINDS, World
 
 WAYS = ("copy_engine", "peer_bulk")

@@ -7,7 +7,7 @@ import overlap_gemm
 from cute_emulator import mutate
 from overlap_gemm.testing.cases import Case
 from overlap_gemm.testing.emulated import judge, poisoned_allocations, run_launches
-from tests.support.emulated.chosen import in_turn
+from tests.support.chosen import in_turn
 from tests.support.emulated.mutated_words import FLAGS_AND_WAITS, REASONS, TWO_CALLS
 from tests.support.emulated.op_runs import LARGER, SMALL, lagging, name, run, world_of
 from tests.support.emulated.scaled_cases import Scaled, queue

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.emulated.chosen import in_turn
+from tests.support.chosen import in_turn
 
 FILE = Path(__file__).parents[2] / "benchmarks" / "critical_path.py"
 spec = importlib.util.spec_from_file_location("critical_path", FILE)

@@ -16,7 +16,7 @@ from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.testing.cases import Case
 from overlap_gemm.testing.emulated import judge, queue_launch
 from overlap_gemm.tuning.settings import configured
-from tests.support.emulated.chosen import in_turn
+from tests.support.chosen import in_turn
 from tests.support.emulated.kernel_cases import KernelCase, compiled_kernel
 
 FEW = {"mma": "swap_ab", "tile": (16, 64)}

@@ -17,7 +17,7 @@ from overlap_gemm.kernel.epilogue import Visits
 from overlap_gemm.runtime.compile_cache import CompileCache
 from overlap_gemm.spec.sharding import Shards
 from overlap_gemm.testing.emulated import poisoned_allocations
-from tests.support.emulated.chosen import in_turn
+from tests.support.chosen import in_turn
 from tests.support.emulated.epilogue_cases import AR, ARCHITECTURES, RS, STREAM, Called, gated, refuse, worst
 from tests.support.emulated.op_runs import SMALL, lagging, world_of
 from tests.support.ops import SHARDED

@@ -12,7 +12,7 @@ from overlap_gemm.config.visitors import Visitor, bias_of
 from overlap_gemm.epilogues import silu, swiglu_e4m3, to_e4m3
 from overlap_gemm.exchange.sums import Sums
 from overlap_gemm.transports import PeerBulk
-from tests.support.emulated.chosen import in_turn
+from tests.support.chosen import in_turn
 from tests.support.emulated.kernel_cases import launched
 
 

@@ -11,7 +11,7 @@ from overlap_gemm.config.orders import joins_shards
 from overlap_gemm.config.scale_blocks import PROMOTED
 from overlap_gemm.config.visitors import SCALES
 from overlap_gemm.runtime.group import find
-from tests.support.emulated.chosen import in_turn
+from tests.support.chosen import in_turn
 from tests.support.emulated.gather_world import KINDS, World
 from tests.support.emulated.op_runs import lagging, world_of
 from tests.support.emulated.scaled_cases import E5M2, GATHER, Scaled, queue, share_of_bound
@@ -45,8 +45,7 @@ def test_every_number_of_rows(arch, case):
         assert joined(world.world) == [rows > 1]  # one rank alone has the only row
 
 
-@pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize("arch", KINDS)
+@pytest.mark.parametrize(("keep", "arch"), in_turn([False, True], KINDS))
 def test_several_weights_share_a_gather_that_is_kept(arch, keep):
     with World(arch, 2, transport="peer_bulk", mode="random", seed=3) as world:
         world.several(60, [64, 40], 64, keep)
@@ -55,8 +54,7 @@ def test_several_weights_share_a_gather_that_is_kept(arch, keep):
         assert joined(world.world) == [True, True]
 
 
-@pytest.mark.parametrize("starved", [None, 0, 2])
-@pytest.mark.parametrize("arch", KINDS)
+@pytest.mark.parametrize(("starved", "arch"), in_turn([None, 0, 2], KINDS))
 def test_calls_of_both_kinds_alternate(arch, starved):
     # All calls use one workspace, also while a rank lags.
     with World(arch, 3, transport="peer_bulk", mode="random", seed=1, starved=starved) as world:
@@ -69,9 +67,9 @@ def test_calls_of_both_kinds_alternate(arch, starved):
 @pytest.mark.parametrize(
     ("arch", "ranks", "fields", "starved", "many"),
     [
-        ("sm_90a", 2, {"mma": "cooperative", "tile": (128, 128)}, 0, 200),
-        ("sm_90a", 3, {"mma": "swap_ab", "tile": (32, 64)}, None, 48),
-        ("sm_100a", 3, WIDE["sm_100a"], 2, 200),
+        ("sm_90a", 2, {"mma": "cooperative", "tile": (128, 128)}, 0, 80),
+        ("sm_90a", 3, {"mma": "swap_ab", "tile": (32, 64)}, None, 24),
+        ("sm_100a", 3, WIDE["sm_100a"], 2, 100),
     ],
 )
 def test_rows_with_scales(arch, ranks, fields, starved, many):

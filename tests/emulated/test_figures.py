@@ -14,7 +14,7 @@ from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.testing.cases import Case
 from overlap_gemm.testing.emulated import judge, run_launches
 from overlap_gemm.tuning.settings import configured
-from tests.support.emulated.chosen import in_turn
+from tests.support.chosen import in_turn
 
 FILE = Path(__file__).parents[2] / "benchmarks/results/instructions.json"
 KERNELS = {

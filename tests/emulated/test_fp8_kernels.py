@@ -13,7 +13,7 @@ from overlap_gemm.config.visitors import SCALES, bias_of
 from overlap_gemm.mainloop import blocks
 from overlap_gemm.mainloop.blocks import StageScales, setup
 from overlap_gemm.transports import PeerBulk
-from tests.support.emulated.chosen import in_turn
+from tests.support.chosen import in_turn
 from tests.support.emulated.kernel_cases import KernelCase, compiled_kernel, launched
 
 SCALED = (SCALES,)
@@ -69,7 +69,7 @@ BLOCKED = [
 @pytest.mark.parametrize(
     ("config", "world"),
     [
-        *in_turn([c for c in BLOCKED if c.blocks == BLOCKS], (3, 1)),
+        *in_turn([c for c in BLOCKED if c.blocks == BLOCKS], (1, 3)),
         *((c, 1) for c in BLOCKED if c.blocks != BLOCKS),
     ],
     ids=lambda given: given.name if isinstance(given, GemmConfig) else f"P{given}",

@@ -17,7 +17,7 @@ from overlap_gemm.runtime.memory.workspace import CommTimeoutError, workspaces
 from overlap_gemm.spec import ALL_TO_ALL_GEMM
 from overlap_gemm.testing.emulated import poisoned_allocations
 from overlap_gemm.tuning.machine import machine_for
-from tests.support.emulated.chosen import in_turn
+from tests.support.chosen import in_turn
 from tests.support.emulated.gather_world import KINDS, World
 
 OP = "all_to_all_gemm"

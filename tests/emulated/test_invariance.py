@@ -9,7 +9,7 @@ import overlap_gemm
 from cute_emulator import Emulator
 from overlap_gemm.config.gemm_config import GemmConfig
 from overlap_gemm.runtime.virtual import VirtualWorld
-from tests.support.emulated.chosen import in_turn
+from tests.support.chosen import in_turn
 from tests.support.emulated.float32_sums import float32_sums
 from tests.support.emulated.kernel_cases import KernelCase, compiled_kernel
 from tests.support.emulated.op_runs import world_of

@@ -7,7 +7,7 @@ import overlap_gemm
 from cute_emulator import Emulator
 from overlap_gemm.epilogues import add_residual
 from overlap_gemm.runtime.virtual import VirtualWorld
-from tests.support.emulated.chosen import in_turn
+from tests.support.chosen import in_turn
 from tests.support.invariance import same_bits
 
 

@@ -9,7 +9,7 @@ from overlap_gemm.backends.collectives import sum_in_tree
 from overlap_gemm.config.gemm_config import GemmConfig
 from overlap_gemm.testing.cases import LAYOUTS, Case
 from overlap_gemm.testing.emulated import joined_results
-from tests.support.emulated.chosen import in_turn
+from tests.support.chosen import in_turn
 from tests.support.emulated.kernel_cases import KernelCase, compiled_kernel
 from tests.support.emulated.op_runs import SMALL, world_of
 from tests.support.invariance import adversarial, rows_and_what_is_below, same_bits

@@ -14,7 +14,7 @@ from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.testing.cases import Case, operands
 from overlap_gemm.testing.emulated import judge, poisoned_allocations, run_launches
 from overlap_gemm.tuning.settings import configured
-from tests.support.emulated.chosen import in_turn
+from tests.support.chosen import in_turn
 
 ARCHS = {
     "sm_100a": {"mma": "1cta", "tile": (128, 64)},

@@ -13,7 +13,7 @@ from cute_emulator import EmulatorError
 from overlap_gemm.backends.fused import transport_hosts
 from overlap_gemm.exchange import send
 from overlap_gemm.tuning.space import every_config
-from tests.support.emulated.chosen import in_turn
+from tests.support.chosen import in_turn
 from tests.support.emulated.sequences import ARCHS, Call, run_sequence
 
 both = pytest.mark.parametrize("arch", ARCHS)

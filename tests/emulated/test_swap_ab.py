@@ -6,7 +6,7 @@ from overlap_gemm.config.arch import ARCHS
 from overlap_gemm.config.gemm_config import GemmConfig
 from overlap_gemm.config.rules import K_SPLITS, may_split
 from overlap_gemm.exchange.send import Destination
-from tests.support.emulated.chosen import in_turn
+from tests.support.chosen import in_turn
 from tests.support.emulated.op_runs import SMALL, run
 
 SENDERS = {

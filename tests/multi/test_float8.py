@@ -210,7 +210,7 @@ def trains(rank, ranks, sequence_parallel, float8):
     ("sequence_parallel", "float8"),
     [
         pytest.param(True, Float8(), marks=pytest.mark.slow),
-        (False, Float8()),
+        pytest.param(False, Float8(), marks=pytest.mark.slow),
         (True, Float8(grad_dtype=E5M2, wgrad=True)),
     ],
     ids=str,
