@@ -28,7 +28,7 @@ from tests.support.ops import SHARDED
     (2, 3, 4), ARCHITECTURES,
 ), ids=lambda given: getattr(given, "name", str(given)))  # fmt: skip
 def test_kernels_apply_epilogues(op, one, world, arch):
-    """Twice on changing data, the second time with the counts that the first left; torch is not asked."""
+    """Twice on changing data, the second time with the counts that the first left, and never by torch."""
     with world_of(arch, world) as ranks:
         for seed in range(2):
             assert worst(Called(op, world, one, seed=seed, otherwise=refuse), ranks) <= 1

@@ -21,7 +21,7 @@ IDS = torch.arange(18).view(2, 9)
 def cases():
     """Names and makers: each class in both of its forms, and fused where DTensor has it.
 
-    On CPUs an optimizer does without `foreach` unless told.
+    On CPUs `foreach=False` is the default.
     """
     for kind in (*RIGHT, torch.optim.AdamW):
         if kind.__name__ != "Muon":
