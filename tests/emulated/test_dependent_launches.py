@@ -75,7 +75,7 @@ def run(virtual, calls):
         ("sm_90a", "dependent", 2, "random", 1),
         pytest.param("sm_90a", "dependent_weights", 3, "lazy", 0, marks=pytest.mark.slow),
         pytest.param("sm_100a", "dependent", 3, "lazy", 2, marks=pytest.mark.slow),
-        ("sm_100a", "dependent_weights", 2, "random", 0),
+        pytest.param("sm_100a", "dependent_weights", 2, "random", 0, marks=pytest.mark.slow),
     ],
 )
 def test_calls_of_every_op_one_after_the_other(arch, launch, world, mode, starved, beside):

@@ -47,9 +47,15 @@ def product(config, a, b):
     return case.outs[0]
 
 
-@pytest.mark.parametrize(("arch", "mma", "tile", "cluster", "leaves"), TREES)
+@pytest.mark.parametrize(
+    ("arch", "mma", "tile", "cluster", "leaves"),
+    [pytest.param(*tree, marks=pytest.mark.slow if tree[-1] == 2 else []) for tree in TREES],
+)
 def test_a_kernel_adds_the_sums_of_leaves_by_a_tree(arch, mma, tile, cluster, leaves):
-    """Compares float32 results of several tiles; each leaf's sum is that of a kernel without leaves."""
+    """Compares float32 results of several tiles; each leaf's sum is that of a kernel without leaves.
+
+    Two leaves, which have one order alone, are slow cases.
+    """
     case = Case("gemm_all_reduce", 2 * tile[0] + 8, 2 * tile[1] + 8, leaves * LEAF, torch.bfloat16)
     inputs = adversarial(case)
     kernel = GemmConfig(arch=arch, mma=mma, tile=tile, cluster=cluster, out_dtype="f32", slot_dtype="f32")
@@ -120,7 +126,7 @@ def test_input_gradients_of_gathering_ops_sum_columns_by_the_tree(arch, op):
     case, layout = Case(op, 24, 8 * LEAF, 72, torch.bfloat16, bias=False), LAYOUTS[op]
     inputs, results = adversarial(case), {}
     for invariant in ("ranks", None):
-        for ranks in (1, 2, 4):
+        for ranks in (1, 2, 4) if invariant else (1, 2):
             outs, grads = [], []
             with world_of(arch, ranks, {}, num_sms=4, sums="bitwise") as world:
                 for rank, group in enumerate(world.names):
@@ -143,7 +149,7 @@ def test_input_gradients_of_gathering_ops_sum_columns_by_the_tree(arch, op):
             results[invariant, ranks] = joined_results(outs, layout.out), joined_results(grads, layout.x)
     for ranks in (2, 4):
         assert all(map(same_bits, results["ranks", 1], results["ranks", ranks]))
-        assert not same_bits(results[None, 1][1], results[None, ranks][1])
+    assert not same_bits(results[None, 1][1], results[None, 2][1])
 
 
 @pytest.mark.parametrize(
