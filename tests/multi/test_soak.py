@@ -14,7 +14,7 @@ from overlap_gemm.spec import OPS
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_soak_calls_for_a_while_and_reports_no_wrong_result(launch, ranks):
     options = ["--minutes", "0.05", "--seed", str(ranks), "--device", "cpu"]
     done = launch("torchrun", ranks, "python", "-m", "overlap_gemm.cli", "soak", *options)
