@@ -112,7 +112,7 @@ def repeats(rank, size, op, backend, calls):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("op", EVERY)
 def test_many_calls_with_changing_data(ranks, op, backend, world):
-    """Each of 14 cases comes four times."""
+    """Repeats each of 14 cases four times."""
     ranks(world).run(repeats, op, backend, 56)
 
 
