@@ -13,7 +13,7 @@ PLANTED = "\n    planted: int = 0\n\n    @property"
 SCRIPT = """
 import torch
 import overlap_gemm
-from overlap_gemm.backends.op_call import OpCall
+from overlap_gemm.backends.op_call import OpCall, CallOperands
 from overlap_gemm.dispatch.ops import GEMM_OPS
 from overlap_gemm.dispatch.bound import call_op
 from overlap_gemm.dispatch.lowering import lower
@@ -26,17 +26,17 @@ for name, spec in OPS.items():
     op = GEMM_OPS[name]
     assert "int planted" in str(getattr(torch.ops.overlap_gemm, name).default._schema)  # torch's schema
 
-    operands = (x, [weight], []) if spec.takes_lists else (x, weight, None)
+    operands = CallOperands(x, [weight] if spec.takes_lists else weight)
     counts = []
     for planted in (0, 1, 1, 2):
-        call_op(op, *operands, None, OpCall(planted=planted))
+        call_op(op, operands, None, OpCall(planted=planted))
         counts.append(len(group.calls))
     assert counts[0] < counts[1] == counts[2] < counts[3], counts  # the key
 
     choice = overlap_gemm.explain(name, x, weight, planted=7)
     assert "planted=7" in str(choice) and "planted" not in str(overlap_gemm.explain(name, x, weight))
     assert dict(choice.problem.agreed())["planted"] == 7  # what ranks compare
-    lowered = lower(spec, LOCAL, *operands, OpCall(planted=7))
+    lowered = lower(spec, LOCAL, operands, OpCall(planted=7))
     # The facts that ranks exchange together with lengths.
     assert spec.unresolved_axis is None or dict(lowered.facts)["planted"] == 7
     assert lowered.call.planted == 7 == lowered.call.backward().planted

@@ -12,6 +12,7 @@ from overlap_gemm.backends.autotuning import Candidate, bind_as, policy_of
 from overlap_gemm.backends.base import Problem
 from overlap_gemm.backends.fused.fused_backend import Fused
 from overlap_gemm.backends.group_measurements import GroupMeasurements
+from overlap_gemm.backends.op_call import CallOperands
 from overlap_gemm.backends.peer_access import PeerAccess
 from overlap_gemm.backends.select import choose
 from overlap_gemm.config.orders import joins_shards
@@ -189,9 +190,7 @@ def test_a_measured_kernel_is_the_one_that_runs(op):
             lists = OPS[op].gathers_operand
             given = (
                 problem,
-                x,
-                [weight] if lists else weight,
-                [] if lists else None,
+                CallOperands(x, [weight] if lists else weight),
                 Shards.even(512, 2),
                 group,
             )

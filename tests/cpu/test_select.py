@@ -8,7 +8,7 @@ import torch
 import overlap_gemm
 from overlap_gemm.backends.base import Problem
 from overlap_gemm.backends.fused.fused_backend import Fused
-from overlap_gemm.backends.op_call import OpCall, with_fallback
+from overlap_gemm.backends.op_call import CallOperands, OpCall, with_fallback
 from overlap_gemm.backends.peer_access import Device, PeerAccess, compare
 from overlap_gemm.backends.select import BACKENDS, choose
 from overlap_gemm.config.scale_blocks import PROMOTED
@@ -277,7 +277,7 @@ def test_only_auto_asks_what_gpus_reach(requested, dtype, asks):
         mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
     ):
         call = OpCall(rows=8, columns=8, backend=requested)
-        found = Problem.of("gemm_reduce_scatter", call, x, Group("pair", 0, 2))
+        found = Problem.of("gemm_reduce_scatter", call, CallOperands(x, None), Group("pair", 0, 2))
     assert found.peer_access == (HOPPER if asks else None) and peer_access_of.called == asks
 
 

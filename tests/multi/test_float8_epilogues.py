@@ -90,7 +90,7 @@ def applied(run):
     names = []
 
     def counted(*operands):
-        names.append(operands[6].epilogue.name)
+        names.append(operands[-1].epilogue.name)
         return call_with_epilogue(*operands)
 
     float8.call_with_epilogue = counted

@@ -17,7 +17,7 @@ from ..backends.base import Problem
 from ..backends.epilogues import with_empty_inputs
 from ..backends.fused import reserved
 from ..backends.fused.fused_backend import Fused
-from ..backends.op_call import OpCall, extents_of
+from ..backends.op_call import CallOperands, OpCall, extents_of
 from ..backends.scales.scaling import FLOAT8, OUT_DTYPES, Block, blocks_named, unit_scales
 from ..backends.select import choose
 from ..epilogues import Epilogue
@@ -116,8 +116,9 @@ def warmup(
         # Extents with and without the third one.
         every, least = (spec.arguments(m, n, k, least) for least in (False, True))
         variants = [every] if every == least else [every, least]
+        operands = CallOperands(x, weight)
         problems = [
-            Problem.of(op, options._replace(**extents_of(spec.resolved(m, n, k, extents))), x, ranks, weight)
+            Problem.of(op, options._replace(**extents_of(spec.resolved(m, n, k, extents))), operands, ranks)
             for extents in variants
         ]
 
@@ -226,7 +227,7 @@ def _needed_classes(
         call = OpCall(
             rows=max_rows, columns=columns, k=columns, backend="fused", out_dtype=out_dtype, block=block
         )
-        problem = Problem.of(op, call, empty, ranks, empty)
+        problem = Problem.of(op, call, CallOperands(empty, empty), ranks)
         return Fused().why_not(problem) is None
 
     fused_ops = [op for op in ops if is_fused(op)]

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from ..backends.base import Problem
-from ..backends.op_call import OpCall
+from ..backends.op_call import CallOperands, OpCall
 from ..backends.select import Choice, explained
-from ..dispatch.autocast import autocast
+from ..dispatch.autocast import autocast_call
 from ..dispatch.epilogue_checks import why_not_invariant
 from ..dispatch.lowering import lower
 from ..epilogues import Applied
@@ -144,13 +144,12 @@ def explain(
     if "m" not in (spec.x, spec.out):
         known_options.pop("dim", None)
     call = OpCall(**known_options).without_exchange(spec)
-    scales = () if scale_x is None and scale_w is None else (scale_x, scale_w)
-    if not scales:
-        x, weights, _biases = autocast(x, weights, [])
-    lists, name = spec.takes_lists, group_name(group)
-    lowered = lower(spec, name, x, weights if lists else weights[0], [] if lists else None, call, scales)
+    operands = CallOperands(x, weights if spec.takes_lists else weights[0], None, scale_x, scale_w)
+    operands, call = autocast_call(operands, call)
+    x, (weights, _), name = operands.x, operands.lists(spec), group_name(group)
+    lowered = lower(spec, name, operands, call)
     ranks = resolve(name)
-    problem = Problem.of(spec.name, lowered.call.summed(spec, x.shape[-1], ranks.size), x, ranks, weights)
+    problem = Problem.of(spec.name, lowered.call.summed(spec, x.shape[-1], ranks.size), operands, ranks)
     if epilogue is not None:
         promised = problem.promises.invariant
         if why := why_not_invariant(spec.name, epilogue.epilogue, x.dtype, promised):

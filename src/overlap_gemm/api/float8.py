@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..backends.op_call import BackendName, Length, OpCall, promises_of, with_fallback
+from ..backends.op_call import BackendName, CallOperands, Length, OpCall, promises_of, with_fallback
 from ..backends.scales.scaling import FLOAT8, Block
 from ..dispatch import gradient_products, ops, shard_ops
 from ..dispatch.autocast import autocast
@@ -63,7 +63,8 @@ class ProductsOfCopies(Products):
     ) -> list[Tensor]:
         """Runs `overlap_gemm.all_gather_gemm` on copied weights."""
         call = OpCall(**how, copied_weight=True)
-        _, *outs = call_op(ops.all_gather_gemm, x, list(weight), list(bias or []), group, call)
+        operands = CallOperands(x, list(weight), list(bias or []) or None)
+        _, *outs = call_op(ops.all_gather_gemm, operands, group, call)
         return outs
 
 
@@ -301,9 +302,8 @@ class How(NamedTuple):
             return product(self._replace(x=call.rows) if has_rows else self, of, inputs)
 
         of_op = getattr(ops, self.op)
-        weight = list(weights) if of_op.takes_lists else weights[0]
-        operands = of_op, x, weight, list(biases)
-        return apply_to_product(*operands, self.group, self.call, epilogue, of_call)
+        operands = CallOperands(x, list(weights) if of_op.takes_lists else weights[0], list(biases))
+        return apply_to_product(of_op, operands, self.group, self.call, epilogue, of_call)
 
     def multiply(
         self,
@@ -334,15 +334,13 @@ class How(NamedTuple):
         op = ops.column_parallel_gemm if spec is None else getattr(ops, spec.name)
         values, scales = [weight.values for weight in weights], [weight.scale for weight in weights]
         takes_lists = spec is not None and spec.takes_lists
-        operands: Any = values, list(biases), scales
+        operands = CallOperands(x.values, values, list(biases) or None, x.scale, scales)
         if not takes_lists:
-            operands = values[0], biases[0] if biases else None, scales[0]
-        weight, bias, scale_w = operands
-        arguments = op, x.values, weight, bias, self.group, call
+            operands = CallOperands(x.values, values[0], biases[0] if biases else None, x.scale, scales[0])
         if epilogue is None:
-            outs: Any = call_op(*arguments, x.scale, scale_w)
+            outs: Any = call_op(op, operands, self.group, call)
             return outs[1:] if takes_lists else [outs]  # type: ignore[no-any-return]
-        outs = call_with_epilogue(*arguments, epilogue, x.scale, scale_w)
+        outs = call_with_epilogue(op, operands, self.group, call, epilogue)
         return outs[1:] if takes_lists else outs  # type: ignore[no-any-return]
 
     def along_tokens(self, grad: Tensor, x: Tensor, dtype: torch.dtype, grad_dtype: torch.dtype) -> Tensor:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor
 
-from ..backends.op_call import BackendName, Length, OpCall
+from ..backends.op_call import BackendName, CallOperands, Length, OpCall
 from ..backends.scales.scaling import Block
 from ..dispatch import ops
 from ..dispatch.bound import call_op
@@ -160,20 +160,18 @@ def all_gather_gemm(
     """
     several = isinstance(weight, (list, tuple))
     weights = list(weight) if isinstance(weight, (list, tuple)) else [weight]
-    biases = list(bias) if isinstance(bias, (list, tuple)) else [] if bias is None else [bias]
+    biases = list(bias) if isinstance(bias, (list, tuple)) else None if bias is None else [bias]
     scales_w = scale_w if scale_w is None or isinstance(scale_w, (list, tuple)) else [scale_w]
+    operands = CallOperands(x_shard, weights, biases or None, scale_x, scales_w)
     saved = save_gathered and scale_x is None  # with scales there is no gradient to save it for
     call = OpCall(
         "", rows, columns, None, 0, dim, return_gathered or saved,
         backend, deterministic, reserve_sms, False, out_dtype, block, partials, invariant,
     )  # fmt: skip
     if epilogue is not None:
-        scales = scale_x, scales_w
-        gathered, *outs = call_with_epilogue(
-            ops.all_gather_gemm, x_shard, weights, biases, group, call, epilogue, *scales
-        )
+        gathered, *outs = call_with_epilogue(ops.all_gather_gemm, operands, group, call, epilogue)
         return (one_or_all(outs), gathered) if return_gathered else one_or_all(outs)
-    results = call_op(ops.all_gather_gemm, x_shard, weights, biases, group, call, scale_x, scales_w)
+    results = call_op(ops.all_gather_gemm, operands, group, call)
     products = results[1:] if several else results[1]
     return (products, results[0]) if return_gathered else products
 
@@ -255,10 +253,10 @@ def gemm_reduce_scatter(
         k=k, dim=dim, backend=backend, deterministic=deterministic, reserve_sms=reserve_sms,
         out_dtype=out_dtype, block=block, partials=partials, invariant=invariant,
     )  # fmt: skip
-    arguments = ops.gemm_reduce_scatter, x, weight, bias, group, call
+    arguments = ops.gemm_reduce_scatter, CallOperands(x, weight, bias, scale_x, scale_w), group, call
     if epilogue is not None:
-        return one_or_all(call_with_epilogue(*arguments, epilogue, scale_x, scale_w))
-    return call_op(*arguments, scale_x, scale_w)
+        return one_or_all(call_with_epilogue(*arguments, epilogue))
+    return call_op(*arguments)
 
 
 @overload
@@ -323,10 +321,10 @@ def gemm_all_reduce(
         k=k, backend=backend, deterministic=deterministic, reserve_sms=reserve_sms, out_dtype=out_dtype,
         block=block, partials=partials, invariant=invariant,
     )  # fmt: skip
-    arguments = ops.gemm_all_reduce, x, weight, bias, group, call
+    arguments = ops.gemm_all_reduce, CallOperands(x, weight, bias, scale_x, scale_w), group, call
     if epilogue is not None:
-        return one_or_all(call_with_epilogue(*arguments, epilogue, scale_x, scale_w))
-    return call_op(*arguments, scale_x, scale_w)
+        return one_or_all(call_with_epilogue(*arguments, epilogue))
+    return call_op(*arguments)
 
 
 @overload
@@ -390,10 +388,10 @@ def gemm_all_gather(
         columns=columns, backend=backend, deterministic=deterministic, reserve_sms=reserve_sms,
         out_dtype=out_dtype, block=block, partials=partials, invariant=invariant,
     )  # fmt: skip
-    arguments = ops.gemm_all_gather, x, weight, bias, group, call
+    arguments = ops.gemm_all_gather, CallOperands(x, weight, bias, scale_x, scale_w), group, call
     if epilogue is not None:
-        return one_or_all(call_with_epilogue(*arguments, epilogue, scale_x, scale_w))
-    return call_op(*arguments, scale_x, scale_w)
+        return one_or_all(call_with_epilogue(*arguments, epilogue))
+    return call_op(*arguments)
 
 
 def column_parallel_gemm(
@@ -441,4 +439,4 @@ def column_parallel_gemm(
         partials=partials,
         invariant=invariant,
     )
-    return call_op(ops.column_parallel_gemm, x, weight, bias, group, call, scale_x, scale_w)
+    return call_op(ops.column_parallel_gemm, CallOperands(x, weight, bias, scale_x, scale_w), group, call)

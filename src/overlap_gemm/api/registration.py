@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..backends.op_call import OpCall
+from ..backends.op_call import CallOperands, OpCall
 from ..dispatch.bound import call_op
 from ..dispatch.ops import GemmOp
 from ..dispatch.with_epilogue import EpilogueOp, call_with_epilogue
@@ -101,13 +101,14 @@ def _function_of(op: GemmOp) -> Function:
         call = OpCall(**options, keep=spec.operand_is_sent and not has_scales)
         several = isinstance(weight, (list, tuple))
         if op.takes_lists:
-            weight, bias = listed(weight), [] if bias is None else listed(bias)
+            weight, bias = listed(weight), None if bias is None else listed(bias) or None
             scale_w = None if scale_w is None else listed(scale_w)
+        operands = CallOperands(x, weight, bias, scale_x, scale_w)
         if epilogue is not None:
-            results = call_with_epilogue(op, x, weight, bias, group, call, epilogue, scale_x, scale_w)
+            results = call_with_epilogue(op, operands, group, call, epilogue)
             results = results[1:] if op.takes_lists else results
             return results[0] if len(results) == 1 else tuple(results)
-        result = call_op(op, x, weight, bias, group, call, scale_x, scale_w)
+        result = call_op(op, operands, group, call)
         if not op.takes_lists:
             return result
         return result[1:] if several else result[1]

@@ -25,7 +25,6 @@ from itertools import cycle
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from ..runtime.group import Group
 from ..spec.sharding import Shards
@@ -38,6 +37,7 @@ from ..tuning.timing import captured, measure
 from .base import Backend, Problem
 from .fused.plan_cache import DTYPES
 from .group_measurements import GroupMeasurements, measurements_of, uses_measurements
+from .op_call import CallOperands
 from .scales.scaling import FLOAT8, unit_scales
 from .select import BACKENDS, why_unfit
 
@@ -107,7 +107,7 @@ def policy_of(problem: Problem, measurements: GroupMeasurements) -> Policy:
 
 
 def measure_if_due(
-    problem: Problem, requested: str, x: Tensor, weight: Any, bias: Any, shards: Shards, group: Group
+    problem: Problem, requested: str, operands: CallOperands, shards: Shards, group: Group
 ) -> bool:
     """Benchmarks the candidates of a kind at its first call if the policy requires it; collective.
 
@@ -116,9 +116,7 @@ def measure_if_due(
     Args:
         problem: Problem of the call, equal on all ranks.
         requested: The caller's `backend=`.
-        x: Operand, as in `Backend.bind`.
-        weight: Weight or weights, as in `Backend.bind`.
-        bias: Bias, biases or None, as in `Backend.bind`.
+        operands: Operands, as in `Backend.bind`.
         shards: Division of the rows or columns, as in `Backend.bind`.
         group: Ranks that take part.
 
@@ -127,11 +125,11 @@ def measure_if_due(
     """
     if not uses_measurements(requested, group):
         return False
-    measurements = measurements_of(group, x.device)
+    measurements = measurements_of(group, operands.x.device)
     if problem.kind in measurements.kinds:
         return False
     is_due = requested == "auto" and not problem.captured and policy_of(problem, measurements) == "measure"
-    measured = _measured(problem, x, weight, bias, shards, group, measurements) if is_due else None
+    measured = _measured(problem, operands, shards, group, measurements) if is_due else None
     measurements.kinds[problem.kind] = measured
     if measured is not None and group.rank == 0:
         keep(measurements.under, problem.kind, measured)
@@ -194,15 +192,13 @@ def bind_as(kernel: Kernel, backend: Backend, *arguments: Any) -> Callable[..., 
 
 def _measured(
     problem: Problem,
-    x: Tensor,
-    weight: Any,
-    bias: Any,
+    passed: CallOperands,
     shards: Shards,
     group: Group,
     measurements: GroupMeasurements,
 ) -> Measured | None:
     """Returns the times of the candidates; None if no candidate could be called."""
-    operands = _operands(problem, x.detach(), weight, bias)
+    operands, device = _operands(problem, passed), passed.x.device
     started = time.monotonic()
     calls: dict[Candidate, Callable[[], object]] = {}
     with torch.no_grad():
@@ -212,7 +208,7 @@ def _measured(
             call = _call(candidate, problem, operands, shards, group)
             is_writer = group.rank == 0
             with trying(measurements.under, problem.kind, candidate.name) if is_writer else nullcontext():
-                failure = _failure(call, x.device)
+                failure = _failure(call, device)
             reports = group.all_gather_object((failure, time.monotonic() - started))
             if failures := [theirs for theirs, _ in reports if theirs]:
                 logger.info("%s: %s is left out: %s", problem.kind, candidate.name, failures[0])
@@ -225,7 +221,7 @@ def _measured(
                 break
         if not calls:
             return None
-        measured = _timed(calls, x.device, group)
+        measured = _timed(calls, device, group)
     times = measured.captured or measured.eager
     text = ", ".join(f"{name} {seconds * 1e6:.0f} us" for name, seconds in times)
     logger.info("%s: %s: %s; fused by %s", problem.kind, measured, text, measured.kernel)
@@ -258,8 +254,9 @@ def _candidates(problem: Problem, group: Group) -> Iterator[Candidate]:
         yield from (Candidate(fused, kernel) for kernel, _ in kernels[1:])
 
 
-def _operands(problem: Problem, x: Tensor, weight: Any, bias: Any) -> list[tuple[Any, ...]]:
+def _operands(problem: Problem, operands: CallOperands) -> list[tuple[Any, ...]]:
     """Returns sets of copies of the caller's tensors, with scales of 1, in the bound function's form."""
+    x, weight, bias, *_ = operands
 
     def copied(tensors: Any) -> Any:
         if isinstance(tensors, (list, tuple)):
@@ -297,7 +294,7 @@ def _call(
 
     def call() -> object:
         if not bound:
-            arguments = problem, *operands[0][:3], shards, group
+            arguments = problem, CallOperands(*operands[0][:3]), shards, group
             bound.append(bind_as(candidate.kernel, candidate.backend, *arguments))
         return bound[0](*next(sets))
 

@@ -21,7 +21,7 @@ from .by_collective import run_by_collectives
 from .collectives import all_gather_rows
 from .epilogues import Applying
 from .group_measurements import measurements_of, uses_measurements
-from .op_call import FALLBACK, OpCall
+from .op_call import FALLBACK, CallOperands, OpCall
 from .peer_access import PeerAccess, peer_access_of
 from .portable_arithmetic import Arithmetic, arithmetic_of
 from .scales.scaling import Operand, dequantised, with_scales
@@ -75,13 +75,11 @@ class Problem:
         cls,
         op: str,
         call: OpCall,
-        x: Tensor,
+        operands: CallOperands,
         group: Group,
-        weight: Any = None,
-        bias: Any = None,
         inputs: Sequence[Tensor] = (),
     ) -> "Problem":
-        """Returns the problem of calling `op` with `x` in `group`.
+        """Returns the problem of calling `op` in `group`.
 
         `deterministic=None` is replaced by torch's deterministic mode. The first call of a group is
         collective if `auto` may choose fused kernels, or if copy engines may send shards: it then probes the
@@ -90,12 +88,11 @@ class Problem:
         Args:
             op: Public name of the op.
             call: Lowered call.
-            x: Operand, for its dtype and device.
+            operands: Operands, for their dtypes, device and widths; the weight may be None without scales.
             group: Ranks that take part.
-            weight: Weight, or a list; needed if operands have scales.
-            bias: Bias, a list, or None.
             inputs: Inputs of the epilogue.
         """
+        x, weight, bias, *_ = operands
         call = call.promising()
         if call.invariant is not None:
             call = call._replace(deterministic=True)
@@ -312,7 +309,7 @@ class Backend(Protocol):
         """
 
     def bind(
-        self, problem: Problem, x: Tensor, weight: Any, bias: Any, shards: Shards, group: Group
+        self, problem: Problem, operands: CallOperands, shards: Shards, group: Group
     ) -> Callable[..., Any]:
         """Returns a function that runs `problem` on tensors with the shapes, strides and dtypes of these.
 
@@ -328,9 +325,8 @@ class Backend(Protocol):
 
         Args:
             problem: Problem to run; its shapes are validated.
-            x: Matrix of any strides.
-            weight: `[N, K]`, or a list. It may be a transposed contiguous matrix, as in backward passes.
-            bias: `[N]` or None; a list if `weight` is one.
+            operands: Two-dimensional operands of any strides, without scales. A weight may be a transposed
+                contiguous matrix, as in backward passes.
             shards: Division of the rows, or of the columns if the output is gathered.
             group: Ranks that take part, each of which must call.
         """
@@ -436,7 +432,7 @@ class Portable(ABC):
         return run
 
     def bind(
-        self, problem: Problem, x: Tensor, weight: Any, bias: Any, shards: Shards, group: Group
+        self, problem: Problem, operands: CallOperands, shards: Shards, group: Group
     ) -> Callable[..., Any]:
         """Returns the op's method, with the arguments that do not change; see `Backend.bind`."""
         how = arithmetic_of(problem.promises, group.size)
@@ -446,4 +442,4 @@ class Portable(ABC):
         if problem.out_dtype is not None:
             gather = partial(all_gather_rows, shards=shards, group=group) if problem.keep else None
             method = with_scales(method, problem.out_dtype, self.operand, problem.blocks, gather)
-        return method if x.is_contiguous() else lambda x, *others: method(x.contiguous(), *others)
+        return method if operands.x.is_contiguous() else lambda x, *others: method(x.contiguous(), *others)

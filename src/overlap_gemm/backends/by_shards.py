@@ -36,6 +36,7 @@ from .fused import gather_plans as gather
 from .fused.launch_plan import LocalShard, Plan
 from .fused.plan_cache import exchange_arguments, keep_plan, peers_for
 from .fused.transport_hosts import STORES
+from .op_call import CallOperands
 
 R = TypeVar("R")
 
@@ -179,24 +180,11 @@ class ByShards:
 
 
 def bind(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor],
-    shards: Shards,
-    group: Group,
-    keep: bool,
+    problem: Problem, operands: CallOperands, shards: Shards, group: Group
 ) -> Callable[..., tuple[Tensor, list[Tensor]]]:
-    """Returns the bound function, see `Backend.bind`.
-
-    Args:
-        x: Local shard, `[shards.size(rank), K]`.
-        weights: Weights `[N_i, K]`.
-        biases: One `[N_i]` per weight, or nothing.
-        shards: Division of the rows.
-        group: Ranks that take part, each of which must call.
-        keep: Whether to return the gathered x, which costs a copy of each shard.
-    """
-    rows, depth, widths = shards.total, x.shape[1], [len(weight) for weight in weights]
+    """Returns the bound function, see `Backend.bind`; keeping the gathered x costs a copy of each shard."""
+    rows, depth, keep = shards.total, operands.x.shape[1], problem.keep
+    widths = [len(weight) for weight in operands.weight]
 
     def run(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         outs = [x.new_empty(rows, n) for n in widths]

@@ -32,6 +32,7 @@ from ..tuning.space import constants
 from ..tuning.spans import Waitable, watch
 from . import by_shards
 from .base import Portable, Problem
+from .op_call import CallOperands
 from .portable_arithmetic import Arithmetic
 
 _TAG_BASE = 1 << 30
@@ -139,12 +140,12 @@ class Decomposed(Portable):
         return "on CPUs it takes more time than the overlap saves (benchmarks/README.md, 2 CPU ranks)"
 
     def bind(
-        self, problem: Problem, x: Tensor, weight: Any, bias: Any, shards: Shards, group: Group
+        self, problem: Problem, operands: CallOperands, shards: Shards, group: Group
     ) -> Callable[..., Any]:
         """Returns the bound function, see `Backend.bind`; if possible, copy engines send the shards."""
         if by_shards.why_not(problem) is None:
-            return by_shards.bind(x, weight, bias, shards, group, problem.keep)
-        return super().bind(problem, x, weight, bias, shards, group)
+            return by_shards.bind(problem, operands, shards, group)
+        return super().bind(problem, operands, shards, group)
 
     def all_gather_gemm(
         self,

@@ -1,7 +1,7 @@
-"""`OpCall`: options and extents of one call, that is all arguments except the op and the tensors.
+"""Arguments of one call: `CallOperands` are its tensors, `OpCall` its options and extents.
 
-A public function makes the record from the caller's arguments. `dispatch.lowering` replaces the extents by
-those over all ranks. The record is then passed on unchanged, and has these uses:
+A public function makes both from the caller's arguments. `dispatch.lowering` replaces the extents by those
+over all ranks. `OpCall` is then passed on unchanged, and has these uses:
 
 - Together with the tensors' layouts, it is the key of the cache of prepared calls.
 - Its fields are the arguments after the tensors of the ops of ``torch.ops.overlap_gemm`` (`SCHEMA`).
@@ -16,6 +16,7 @@ from numbers import Integral
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, get_type_hints
 
 import torch
+from torch import Tensor
 
 from ..config.scale_blocks import Blocks
 from ..runtime import environment
@@ -40,6 +41,35 @@ Length: TypeAlias = int | Literal["equal", "exchange"] | None
   need the extent, it stays unknown.
 - "exchange": the ranks exchange their shares in every call.
 """
+
+
+class CallOperands(NamedTuple):
+    """Tensors of one call of any op, as the caller passes them or two-dimensional.
+
+    Attributes:
+        x: `[M, ..., K]`.
+        weight: `[N, K]`; a list of weights if the op takes lists.
+        bias: `[N]` or None; a list, which may be empty, if the op takes lists.
+        scale_x: Scales of x; None without scales.
+        scale_w: Scales of the weight, or a list of them; None without scales.
+    """
+
+    x: Tensor
+    weight: Any
+    bias: Any = None
+    scale_x: Any = None
+    scale_w: Any = None
+
+    @property
+    def scales(self) -> tuple[Any, ...]:
+        """Returns (scale_x, scale_w); empty for operands without scales."""
+        return () if self.scale_x is None and self.scale_w is None else self[3:]
+
+    def lists(self, op: OpSpec) -> tuple[list[Tensor], list[Tensor]]:
+        """Returns (weights, biases) of a call of `op`."""
+        if op.takes_lists:
+            return self.weight, self.bias or []
+        return [self.weight], [] if self.bias is None else [self.bias]
 
 
 class OpCall(NamedTuple):

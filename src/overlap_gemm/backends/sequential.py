@@ -13,6 +13,7 @@ from ..spec.sharding import Shards
 from .base import VIRTUAL, Portable, Problem
 from .collectives import all_gather_rows, scattered_rows
 from .epilogues import Applying
+from .op_call import CallOperands
 from .portable_arithmetic import Arithmetic, arithmetic_of, wide_product
 from .scales.scaling import why_no_scaled_mm, with_scales
 
@@ -61,12 +62,12 @@ class Sequential(Portable):
         return None if problem.has_partial_epilogue else super().why_after(problem, columns)
 
     def bind(
-        self, problem: Problem, x: Tensor, weight: Any, bias: Any, shards: Shards, group: Group
+        self, problem: Problem, operands: CallOperands, shards: Shards, group: Group
     ) -> Callable[..., Any]:
         """Returns the op's method; see `Backend.bind`. An epilogue of partial sums is part of it."""
         applying = problem.applying
         if applying is None:
-            return super().bind(problem, x, weight, bias, shards, group)
+            return super().bind(problem, operands, shards, group)
         plain, dtype = arithmetic_of(problem.promises, group.size), problem.out_dtype
         of_op = partial(getattr(self, problem.op), shards=shards, group=group)
 

@@ -1,12 +1,11 @@
 """`torch.autocast` for the ops, with the dtype rules of `nn.Linear`."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..backends.op_call import OpCall
+from ..backends.op_call import CallOperands, OpCall
 
 DEVICES = ("cpu", "cuda")
 """Device types that support both autocast and the ops of this package."""
@@ -55,24 +54,25 @@ def is_autocast(device: str) -> bool:
     return device in DEVICES and torch.is_autocast_enabled(device)
 
 
-def autocast_call(x: Tensor, weight: Any, bias: Any, call: OpCall) -> tuple[Tensor, Any, Any, OpCall]:
-    """Applies `autocast` to the operands of an op.
+def autocast_call(operands: CallOperands, call: OpCall) -> tuple[CallOperands, OpCall]:
+    """Applies `autocast` to the operands of an op; those with scales are unchanged.
 
     Args:
-        x: Operand x.
-        weight: Weight, or a list.
-        bias: Bias or None; a list if `weight` is a list.
+        operands: Operands of the caller.
         call: Options of the call.
 
     Returns:
-        x, weight and bias in the autocast dtypes, and the call. `call.copied_weight` is set if a weight was
-        cast.
+        Operands in the autocast dtypes, and the call. `call.copied_weight` is set if a weight was cast.
     """
-    weights = weight if (several := isinstance(weight, list)) else [weight]
-    x, cast, biases = autocast(x, weights, bias if several else [] if bias is None else [bias])
+    if operands.scales:
+        return operands, call
+    x, weight, bias, *_ = operands
+    several = isinstance(weight, list)
+    weights = weight if several else [weight]
+    x, cast, biases = autocast(x, weights, (bias or []) if several else [] if bias is None else [bias])
     pairs = zip(cast, weights, strict=True)
     copied = any(isinstance(new, Tensor) and new.dtype != old.dtype for new, old in pairs)
     call = call._replace(copied_weight=call.copied_weight or copied)
     if several:
-        return x, cast, biases, call
-    return x, cast[0], biases[0] if biases else None, call
+        return CallOperands(x, cast, biases or None), call
+    return CallOperands(x, cast[0], biases[0] if biases else None), call

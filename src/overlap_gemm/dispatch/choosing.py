@@ -11,12 +11,13 @@ from ..backends import select
 from ..backends.autotuning import bind_as, measure_if_due
 from ..backends.base import Problem
 from ..backends.epilogues import applied_after
-from ..backends.op_call import OpCall
+from ..backends.op_call import CallOperands, OpCall
 from ..backends.select import Choice, choose, log_choice
 from ..runtime import agree
 from ..runtime.group import Group, resolve
 from ..runtime.order import is_capturing
 from ..spec import OpSpec
+from ..spec.sharding import Shards
 from ..tuning.settings import configured, late_weights, settings
 from .registered import Run
 
@@ -33,9 +34,7 @@ class Chosen(NamedTuple):
     run: Run
 
 
-def chosen(
-    op: OpSpec, call: OpCall, x: Tensor, weight: Any, bias: Any, inputs: Sequence[Tensor] = ()
-) -> Chosen:
+def chosen(op: OpSpec, call: OpCall, operands: CallOperands, inputs: Sequence[Tensor] = ()) -> Chosen:
     """Returns the chosen backend, bound to the call. Collective in debug mode and where facts are unknown.
 
     In debug mode all ranks compare the call first. With backend "auto", the first call of a kind may probe
@@ -44,9 +43,7 @@ def chosen(
     Args:
         op: Definition of the op.
         call: Lowered call.
-        x: Operand x, 2-D, contiguous or not, as in `Backend.bind`.
-        weight: Weight, or a list, as in `Backend.bind`.
-        bias: Bias, a list, or None, as in `Backend.bind`.
+        operands: Operands, as in `Backend.bind`.
         inputs: Inputs of the epilogue.
 
     Raises:
@@ -55,12 +52,12 @@ def chosen(
             are compared at the first call with these facts, in debug mode at every call.
     """
     ranks = resolve(call.group)
-    problem, choice, facts = _agreed_choice(op, call, x, weight, bias, inputs)
+    problem, choice, facts = _agreed_choice(op, call, operands, inputs)
     shards = problem.shards
     log_choice(choice)
-    group = agree.of_calls(ranks, x.device, facts) if choice.backend.verifies else ranks
+    group = agree.of_calls(ranks, operands.x.device, facts) if choice.backend.verifies else ranks
     with configured(reserve_sms=call.reserve_sms), late_weights(call.copied_weight):
-        run = _bound(choice, problem, x, weight, bias, shards, group)
+        run = _bound(choice, problem, operands, shards, group)
     if call.reserve_sms is not None:
         run = configured(reserve_sms=call.reserve_sms)(run)
     name, what = choice.backend.name, f"M={problem.m} width={problem.width} {problem.types} P={ranks.size}"
@@ -68,9 +65,7 @@ def chosen(
     return Chosen(name, _ranged(f"overlap_gemm {op.name} {what} {name}", run, ranks, count))
 
 
-def why_after(
-    op: OpSpec, call: OpCall, x: Tensor, weight: Any, bias: Any, inputs: Sequence[Tensor]
-) -> str | None:
+def why_after(op: OpSpec, call: OpCall, tensors: Sequence[Any]) -> str | None:
     """Returns the reason to apply other operations of torch after the op; None if a kernel applies it.
 
     The operations are assumed to be one pass over memory.
@@ -80,50 +75,44 @@ def why_after(
     Args:
         op: Definition of the op.
         call: Lowered call with an epilogue.
-        x: Operand x, 2-D.
-        weight: Weight, or a list.
-        bias: Bias, a list, or None.
-        inputs: Inputs of the epilogue.
+        tensors: Tensors of the op with an epilogue: x, weight, bias, inputs, then scales if any.
     """
-    problem, choice, _ = _agreed_choice(op, call, x, weight, bias, inputs)
+    operands = CallOperands(*tensors[:3])
+    problem, choice, _ = _agreed_choice(op, call, operands, tensors[3])
     if problem.num_weights > 1 and problem.n is None:
         return "columns= is not passed, so the weights of the other ranks are unknown"
-    return select.why_after(choice, problem, len(_first(weight)), one_pass=True)
+    return select.why_after(choice, problem, len(operands.lists(op)[0][0]), one_pass=True)
 
 
 def _agreed_choice(
-    op: OpSpec, call: OpCall, x: Tensor, weight: Any, bias: Any, inputs: Sequence[Tensor]
+    op: OpSpec, call: OpCall, operands: CallOperands, inputs: Sequence[Tensor]
 ) -> tuple[Problem, Choice, Any]:
     """Returns a call's problem, the choice of its backend, and the facts that the ranks compared."""
     ranks = resolve(call.group)
-    problem = Problem.of(op.name, call, x, ranks, weight, bias, inputs)
-    requested = call.backend
+    problem = Problem.of(op.name, call, operands, ranks, inputs)
+    device, requested = operands.x.device, call.backend
     facts = (*problem.agreed(), *settings().agreed(op))
     try:
         choice = choose(problem, requested)
     except ValueError as error:  # this rank alone may fail, for example by its device: the peers wait
-        agree.same(ranks, x.device, (*facts, agree.failure(error)))
+        agree.same(ranks, device, (*facts, agree.failure(error)))
         raise
-    agree.same(ranks, x.device, facts)
+    agree.same(ranks, device, facts)
     plain = problem.without_epilogue()
-    if measure_if_due(plain, requested, x, weight, bias, problem.shards, ranks):
+    if measure_if_due(plain, requested, operands, problem.shards, ranks):
         choice = choose(problem, requested)
     return problem, choice, facts
 
 
-def _first(weight: Any) -> Tensor:
-    one: Tensor = weight[0] if isinstance(weight, (list, tuple)) else weight
-    return one
-
-
-def _bound(choice: Choice, problem: Problem, x: Tensor, weight: Any, *others: Any) -> Run:
+def _bound(choice: Choice, problem: Problem, operands: CallOperands, shards: Shards, group: Group) -> Run:
     """Returns the bound function; the backend applies the epilogue if it can, else torch does after it."""
-    why = None if problem.applying is None else select.why_after(choice, problem, len(_first(weight)))
+    arguments, (weights, _) = (operands, shards, group), operands.lists(problem.spec)
+    why = None if problem.applying is None else select.why_after(choice, problem, len(weights[0]))
     if problem.applying is None or why is None:
-        return bind_as(choice.kernel, choice.backend, problem, x, weight, *others)
-    if choice.backend.name == "fused" and others[-1].is_virtual:
+        return bind_as(choice.kernel, choice.backend, problem, *arguments)
+    if choice.backend.name == "fused" and group.is_virtual:
         _refuse_virtual(problem, why)
-    plain = bind_as(choice.kernel, choice.backend, problem.without_epilogue(), x, weight, *others)
+    plain = bind_as(choice.kernel, choice.backend, problem.without_epilogue(), *arguments)
     return applied_after(plain, problem.applying)
 
 

@@ -1,12 +1,12 @@
 """Checks of calls with an epilogue: the number of weights, the inputs' types and shapes, and promises."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..backends.op_call import OpCall
+from ..backends.op_call import CallOperands, OpCall
 from ..backends.scales.scaling import FLOAT8
 from ..epilogues import PAIR, Applied, Epilogue, add_bias, add_residual, apply_relu
 from ..spec import ALL_GATHER_GEMM, GEMM_ALL_REDUCE, GEMM_REDUCE_SCATTER
@@ -14,22 +14,20 @@ from .operands import DTYPES, shape_of
 from .ops import GemmOp
 
 
-def with_tensors(
-    op: GemmOp, x: Tensor, applied: Any
-) -> tuple[Epilogue, Callable[..., Any] | None, list[Tensor]]:
-    """Returns the epilogue, the function instead of it, and the inputs, with tensors in place of numbers."""
+def with_tensors(op: GemmOp, x: Tensor, applied: Any) -> Applied:
+    """Returns the epilogue with its inputs, with tensors in place of numbers."""
     if not isinstance(applied, Applied):
         got = f"{applied.name} without" if isinstance(applied, Epilogue) else type(applied).__name__
         raise TypeError(
             f"{op.name}: epilogue must be an epilogue with its inputs, as add_bias(bias=b) or apply_silu(); "
             f"got {got}"
         )
-    inputs = []
-    for (_, kind), value in zip(applied.epilogue.inputs, applied.inputs, strict=True):
+    for number, ((_, kind), value) in enumerate(zip(applied.epilogue.inputs, applied.inputs, strict=True)):
         if kind == "scalar" and isinstance(value, (int, float)):
-            value = torch.full((1,), value, dtype=torch.float32, device=x.device)
-        inputs.append(value)
-    return applied.epilogue, applied.otherwise, inputs
+            one = torch.full((1,), value, dtype=torch.float32, device=x.device)
+            inputs = *applied.inputs[:number], one, *applied.inputs[number + 1 :]
+            applied = applied._replace(inputs=inputs)
+    return applied
 
 
 def refuse_gradient(op: GemmOp, epilogue: Epilogue) -> None:
@@ -46,13 +44,12 @@ def refuse_gradient(op: GemmOp, epilogue: Epilogue) -> None:
         )
 
 
-def check_epilogue(
-    op: GemmOp, x: Tensor, weight: Any, call: OpCall, epilogue: Epilogue, inputs: Sequence[Any]
-) -> None:
+def check_epilogue(op: GemmOp, operands: CallOperands, call: OpCall, applied: Applied) -> None:
     """Raises TypeError or ValueError for inputs, weights or promises that no call with the epilogue supports.
 
     It reads what is in the key of a prepared call.
     """
+    x, weight, epilogue = operands.x, operands.weight, applied.epilogue
     if op.takes_lists and len(weight) != 1:
         shapes = [shape_of(one) for one in weight]
         if not (epilogue.pairs and len(weight) == 2 and shapes[0] == shapes[1]):
@@ -61,7 +58,7 @@ def check_epilogue(
                 f"{', or two of equal shape' * epilogue.pairs}, "
                 f"got {len(weight)}: {', '.join(map(str, shapes))}"
             )
-    for (name, _), value in zip(epilogue.inputs, inputs, strict=True):
+    for (name, _), value in zip(epilogue.inputs, applied.inputs, strict=True):
         if not isinstance(value, Tensor) or value.dtype not in DTYPES or value.device != x.device:
             got = f"{value.dtype} on {value.device}" if isinstance(value, Tensor) else type(value).__name__
             raise TypeError(

@@ -22,7 +22,7 @@ from ..backends.base import Problem
 from ..backends.by_shards import pays_alongside
 from ..backends.by_shards import plan_for as copies_for
 from ..backends.collectives import all_gather_rows as gather_rows
-from ..backends.op_call import SCHEMA, OpCall, promises_of
+from ..backends.op_call import SCHEMA, CallOperands, OpCall, promises_of
 from ..backends.portable_arithmetic import arithmetic_of, ordered_product
 from ..runtime.group import resolve
 from ..spec import ALL_GATHER_GEMM, GEMM_REDUCE_SCATTER
@@ -75,9 +75,9 @@ def _bind_all_gather_gemm_gradients(
     stacked, weight = joined(grads, 1), joined(weights, 0).t()
     call = call.summed(GEMM_REDUCE_SCATTER, stacked.shape[1], ranks.size)
     product = arithmetic_of(call.promises).product
-    name, scatter = chosen(GEMM_REDUCE_SCATTER, call, stacked, weight, None)
+    name, scatter = chosen(GEMM_REDUCE_SCATTER, call, CallOperands(stacked, weight))
     gather_call = call._replace(columns=call.k, k=call.columns, backend="decomposed")
-    problem = Problem.of(ALL_GATHER_GEMM.name, gather_call, x, ranks)
+    problem = Problem.of(ALL_GATHER_GEMM.name, gather_call, CallOperands(x, None), ranks)
     shards = problem.shards
     alongside = name == "fused" and pays_alongside(problem, shards)
     facts = {"rows": shards.total, "chunk": shards.chunk, "width": x.shape[1]}

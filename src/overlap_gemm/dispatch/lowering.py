@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..backends.op_call import Length, OpCall
+from ..backends.op_call import CallOperands, Length, OpCall
 from ..backends.scales.scaling import OUT_DTYPES
 from ..backends.select import check_name
 from ..config.scale_blocks import MX
@@ -18,7 +18,7 @@ from ..spec import ARGUMENTS, OpSpec
 from ..spec.promises import Promises, check_promises
 from ..spec.sharding import Shards
 from ..tuning.settings import check_reserve_sms
-from .operands import Scales, check_operands, check_scaled, shape_of
+from .operands import check_operands, check_scaled, shape_of
 
 
 class Lowered(NamedTuple):
@@ -42,16 +42,16 @@ class Lowered(NamedTuple):
         """Returns the caller's x as a matrix `flat`, with the rows of `dim` first."""
         return x if self.dim is None else x.movedim(self.dim, 0).reshape(self.flat)
 
-    def operands(self, x: Tensor, weight: Any, bias: Any, scales: Scales) -> tuple[Any, ...]:
-        """Returns all tensors in the form that the op takes: x, weight, bias, then the scales if any.
+    def tensors(self, operands: CallOperands, *inputs: Any) -> tuple[Any, ...]:
+        """Returns all tensors in the form that the op takes: x, weight, bias, inputs, then scales if any.
 
         Args:
-            x: The caller's x.
-            weight: Weight, or a list; unchanged.
-            bias: Bias, a list, or None; unchanged.
-            scales: (scale_x, scale_w) of the caller; empty without scales.
+            operands: Operands of the caller; weight and bias are unchanged.
+            *inputs: List of the epilogue's inputs, if there is an epilogue.
         """
-        return self.flatten(x), weight, bias, *(self.vectors(*scales) if scales else ())
+        x, weight, bias, *scales = operands
+        vectors = () if operands.scale_x is None else self.vectors(*scales)
+        return x if self.dim is None else self.flatten(x), weight, bias, *inputs, *vectors
 
     def result(self, result: Any) -> Any:
         """Returns the op's result, or each tensor of its list, in the caller's shape."""
@@ -92,9 +92,7 @@ def _vector(scale: Tensor) -> Tensor:
     return scale if scale.ndim == 1 else scale.reshape(-1)
 
 
-def lower(
-    spec: OpSpec, group: str, x: Tensor, weight: Any, bias: Any, call: OpCall, scales: Scales = ()
-) -> Lowered:
+def lower(spec: OpSpec, group: str, operands: CallOperands, call: OpCall) -> Lowered:
     """Returns the lowered call. Collective if ranks must compare or exchange a sharded extent.
 
     With scales, `out_dtype` gets its default.
@@ -102,11 +100,8 @@ def lower(
     Args:
         spec: Definition of the op.
         group: Name of the process group.
-        x: `[M, ..., K]`, as the caller passes it.
-        weight: `[N, K]`; a list if the op takes lists.
-        bias: `[N]` or None; a list, which may be empty, if the op takes lists.
+        operands: Operands of the caller.
         call: Options and extents of the caller.
-        scales: (scale_x, scale_w) of the caller; empty without scales.
 
     `dim` is the dimension of x or of the result whose rows are sharded. So gemm_reduce_scatter of x `[B, S,
     K]` with `dim=1` returns `[B, S_r, N]`, a view that is not contiguous. If no rows are sharded, as in
@@ -118,11 +113,10 @@ def lower(
             is K's dimension, out of range, or no integer.
         InvarianceError: The promises of the call contradict each other.
     """
-    if scales and call.out_dtype is None:
+    if operands.scales and call.out_dtype is None:
         call = call._replace(out_dtype=OUT_DTYPES[0])
-    weights = weight if spec.takes_lists else [weight]
-    biases = bias if spec.takes_lists else [] if bias is None else [bias]
-    dim = _check(spec, group, x, weights, biases, call, scales)
+    x, (weights, biases) = operands.x, operands.lists(spec)
+    dim = _check(spec, group, operands, call)
     size, width, columns = group_size(group), x.shape[-1], sum(one.shape[0] for one in weights)
     inner: Sequence[int] = ()
     if "m" in (spec.x, spec.out):
@@ -190,25 +184,17 @@ def _facts(
 _LENGTHS = ("chunk", *ARGUMENTS.values())
 
 
-def _check(
-    spec: OpSpec,
-    group: str,
-    x: Tensor,
-    weights: list[Tensor],
-    biases: list[Tensor],
-    call: OpCall,
-    scales: Scales = (),
-) -> int:
+def _check(spec: OpSpec, group: str, operands: CallOperands, call: OpCall) -> int:
     """Checks the arguments; in debug mode an error of one rank is raised on the other ranks, too.
 
     Returns:
         `dim` as a non-negative number.
     """
-    op, dim = spec.name, call.dim
+    op, x, dim = spec.name, operands.x, call.dim
     try:
-        check_operands(spec, x, weights, biases, scales)
-        if scales:
-            check_scaled(spec, x, weights, biases, call, *scales)
+        check_operands(spec, operands)
+        if operands.scales:
+            check_scaled(spec, operands, call)
         elif call.out_dtype is not None or call.block is not None:
             options = ("out_dtype", call.out_dtype), ("block", call.block)
             name, value = next(pair for pair in options if pair[1] is not None)
@@ -220,7 +206,7 @@ def _check(
                 f"{op}: dim must name one of the {x.ndim - 1} row dimensions of x {shape_of(x)}, got {dim}"
             )
         if spec.reshards_k:
-            _check_parts_of_k(spec, x, weights[0], group, call)
+            _check_parts_of_k(spec, x, operands.lists(spec)[0][0], group, call)
         if not torch.compiler.is_compiling():
             ranks = resolve(group)
             if x.device.type not in ranks.device_types:

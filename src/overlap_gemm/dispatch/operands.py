@@ -3,13 +3,13 @@
 Extents that depend on the op's arguments and on the ranks are checked in `lowering`.
 """
 
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..backends.op_call import OpCall
+from ..backends.op_call import CallOperands, OpCall
 from ..backends.scales import mx_scales as mx
 from ..backends.scales.scaling import (
     FLOAT8,
@@ -27,21 +27,13 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """Dtypes of operands without scales: float32, bfloat16, float16, and float64 for gradient checks, which only
 portable backends support. Operands with scales are float8_e4m3fn or float8_e5m2 (`scaling.FLOAT8`)."""
 
-Scales: TypeAlias = tuple[Any, ...]
-"""(scale_x, scale_w), where scale_w is a list if the weights are one; empty for operands without scales."""
 
-
-def check_operands(
-    spec: OpSpec, x: Tensor, weights: list[Tensor], biases: list[Tensor], scales: Scales
-) -> None:
+def check_operands(spec: OpSpec, operands: CallOperands) -> None:
     """Checks dtypes, devices, layouts and shapes of operands.
 
     Args:
         spec: Definition of the op.
-        x: `[M, ..., K]`.
-        weights: `[N, K]` each.
-        biases: `[N]` each, as many as weights, or none.
-        scales: (scale_x, scale_w); empty for operands without scales.
+        operands: Operands of the caller; as many biases as weights, or none.
 
     Raises:
         TypeError: An operand is not a strided Tensor, its dtype is not supported (8 bits without scales
@@ -49,7 +41,8 @@ def check_operands(
             in dtype.
         ValueError: A shape does not fit, or the number of biases differs from the number of weights.
     """
-    op = spec.name
+    op, x, scales = spec.name, operands.x, operands.scales
+    weights, biases = operands.lists(spec)
     if not weights:
         raise ValueError(f"{op}: weight is an empty list; pass at least one weight [N, K]")
     if biases and len(biases) != len(weights):
@@ -93,31 +86,21 @@ def check_operands(
             )
 
 
-def check_scaled(
-    spec: OpSpec,
-    x: Tensor,
-    weights: list[Tensor],
-    biases: list[Tensor],
-    call: OpCall,
-    scale_x: Tensor,
-    scale_w: Any,
-) -> None:
+def check_scaled(spec: OpSpec, operands: CallOperands, call: OpCall) -> None:
     """Checks operands with scales, in addition to `check_operands`: dtypes, strides, and shapes of scales.
 
     Args:
         spec: Definition of the op.
-        x: `[M, ..., K]`, 8-bit.
-        weights: `[N, K]` each, 8-bit.
-        biases: `[N]` each, in `call.out_dtype`; or none.
+        operands: Operands of the caller. x and weights have 8 bits, biases `call.out_dtype`; scales are one
+            element, or one for each row or block.
         call: Options of the call; `block` names the elements that share a scale.
-        scale_x: Scales of x: one element, or one for each row or block.
-        scale_w: Scales of the weight in the same way, or a list.
 
     Raises:
         TypeError: A dtype is not supported, or scales are not of blocks and x is sent in parts of K.
         ValueError: A shape, a stride, `call.block`, `call.dim` or the number of scales does not fit.
     """
-    op, scales = spec.name, _each(scale_w)
+    op, x, scale_x, scales = spec.name, operands.x, operands.scale_x, _each(operands.scale_w)
+    weights, biases = operands.lists(spec)
     if len(scales) != len(weights):
         raise ValueError(f"{op}: {len(weights)} weights need as many scale_w, got {len(scales)}")
     if call.out_dtype not in OUT_DTYPES:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backends.op_call import SCHEMA, OpCall
+from ..backends.op_call import SCHEMA, CallOperands, OpCall
 from ..backends.portable_arithmetic import arithmetic_of
 from ..backends.scales.scaling import Scaled, dequantised, why_no_product, with_scales
 from ..epilogues.library import add_residual
@@ -95,9 +95,10 @@ class GemmOp(Registered):
         call = OpCall(*rest[-len(OpCall._fields) :])
         if self.spec.sums:
             call = call.summed(self.spec, x.shape[1], group_size(call.group))
+        run_op = chosen(self.spec, call, CallOperands(x, weight, bias)).run
         if not self.takes_lists:
-            return chosen(self.spec, call, x, weight, bias).run
-        run_op, keep = chosen(self.spec, call, x, weight, bias or ()).run, call.keep
+            return run_op
+        keep = call.keep
 
         def run(x: Tensor, weights: Any, biases: Any, *scales: Any) -> list[Tensor | None]:
             moved, outs = run_op(x, weights, biases or (), *scales)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..backends.epilogues import TensorKind, author_gradient
-from ..backends.op_call import OpCall
+from ..backends.op_call import CallOperands, OpCall
 from ..epilogues import Applied, epilogue_of
 from ..runtime.group import GroupLike
 from .calls import is_plain, needs_grad
@@ -45,9 +45,7 @@ NOTHING = InProduct()
 
 def apply_to_product(
     op: GemmOp,
-    x: Tensor,
-    weight: Any,
-    bias: Any,
+    operands: CallOperands,
     group: GroupLike,
     call: OpCall,
     applied: Any,
@@ -60,9 +58,7 @@ def apply_to_product(
 
     Args:
         op: Op that the autograd function calls.
-        x: `[M, ..., K]` before it is quantized.
-        weight: Weight, or a list if the op takes lists; shapes and `requires_grad` are read.
-        bias: Biases, of which `requires_grad` is read.
+        operands: Operands before they are quantized; shapes, dtypes and `requires_grad` are read.
         group: Group of the call.
         call: Options and extents of the caller.
         applied: Epilogue with its inputs.
@@ -74,17 +70,16 @@ def apply_to_product(
     Raises:
         TypeError, ValueError: The conditions of `call_with_epilogue`.
     """
-    epilogue, otherwise, inputs = with_tensors(op, x, applied)
-    check_epilogue(op, x, weight, call, epilogue, inputs)
-    if epilogue.has_gathered_rows:
-        call, inputs = with_gathered_rows(op, x, weight, bias, group, call, epilogue, inputs, ())
-        epilogue = epilogue.with_rows
-    tensors = x, weight, bias, inputs
-    if epilogue.gradient is None and needs_grad(*tensors):
+    applied = with_tensors(op, operands.x, applied)
+    check_epilogue(op, operands, call, applied)
+    if applied.epilogue.has_gathered_rows:
+        call, applied = with_gathered_rows(op, operands, group, call, applied)
+    epilogue, inputs, otherwise = applied
+    if epilogue.gradient is None and needs_grad(*operands, inputs):
         refuse_gradient(op, epilogue)
-    elif otherwise is None or is_plain(*tensors, as_op=False):
+    elif otherwise is None or is_plain(*operands, inputs, as_op=False):
         return list(product(call, InProduct(epilogue.key, otherwise), inputs))
-    return apply_to_results(op, product(call, NOTHING, ()), epilogue, inputs, otherwise)
+    return apply_to_results(op, product(call, NOTHING, ()), applied)
 
 
 def save(

@@ -115,10 +115,14 @@ class Registered:
             arguments: Arguments after the tensors.
         """
         if not is_plain(*tensors):
-            omitted = [None] * (self.tensors - len(tensors))
-            return getattr(torch.ops.overlap_gemm, self.name)(*tensors, *omitted, *arguments)
+            return self.by_dispatcher(tensors, arguments)
         run = self._run_with_gradient if needs_grad(*tensors) else self._run
         return enter(self._ranks(arguments), self.name, tensors[0], run, tensors, arguments)
+
+    def by_dispatcher(self, tensors: tuple[Any, ...], arguments: tuple[Any, ...]) -> Any:
+        """Calls the op by torch's dispatcher; arguments as in `call`."""
+        omitted = [None] * (self.tensors - len(tensors))
+        return getattr(torch.ops.overlap_gemm, self.name)(*tensors, *omitted, *arguments)
 
     def dispatched(self, tensors: tuple[Any, ...], arguments: tuple[Any, ...]) -> Any:
         """Returns the result of a call by torch's dispatcher, as the schema declares it."""

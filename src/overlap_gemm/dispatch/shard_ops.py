@@ -21,7 +21,7 @@ from ..backends.base import Problem
 from ..backends.collectives import all_gather_rows as _all_gather_rows
 from ..backends.collectives import collective, columns_to_rows, rows_to_columns
 from ..backends.collectives import reduce_scatter_rows as _reduce_scatter_rows
-from ..backends.op_call import OpCall
+from ..backends.op_call import CallOperands, OpCall
 from ..backends.select import choose
 from ..backends.torch_backend import reduce_scatter_padded
 from ..runtime import agree
@@ -81,7 +81,7 @@ def _bind_reduce_scatter_rows(
 ) -> Run:
     rows, columns = x.shape
     call = OpCall(group, rows, columns, chunk=chunk, backend=backend, deterministic=deterministic)
-    problem = Problem.of(GEMM_REDUCE_SCATTER.name, call, x, resolve(group))
+    problem = Problem.of(GEMM_REDUCE_SCATTER.name, call, CallOperands(x, None), resolve(group))
     ranks = compared("reduce_scatter_rows", x, group, rows=rows, chunk=chunk, width=columns)
     shards = Shards(x.shape[0], ranks.size, chunk)
     if choose(problem, backend).backend.deterministic or ranks.size == 1:

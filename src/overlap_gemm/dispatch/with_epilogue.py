@@ -5,7 +5,7 @@ epilogue's function on tensors. Autograd records both, and saves the sums. Other
 whose backend applies the epilogue in its kernel or after it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ..backends.epilogues import Applying, TensorKind, author_gradient, new_scales, result_dtype
-from ..backends.op_call import SCHEMA, OpCall
-from ..epilogues import Epilogue, epilogue_of
+from ..backends.op_call import SCHEMA, CallOperands, OpCall
+from ..epilogues import Applied, Epilogue, epilogue_of
 from ..runtime.group import Group, GroupLike, find, group_name
 from ..spec import ARGUMENTS, OPS
 from .autocast import autocast_call
@@ -23,7 +23,7 @@ from .calls import enter, is_plain, keep, layouts, needs_grad, state
 from .choosing import chosen, why_after
 from .epilogue_checks import check_epilogue, check_shapes, refuse_gradient, with_tensors
 from .lowering import Lowered, lower
-from .operands import Scales, shape_of
+from .operands import shape_of
 from .ops import GEMM_OPS, NO_GRADIENT, GemmOp, result_extents, without_none
 from .registered import Bound, Registered, Run
 from .shard_ops import all_gather_rows, new
@@ -56,9 +56,9 @@ class EpilogueOp(Registered):
 
     def _bind(self, x: Tensor, weight: Any, bias: Any, inputs: Any, *rest: Any) -> Run:
         call = OpCall(*rest[-len(OpCall._fields) :])
+        run_op, keeps = chosen(self.spec, call, CallOperands(x, weight, bias), inputs).run, call.keep
         if not self.takes_lists:
-            return chosen(self.spec, call, x, weight, bias, inputs).run
-        run_op, keeps = chosen(self.spec, call, x, weight, bias or (), inputs).run, call.keep
+            return run_op
 
         def run(x: Tensor, weights: Any, biases: Any, inputs: Any, *scales: Any) -> list[Tensor | None]:
             moved, outs = run_op(x, weights, biases or (), inputs, *scales)
@@ -185,44 +185,23 @@ class _Shapes(NamedTuple):
 
 
 class _PreparedApplied(NamedTuple):
-    """Prepared call of one signature; calling it with tensors runs the op and its epilogue."""
+    """Prepared call of one signature, as in `bound`."""
 
     bound: Bound
     shapes: _Shapes
 
-    def __call__(self, x: Tensor, weight: Any, bias: Any, inputs: list[Tensor], *scales: Any) -> list[Tensor]:
-        shapes = self.shapes
-        if shapes.lowered.dim is not None:
-            x, inputs = shapes.lowered.flatten(x), shapes.flat(inputs)
-        if scales:
-            return shapes.shaped(self.bound.run(x, weight, bias, inputs, *shapes.lowered.vectors(*scales)))
-        run = self.bound.with_gradient if needs_grad(x, weight, bias, inputs) else self.bound.run
-        return shapes.shaped(run(x, weight, bias, inputs))
-
 
 def call_with_epilogue(
-    op: GemmOp,
-    x: Tensor,
-    weight: Any,
-    bias: Any,
-    group: GroupLike,
-    call: OpCall,
-    applied: Any,
-    scale_x: Any = None,
-    scale_w: Any = None,
+    op: GemmOp, operands: CallOperands, group: GroupLike, call: OpCall, applied: Any
 ) -> list[Tensor]:
     """Calls an op and applies an epilogue to its sums.
 
     Args:
         op: Op to call, without an epilogue.
-        x: `[M, ..., K]`, as the caller passes it.
-        weight: `[N, K]`; a list of one weight, or of the two of a pair, if the op takes lists.
-        bias: `[N]` or None; a list, which may be empty, if the op takes lists.
+        operands: Operands of the caller; one weight, or the two of a pair, if the op takes lists.
         group: Process group, device mesh, name of a group, or None for the default group.
         call: Options and extents of the caller.
         applied: Epilogue with its inputs (`epilogues.Applied`).
-        scale_x: Scales of x; None without scales.
-        scale_w: Scales of the weight, or a list of them; None without scales.
 
     Returns:
         A list: the operand that was communicated, if the op takes lists of weights; the result; the outputs.
@@ -233,42 +212,34 @@ def call_with_epilogue(
             require a gradient; inputs may.
         ValueError: Shapes of weights or inputs do not fit, or `invariant=` does not allow the epilogue.
     """
-    scales: Scales = () if scale_x is None and scale_w is None else (scale_x, scale_w)
-    epilogue, otherwise, inputs = with_tensors(op, x, applied)
-    if op.takes_lists and not bias:
-        bias = None
-    is_seen_by_autograd_alone = is_plain(x, weight, bias, inputs, *scales)
-    has_gradient = epilogue.gradient is not None and len(scales) == 0  # Dynamo traces no `not` of a tuple
-    has_gradient = has_gradient or not needs_grad(x, weight, bias, inputs, *scales)
+    applied = with_tensors(op, operands.x, applied)
+    epilogue, inputs, otherwise = applied
+    is_seen_by_autograd_alone = is_plain(*operands, inputs)
+    has_gradient = epilogue.gradient is not None and operands.scale_x is None
+    has_gradient = has_gradient or not needs_grad(*operands, inputs)
     if not (is_seen_by_autograd_alone and has_gradient) or epilogue.has_gathered_rows:
-        check_epilogue(op, x, weight, call, epilogue, inputs)  # prepared calls have been checked
+        check_epilogue(op, operands, call, applied)  # prepared calls have been checked
     if epilogue.has_gathered_rows:
-        call, inputs = with_gathered_rows(op, x, weight, bias, group, call, epilogue, inputs, scales)
-        epilogue = epilogue.with_rows
-    after = op, x, weight, bias, group, call, epilogue, inputs, scales, otherwise
+        call, applied = with_gathered_rows(op, operands, group, call, applied)
     if not has_gradient:
         refuse_gradient(op, epilogue)
-        return _function_after(*after)
+        return _function_after(op, operands, group, call, applied)
     if is_seen_by_autograd_alone:
         ranks = find(group)
-        called = op, ranks, x, weight, bias, inputs, scales, call, epilogue, otherwise is not None
-        made: list[Tensor] | None = enter(ranks, op.name, x, _run, *called)
-        return _function_after(*after) if made is None else made
-    tensors = x, weight, bias, inputs, *scales
-    if otherwise is not None and not is_plain(*tensors, as_op=False):  # compilers fuse, too
-        return _function_after(*after)
-    fused = call._replace(epilogue=epilogue.key)
-    if not scales:
-        x, weight, bias, fused = autocast_call(x, weight, (bias or []) if op.takes_lists else bias, fused)
-        bias = None if isinstance(bias, list) and not bias else bias  # as above
-    shapes = _shapes_of(op, group_name(group), x, weight, bias, inputs, fused, scales)
-    through = getattr(torch.ops.overlap_gemm, op.with_epilogue.name)
+        made: list[Tensor] | None = enter(
+            ranks, op.name, operands.x, _run, op, ranks, operands, call, applied
+        )
+        return _function_after(op, operands, group, call, applied) if made is None else made
+    epilogue, inputs, _ = applied
+    if otherwise is not None and not is_plain(*operands, inputs, as_op=False):  # compilers fuse, too
+        return _function_after(op, operands, group, call, applied)
+    cast, fused = autocast_call(operands, call._replace(epilogue=epilogue.key))
+    shapes = _shapes_of(op, group_name(group), cast, fused, inputs)
     lowered = shapes.lowered
-    operands = lowered.flatten(x), weight, bias, shapes.flat(inputs)
-    if otherwise is not None and why_after(op.spec, lowered.call, *operands) is not None:
-        return _function_after(*after)
-    vectors = lowered.vectors(*scales) if scales else (None, None)
-    return shapes.shaped(through(*operands, *vectors, *lowered.call))
+    tensors = lowered.tensors(cast, shapes.flat(inputs))
+    if otherwise is not None and why_after(op.spec, lowered.call, tensors) is not None:
+        return _function_after(op, operands, group, call, applied)
+    return shapes.shaped(op.with_epilogue.by_dispatcher(tensors, lowered.call))
 
 
 def one_or_all(results: Sequence[Tensor]) -> Any:
@@ -277,17 +248,11 @@ def one_or_all(results: Sequence[Tensor]) -> Any:
 
 
 def with_gathered_rows(
-    op: GemmOp,
-    x: Tensor,
-    weight: Any,
-    bias: Any,
-    group: GroupLike,
-    call: OpCall,
-    epilogue: Epilogue,
-    inputs: list[Tensor],
-    scales: Scales,
-) -> tuple[OpCall, list[Tensor]]:
-    """Returns the call with its rows over all ranks, and the inputs, with local rows gathered."""
+    op: GemmOp, operands: CallOperands, group: GroupLike, call: OpCall, applied: Applied
+) -> tuple[OpCall, Applied]:
+    """Returns the call with its rows over all ranks, and the epilogue, with local rows gathered."""
+    epilogue, inputs, otherwise = applied
+    x = operands.x
     if not op.spec.gathers_operand:
         raise TypeError(
             f"{op.name}: epilogue {epilogue.name} has an input of kind 'gathered_rows', which only "
@@ -299,7 +264,7 @@ def with_gathered_rows(
                 f"{op.name}: input {name} of epilogue {epilogue.name} is for each row of this rank's x "
                 f"{shape_of(x)} and must be {list(x.shape[:-1])}, got {shape_of(tensor)}"
             )
-    lowered = lower(op.spec, group_name(group), x, weight, bias or [], call, scales).call
+    lowered = lower(op.spec, group_name(group), operands, call).call
     inner = x.movedim(lowered.dim, 0).shape[1:-1]
     total = _extent_of_one(lowered.rows, inner)
     full = []
@@ -309,66 +274,50 @@ def with_gathered_rows(
             rows = all_gather_rows(local, lowered.rows, lowered.chunk, lowered.group)
             tensor = rows.view(total, *inner).movedim(0, lowered.dim)
         full.append(tensor)
-    return call._replace(rows=total), full
+    return call._replace(rows=total), Applied(epilogue.with_rows, tuple(full), otherwise)
 
 
 def _run(
-    op: GemmOp,
-    ranks: Group,
-    x: Tensor,
-    weight: Any,
-    bias: Any,
-    inputs: list[Tensor],
-    scales: Scales,
-    call: OpCall,
-    epilogue: Epilogue,
-    in_kernel: bool,
+    op: GemmOp, ranks: Group, operands: CallOperands, call: OpCall, applied: Applied
 ) -> list[Tensor] | None:
-    """Returns the op's results; None if `in_kernel` is set and no kernel can apply the epilogue."""
-    key = (op.name, epilogue.key, in_kernel, layouts(x, weight, bias, inputs, *scales), call, state(x))
+    """Returns the op's results; None if `applied.otherwise` is to be applied after the op."""
+    epilogue, inputs, otherwise = applied
+    in_kernel = otherwise is not None
+    key = (op.name, epilogue.key, in_kernel, layouts(*operands, inputs), call, state(operands.x))
     prepared: _PreparedApplied | str | None = ranks.calls.get(key)
     if prepared is None:
-        check_epilogue(op, x, weight, call, epilogue, inputs)
-        call, of_op = call._replace(epilogue=epilogue.key), op.with_epilogue
-        shapes = _shapes_of(op, ranks.name, x, weight, bias, inputs, call, scales)
+        check_epilogue(op, operands, call, applied)
+        shapes = _shapes_of(op, ranks.name, operands, call._replace(epilogue=epilogue.key), inputs)
         lowered = shapes.lowered
-        operands = lowered.flatten(x), weight, bias, shapes.flat(inputs)
-        prepared = why_after(op.spec, lowered.call, *operands) if in_kernel else None
+        tensors = lowered.tensors(operands, shapes.flat(inputs))
+        prepared = why_after(op.spec, lowered.call, tensors) if in_kernel else None
         if prepared is None:
-            vectors = lowered.vectors(*scales) if scales else ()
-            prepared = _PreparedApplied(of_op.bound((*operands, *vectors), lowered.call), shapes)
+            prepared = _PreparedApplied(op.with_epilogue.bound(tensors, lowered.call), shapes)
         if op.spec.unresolved_axis is None or getattr(call, ARGUMENTS[op.spec.unresolved_axis]) != "exchange":
             keep(ranks, key, prepared)
-    return None if isinstance(prepared, str) else prepared(x, weight, bias, inputs, *scales)
+    if isinstance(prepared, str):
+        return None
+    bound, shapes = prepared
+    if shapes.lowered.dim is None and operands.scale_x is None:
+        tensors = *operands[:3], list(inputs)
+    else:
+        tensors = shapes.lowered.tensors(operands, shapes.flat(inputs))
+    run = bound.with_gradient if needs_grad(*tensors) else bound.run
+    return shapes.shaped(run(*tensors))
 
 
 def _function_after(
-    op: GemmOp,
-    x: Tensor,
-    weight: Any,
-    bias: Any,
-    group: GroupLike,
-    call: OpCall,
-    epilogue: Epilogue,
-    inputs: list[Tensor],
-    scales: Scales,
-    otherwise: Callable[..., Any] | None,
+    op: GemmOp, operands: CallOperands, group: GroupLike, call: OpCall, applied: Applied
 ) -> list[Tensor]:
     """Calls the plain op, then applies the epilogue's function, or `otherwise`, to its results."""
-    biases = (bias or []) if op.takes_lists else bias
-    results = call_op(op, x, weight, biases, group, call, *scales)
+    results = call_op(op, operands, group, call)
     moved, products = (results[:1], results[1:]) if op.takes_lists else ([], [results])
-    return [*moved, *apply_to_results(op, products, epilogue, inputs, otherwise)]
+    return [*moved, *apply_to_results(op, products, applied)]
 
 
-def apply_to_results(
-    op: GemmOp,
-    products: Sequence[Tensor],
-    epilogue: Epilogue,
-    inputs: list[Tensor],
-    otherwise: Callable[..., Any] | None,
-) -> list[Tensor]:
+def apply_to_results(op: GemmOp, products: Sequence[Tensor], applied: Applied) -> list[Tensor]:
     """Returns the results of the epilogue's function, or `otherwise`, on the results of the plain op."""
+    epilogue, inputs, otherwise = applied
     if otherwise is not None:
         made = otherwise(*products)
         return list(made) if isinstance(made, tuple) else [made]
@@ -386,10 +335,11 @@ def _extent_of_one(rows: Any, others: Sequence[Any]) -> Any:
 
 
 def _shapes_of(
-    op: GemmOp, group: str, x: Tensor, weight: Any, bias: Any, inputs: Any, call: OpCall, scales: Scales
+    op: GemmOp, group: str, operands: CallOperands, call: OpCall, inputs: Sequence[Tensor]
 ) -> _Shapes:
     """Returns the lowered call and the shapes of its inputs, which are checked."""
-    lowered = lower(op.spec, group, x, weight, (bias or []) if op.takes_lists else bias, call, scales)
+    x, weight = operands.x, operands.weight
+    lowered = lower(op.spec, group, operands, call)
     assert lowered.call.epilogue is not None
     epilogue, (rows, columns) = epilogue_of(lowered.call.epilogue), extents(op, lowered.call, weight)
     if is_partial := epilogue.is_partial(op.spec.sums):

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ..api.functional import gemm_all_reduce
 from ..backends.base import Problem
-from ..backends.op_call import OpCall, promises_of
+from ..backends.op_call import CallOperands, OpCall, promises_of
 from ..backends.select import choose
 from ..runtime.group import find
 from ..spec import GEMM_ALL_REDUCE
@@ -194,7 +194,7 @@ def _row_parallel(x: Tensor, weight: Tensor, bias: Tensor | None, k: int) -> Ten
     ranks = find(group)
     rows = x.numel() // x.shape[-1] if x.shape[-1] else 0
     call = OpCall(rows=rows, columns=weight.shape[0], k=k, invariant=_invariant())
-    if call.invariant or _overlaps(Problem.of(GEMM_ALL_REDUCE.name, call, x, ranks)):
+    if call.invariant or _overlaps(Problem.of(GEMM_ALL_REDUCE.name, call, CallOperands(x, None), ranks)):
         return gemm_all_reduce(x, weight, bias=bias, group=group, k=k, invariant=call.invariant)
     # As in vLLM, the bias is added to one rank's product.
     return tensor_model_parallel_all_reduce(F.linear(x, weight, bias if ranks.rank == 0 else None))
@@ -227,7 +227,7 @@ def _scaled_row_parallel(
     ranks = find(group)
     rows, columns = x.shape[0], weight.shape[1]
     call = OpCall(rows=rows, columns=columns, k=k, out_dtype=out_dtype, invariant=_invariant())
-    if call.invariant or _overlaps(Problem.of(GEMM_ALL_REDUCE.name, call, x, ranks, weight)):
+    if call.invariant or _overlaps(Problem.of(GEMM_ALL_REDUCE.name, call, CallOperands(x, weight), ranks)):
         by_row = scale_x.reshape(-1, 1) if scale_x.numel() > 1 else scale_x
         by_column = scale_w.reshape(1, -1) if scale_w.numel() > 1 else scale_w
         bias = None if bias is None else bias.to(out_dtype)

@@ -29,7 +29,8 @@ from ...tuning.settings import late_weights, settings, within
 from ...tuning.space import choose_config, constants
 from ...tuning.time_model import Facts
 from ..base import Problem
-from ..epilogues import Applying, read_by_kernel
+from ..epilogues import read_by_kernel
+from ..op_call import CallOperands
 from ..scales.block_scales import gathered_scales, layout_of, num_bytes
 from ..scales.tma_operands import ROW_ELEMENTS, aligned, has_tma_strides, major, padded
 from . import plan_cache as plans
@@ -261,22 +262,15 @@ def _make_plan(
 
 
 def bind(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor],
-    shards: Shards,
-    group: Group,
-    keep: bool,
-    out_dtype: torch.dtype | None = None,
-    blocks: Blocks | None = None,
-    applying: Applying | None = None,
+    problem: Problem, operands: CallOperands, shards: Shards, group: Group
 ) -> Callable[..., tuple[Tensor, list[Tensor]]]:
     """Returns the bound function of an all-to-all GEMM (`Backend.bind`).
 
-    Collective at the first call of a signature. `applying` is an epilogue with its dtypes, or None. The other
-    arguments are those of `all_to_all_gemm`. The function launches the plan directly if no operand needs a
+    Collective at the first call of a signature. The function launches the plan directly if no operand needs a
     copy.
     """
+    x, (weights, biases) = operands.x, operands.lists(problem.spec)
+    keep, out_dtype, blocks, applying = problem.keep, problem.out_dtype, problem.blocks, problem.applying
     visitor = None if applying is None else applying.visitor
 
     def run(

@@ -35,6 +35,7 @@ from ..epilogues import (
     written_by_kernel,
     written_without_kernel,
 )
+from ..op_call import CallOperands
 from ..scales.block_scales import layout_of
 from ..scales.tma_operands import ROW_BYTES, ROW_ELEMENTS, aligned, aligned_vector, has_tma_strides, major
 from . import exchange_plans as exchange
@@ -169,35 +170,32 @@ class Fused:
         return why_after(problem, columns)
 
     def bind(
-        self, problem: Problem, x: Tensor, weight: Any, bias: Any, shards: Shards, group: Group
+        self, problem: Problem, operands: CallOperands, shards: Shards, group: Group
     ) -> Callable[..., Any]:
         """Returns the bound function (`Backend.bind`). Collective at the first call of a signature."""
         with promised(problem.promises, problem.spec, group.size):
-            return self._bind(problem, x, weight, bias, shards, group)
+            return self._bind(problem, operands, shards, group)
 
     def _bind(
-        self, problem: Problem, x: Tensor, weight: Any, bias: Any, shards: Shards, group: Group
+        self, problem: Problem, operands: CallOperands, shards: Shards, group: Group
     ) -> Callable[..., Any]:
         """Binds by the helper for the op: gathered x, exchanged x, several weights, or one weight."""
         if problem.spec.gathers_operand:
-            return gather.bind(
-                x, weight, bias, shards, group, problem.keep, problem.out_dtype, problem.blocks,
-                problem.applying,
-            )  # fmt: skip
+            return gather.bind(problem, operands, shards, group)
         if problem.spec.operand_is_sent:
-            how = problem.keep, problem.out_dtype, problem.blocks, problem.applying
-            return exchange.bind(x, weight, bias, shards, group, *how)
+            return exchange.bind(problem, operands, shards, group)
         if problem.spec.takes_lists:
-            return lists.bind(problem, x, weight, bias, shards, group, self._bind_one)
-        return self._bind_one(problem, x, weight, bias, shards, group)
+            return lists.bind(problem, operands, shards, group, self._bind_one)
+        return self._bind_one(problem, operands, shards, group)
 
     def _bind_one(
-        self, problem: Problem, x: Tensor, weight: Any, bias: Any, shards: Shards, group: Group
+        self, problem: Problem, operands: CallOperands, shards: Shards, group: Group
     ) -> Callable[..., Any]:
         """Binds an op of one weight; aligned operands skip all checks and use the plan directly."""
         if problem.applying is not None:
-            return self._bind_with_epilogue(problem, problem.applying.visitor, x, weight, bias, shards, group)
+            return self._bind_with_epilogue(problem, problem.applying.visitor, operands, shards, group)
         op, depth, dtype = problem.spec, problem.k, problem.out_dtype
+        x, weight, bias, *_ = operands
         extents = sizes(op, x, weight, shards, group)
         shape, _, (_, columns) = extents
 
@@ -228,16 +226,10 @@ class Fused:
         return run_as_planned
 
     def _bind_with_epilogue(
-        self,
-        problem: Problem,
-        visitor: Visitor,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        shards: Shards,
-        group: Group,
+        self, problem: Problem, visitor: Visitor, operands: CallOperands, shards: Shards, group: Group
     ) -> Callable[..., list[Tensor]]:
         """Binds an op whose kernel applies an epilogue (`visitor`) after the bias."""
+        x, weight, bias, *_ = operands
         op, depth, extents = problem.spec, problem.k, sizes(problem.spec, x, weight, shards, group)
         out_dtype, blocks = problem.out_dtype, problem.blocks
 

@@ -20,7 +20,9 @@ from ...exchange.geometry import ExchangeShape
 from ...runtime.group import Group
 from ...spec.sharding import Shards
 from ...tuning.settings import late_weights, settings, within
-from ..epilogues import Applying, new_scales, read_by_kernel, result_dtype
+from ..base import Problem
+from ..epilogues import new_scales, read_by_kernel, result_dtype
+from ..op_call import CallOperands
 from ..scales.block_scales import layout_of
 from ..scales.block_scales import scales_of_shard as scales_of_blocks
 from ..scales.scaling import scales_of_shard as scales_of_rows
@@ -42,21 +44,14 @@ from .plan_cache import bias_visitor
 
 
 def bind(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor],
-    shards: Shards,
-    group: Group,
-    keep: bool,
-    out_dtype: torch.dtype | None = None,
-    blocks: Blocks | None = None,
-    applying: Applying | None = None,
+    problem: Problem, operands: CallOperands, shards: Shards, group: Group
 ) -> Callable[..., tuple[Tensor, list[Tensor]]]:
     """Returns the bound function of an all-gather GEMM (`Backend.bind`).
 
-    Collective at the first call of a signature. `applying` is an epilogue with its dtypes, or None. The other
-    arguments are those of `all_gather_gemm`.
+    Collective at the first call of a signature.
     """
+    x, (weights, biases) = operands.x, operands.lists(problem.spec)
+    keep, out_dtype, blocks, applying = problem.keep, problem.out_dtype, problem.blocks, problem.applying
     rows, depth = shards.total, x.shape[1]
     columns = [len(weight) for weight in weights]
     if applying is not None:

@@ -19,6 +19,7 @@ from ...spec import PATTERNS, patterns_of
 from ...spec.sharding import Shards
 from ...tuning.settings import late_weights, settings, within
 from ..base import Problem
+from ..op_call import CallOperands
 from ..scales.tma_operands import ROW_BYTES, aligned, aligned_vector, has_tma_strides, major
 from .plan_cache import bias_visitor, plan_for
 
@@ -45,9 +46,7 @@ def why_each(problem: Problem) -> str | None:
 
 def bind(
     problem: Problem,
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor],
+    operands: CallOperands,
     shards: Shards,
     group: Group,
     bind_one: Callable[..., Callable[..., Any]],
@@ -58,17 +57,16 @@ def bind(
 
     Args:
         problem: Problem of the call.
-        x: Local rows `[rows, K]`.
-        weights: Weights `[N_i, K]`, the same on all ranks.
-        biases: One `[N_i]` for each weight, or none.
+        operands: Local rows, and weights and biases that are the same on all ranks.
         shards: Division of the rows.
         group: Ranks that take part.
         bind_one: Binds the op for one weight and its bias, with the other arguments of this function.
     """
     if problem.applying is None and why_each(problem) is None:
-        return _bind_list(problem, x, weights, biases, shards, group)
+        return _bind_list(problem, operands, shards, group)
+    weights, biases = operands.lists(problem.spec)
     runs = [
-        bind_one(problem, x, weight, biases[i] if biases else None, shards, group)
+        bind_one(problem, CallOperands(operands.x, weight, biases[i] if biases else None), shards, group)
         for i, weight in enumerate(weights)
     ]
     return _bind_each(runs, problem.applying is not None)
@@ -99,8 +97,9 @@ def _bind_each(runs: Sequence[Callable[..., Any]], has_epilogue: bool) -> Run:
     return run
 
 
-def _bind_list(problem: Problem, x: Tensor, weights: Any, biases: Any, shards: Shards, group: Group) -> Run:
+def _bind_list(problem: Problem, operands: CallOperands, shards: Shards, group: Group) -> Run:
     """Returns the bound function of one launch for all weights; the arguments are those of `bind`."""
+    x, (weights, biases) = operands.x, operands.lists(problem.spec)
     columns = [Shards.even(len(weight), group.size) for weight in weights]
     chunks = tuple(of.chunk for of in columns)
     total = sum(chunks)
@@ -134,13 +133,13 @@ def _bind_list(problem: Problem, x: Tensor, weights: Any, biases: Any, shards: S
     ) -> tuple[Tensor, list[Tensor]]:
         if not shards.total:
             return x, [x.new_empty(0, width, dtype=dtype) for width in widths]
-        a, operands = aligned(x), [aligned(weight) for weight in weights]
-        if len({major(weight, "n") for weight in operands}) > 1:
-            operands = [aligned(weight.contiguous()) for weight in operands]
-        are_copies = any(one is not other for one, other in zip(operands, weights, strict=True))
+        a, matrices = aligned(x), [aligned(weight) for weight in weights]
+        if len({major(weight, "n") for weight in matrices}) > 1:
+            matrices = [aligned(weight.contiguous()) for weight in matrices]
+        are_copies = any(one is not other for one, other in zip(matrices, weights, strict=True))
         with late_weights(are_copies):
-            plan = plan_of(a, operands)
-        return x, launch(plan, a, operands, biases, scales)
+            plan = plan_of(a, matrices)
+        return x, launch(plan, a, matrices, biases, scales)
 
     run = within(settings(), run)  # later calls use the settings of this one
     majors = {major(weight, "n") for weight in weights}
