@@ -13,12 +13,16 @@ PLANTED = "\n    planted: int = 0\n\n    @property"
 SCRIPT = """
 import torch
 import overlap_gemm
+from cute_emulator import Emulator
+from overlap_gemm.backends.fused import exchange_plans, gather_plans, plan_cache
 from overlap_gemm.backends.op_call import OpCall, CallOperands
 from overlap_gemm.dispatch.ops import GEMM_OPS
 from overlap_gemm.dispatch.bound import call_op
 from overlap_gemm.dispatch.lowering import lower
 from overlap_gemm.runtime.group import LOCAL, resolve
+from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.spec import OPS
+from overlap_gemm.spec.sharding import Shards
 
 x, weight, group = torch.randn(6, 4), torch.randn(8, 4), resolve(LOCAL)
 overlap_gemm.register  # loads all ops
@@ -40,6 +44,23 @@ for name, spec in OPS.items():
     # The facts that ranks exchange together with lengths.
     assert spec.unresolved_axis is None or dict(lowered.facts)["planted"] == 7
     assert lowered.call.planted == 7 == lowered.call.backward().planted
+
+# The 32 bits that fused kernels compare on the device.
+launched = []
+plan_cache.compiled_kernel = lambda *_, **__: lambda *arguments: launched.append(arguments[-3])
+gather_plans.compiled_gather = exchange_plans.compiled_gather = plan_cache.compiled_kernel
+with Emulator("sm_90a", 2) as emulator, VirtualWorld(2, emulator=emulator) as world:
+    for name, spec in OPS.items():
+        x, weight = (
+            torch.ones(shape, dtype=torch.bfloat16)
+            for shape in spec.shapes(64, 64, 64, Shards.owned_by(2, 0))
+        )
+        operands, signatures = CallOperands(x, [weight] if spec.takes_lists else weight), []
+        for planted in (0, 1, 1, 2):
+            call = OpCall(backend="fused", rows=64, columns=64, k=64, planted=planted)
+            call_op(GEMM_OPS[name], operands, world.names[0], call)
+            signatures.append(getattr(launched[-1], "exchange", launched[-1]).signature)
+        assert signatures[1] == signatures[2] and len({*signatures}) == 3, (name, signatures)
 """
 
 

@@ -215,6 +215,24 @@ def test_a_peer_that_never_comes_is_a_time_out():
     assert isinstance(found.error, CommTimeoutError) and not found.wrong, found
 
 
+# --- calls of one layout ---
+
+
+def test_an_option_without_effect_on_layouts_that_differs_is_named():
+    """Compares `deterministic`, with which no backend but torch does anything else."""
+    x, weight = torch.ones(128, 64).bfloat16(), torch.ones(64, 64).bfloat16()
+    with world_of("sm_90a", 2) as world:
+        for ordered in (True, False):
+            for rank, name in enumerate(world.names):
+                how = {"group": name, "backend": "fused", "deterministic": ordered or rank == 0}
+                overlap_gemm.gemm_reduce_scatter(x, weight, **how)
+            if ordered:
+                world.synchronize()
+        with pytest.raises(MismatchedCallsError) as caught:
+            world.synchronize()
+    assert "deterministic=True" in str(caught.value) and "deterministic=False" in str(caught.value)
+
+
 # --- kinds that differ in how sums are cut into units alone ---
 
 

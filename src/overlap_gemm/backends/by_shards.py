@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -87,6 +87,10 @@ class ByShards:
     def is_open(self) -> bool:
         """Returns whether the plan may still be used; see `Plan.is_open`."""
         return self.plan.is_open
+
+    def signed(self, options: str) -> ByShards:
+        """Returns the plan of calls with these options; see `Plan.signed`."""
+        return replace(self, plan=self.plan.signed(options))
 
     @contextmanager
     def call(self, shard: Tensor, *others: Tensor | None) -> Iterator[Iterator[tuple[int, Tensor]]]:
@@ -218,8 +222,8 @@ def plan_for(group: Group, x: Tensor, shards: Shards) -> ByShards:
         CaptureError: The plan does not exist yet, and a CUDA graph is being captured.
     """
     peers, depth = peers_for(group, x.device), x.shape[1]
-    key = ("all_gather_gemm by copies", x.dtype, depth, shards)
-    return keep_plan(peers, key, lambda: _make_plan(peers, x.dtype, depth, shards))
+    key = ("all_gather_gemm by copies", x.dtype, depth, shards, group.signed)
+    return keep_plan(peers, key, lambda: _make_plan(peers, x.dtype, depth, shards).signed(group.signed))
 
 
 def _make_plan(peers: Peers, dtype: torch.dtype, depth: int, shards: Shards) -> ByShards:

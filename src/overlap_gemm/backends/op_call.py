@@ -159,6 +159,15 @@ class OpCall(NamedTuple):
             if name not in ("group", *PER_RANK)
         )
 
+    @property
+    def signed(self) -> str:
+        """Returns `agreed` without lengths and defaults, as text; fused kernels compare it in every call.
+
+        Lengths are part of the layouts that kernels compare, as far as ranks must have the same.
+        """
+        usual, shared = _DEFAULTS._asdict(), self.agreed()
+        return ", ".join(f"{n}={value}" for n, value in shared if value != usual[n] and n not in LENGTHS)
+
     def backward(self, **changes: Any) -> "OpCall":
         """Returns the call for an op of the backward pass, with these fields changed, without an epilogue.
 
@@ -192,7 +201,7 @@ class OpCall(NamedTuple):
 
     def __str__(self) -> str:
         """Returns the options that differ from the defaults, as keyword arguments; for messages."""
-        left_out = ("group", "backend", "chunk", *ARGUMENTS.values())
+        left_out = ("group", "backend", *LENGTHS)
         fields = zip(self._fields, self, _DEFAULTS, strict=True)
         options = [(n, v) for n, v, usual in fields if n not in left_out and v != usual and v is not False]
         return ", ".join(f"{name}={value}" for name, value in options)
@@ -200,6 +209,9 @@ class OpCall(NamedTuple):
 
 PER_RANK = ("reserve_sms", "copied_weight")
 """Fields that may differ between ranks."""
+
+LENGTHS = ("chunk", *ARGUMENTS.values())
+"""Fields that are extents."""
 
 _DEFAULTS = OpCall()
 _BLOCKS = {str(name): blocks for name, blocks in NAMED_BLOCKS.items()}

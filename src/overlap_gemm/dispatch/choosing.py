@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -55,7 +56,9 @@ def chosen(op: OpSpec, call: OpCall, operands: CallOperands, inputs: Sequence[Te
     problem, choice, facts = _agreed_choice(op, call, operands, inputs)
     shards = problem.shards
     log_choice(choice)
-    group = agree.of_calls(ranks, operands.x.device, facts) if choice.backend.verifies else ranks
+    group = replace(ranks, signed=problem.call.signed)
+    if choice.backend.verifies:
+        group = agree.of_calls(group, operands.x.device, facts)
     with configured(reserve_sms=call.reserve_sms), late_weights(call.copied_weight):
         run = _bound(choice, problem, operands, shards, group)
     if call.reserve_sms is not None:

@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..backends.op_call import CallOperands, Length, OpCall
+from ..backends.op_call import LENGTHS, CallOperands, Length, OpCall
 from ..backends.scales.scaling import OUT_DTYPES
 from ..backends.select import check_name
 from ..config.scale_blocks import MX
 from ..runtime import agree
 from ..runtime.group import group_rank, group_size, resolve
 from ..runtime.order import is_capturing
-from ..spec import ARGUMENTS, OpSpec
+from ..spec import OpSpec
 from ..spec.promises import Promises, check_promises
 from ..spec.sharding import Shards
 from ..tuning.settings import check_reserve_sms
@@ -177,11 +177,8 @@ def _facts(
     return (
         ("op", spec.name), ("dtype", x.dtype), ("k", x.shape[-1]), ("bias", len(biases) > 0),
         ("weights", len(weights)), ("inner", inner),
-        *((name, value) for name, value in call._replace(dim=dim).agreed() if name not in _LENGTHS),
+        *((name, value) for name, value in call._replace(dim=dim).agreed() if name not in LENGTHS),
     )  # fmt: skip
-
-
-_LENGTHS = ("chunk", *ARGUMENTS.values())
 
 
 def _check(spec: OpSpec, group: str, operands: CallOperands, call: OpCall) -> int:

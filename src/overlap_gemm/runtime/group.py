@@ -37,6 +37,8 @@ class Group:
         progress: Counters of the group's calls (`runtime.identity`).
         enter: Function that compares a transfer, by its name, with that of the other ranks before it begins
             (`runtime.agree.of_calls`); None: transfers are not compared.
+        signed: Options of a call that all ranks have, as text, which are part of the signature of its
+            fused kernels (`runtime.identity`).
     """
 
     name: str
@@ -47,6 +49,7 @@ class Group:
     agreed: set[Hashable] = field(default_factory=set, repr=False, compare=False)
     progress: Progress = field(default_factory=Progress, repr=False, compare=False)
     enter: Callable[[str], None] | None = field(default=None, repr=False, compare=False)
+    signed: str = field(default="", repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Makes the group one thread's if it has peers."""

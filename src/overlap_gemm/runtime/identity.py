@@ -4,7 +4,7 @@ Ranks that exchange data must be in the same call. On the device the epoch of a 
 whatever launched them, including replays of a graph. The *signature*, 32 bits next to the epoch, covers the
 rest (:mod:`overlap_gemm.exchange.call`):
 
-- the facts that the ranks' calls must have in common (`call_signature`);
+- the facts that the ranks' calls must have in common: layouts (`call_signature`), options (`with_options`);
 - the number of the group's calls that raised before their launch (`Progress`). Otherwise a call that one rank
   skipped is paired with the peers' next call.
 
@@ -59,7 +59,20 @@ def call_signature(op: str, **shared: Any) -> int:
         op: Name of the op.
         **shared: Facts that are equal on all ranks in such a call; the digest is over their `str`.
     """
-    text = f"{op}({', '.join(f'{name}={value}' for name, value in shared.items())})"
+    return _signature_of(f"{op}({', '.join(f'{name}={value}' for name, value in shared.items())})")
+
+
+def with_options(signature: int, options: str) -> int:
+    """Returns the signature of a call with options that do not change its layout.
+
+    Args:
+        signature: Signature of the layout, from `call_signature`.
+        options: Options that are equal on all ranks in such a call, as text.
+    """
+    return _signature_of(f"{describe(signature)} with {options}") if options else signature
+
+
+def _signature_of(text: str) -> int:
     digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=BITS // 8).digest(), "little")
     _described[digest] = text
     return digest

@@ -176,13 +176,25 @@ def plan_for(
     peers, requested = peers_for(group, x.device), settings()
     kinds = tuple((len(weight), major(weight, "n"), weight.dtype) for weight in weights)
     depth, scaled = x.shape[1], (out_dtype, blocks)
-    key = (ALL_TO_ALL_GEMM.name, x.dtype, shards, depth, kinds, epilogue, keep, scaled, requested)
+    key = (
+        ALL_TO_ALL_GEMM.name,
+        x.dtype,
+        shards,
+        depth,
+        kinds,
+        epilogue,
+        keep,
+        scaled,
+        requested,
+        group.signed,
+    )
     plan: Plan | None = peers.plans.get(key)
     if plan is not None and plan.is_open:
         return plan
     reserve = peers.reserve_sms if requested.reserve_sms is None else requested.reserve_sms
+    how = epilogue, keep, reserve, *scaled
     return keep_plan(
-        peers, key, lambda: _make_plan(peers, x.dtype, shards, depth, kinds, epilogue, keep, reserve, *scaled)
+        peers, key, lambda: _make_plan(peers, x.dtype, shards, depth, kinds, *how).signed(group.signed)
     )
 
 

@@ -153,13 +153,27 @@ def plan_for(
         else (len(weight), major(weight, "n"), weight.dtype)
         for weight in weights
     )
-    key = (ALL_GATHER_GEMM.name, x.dtype, shards, depth, kinds, epilogue, keep, out_dtype, blocks, requested)
+    key = (
+        ALL_GATHER_GEMM.name,
+        x.dtype,
+        shards,
+        depth,
+        kinds,
+        epilogue,
+        keep,
+        out_dtype,
+        blocks,
+        requested,
+        group.signed,
+    )
     plan: Plan | None = peers.plans.get(key)
     if plan is not None and plan.is_open:
         return plan
     reserve = peers.reserve_sms if requested.reserve_sms is None else requested.reserve_sms
     how = epilogue, keep, reserve, out_dtype, blocks
-    return keep_plan(peers, key, lambda: _make_plan(peers, x.dtype, shards, depth, kinds, *how))
+    return keep_plan(
+        peers, key, lambda: _make_plan(peers, x.dtype, shards, depth, kinds, *how).signed(group.signed)
+    )
 
 
 def _make_plan(

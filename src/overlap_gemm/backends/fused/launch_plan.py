@@ -7,7 +7,7 @@ second stream                                        copies or a relay kernel, a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from ...config.gemm_config import GemmConfig
 from ...exchange.geometry import END, FLAG_BYTES, Puts
 from ...runtime.executor import Executor
-from ...runtime.identity import after_skipped
+from ...runtime.identity import after_skipped, with_options
 from ...runtime.memory.workspace import Workspace
 from ...spec import OPS, PATTERNS
 
@@ -187,6 +187,12 @@ class Plan:
         if not self.executor.is_open:
             return False
         return self.workspace is None or self.workspace.is_open
+
+    def signed(self, options: str) -> Plan:
+        """Returns the plan of calls with these options (`runtime.identity.with_options`)."""
+        if self.workspace is None:
+            return self
+        return replace(self, signature=with_options(self.signature, options))
 
     @property
     def steps(self) -> tuple[int | None, int | None]:

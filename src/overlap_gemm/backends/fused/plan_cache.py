@@ -93,16 +93,17 @@ def plan_for(
         RuntimeError: Puts are needed or configured, and NVSHMEM cannot be linked.
     """
     peers, requested = peers_for(group, device), settings()
-    key = (dtype, shape, a_major, b_major, epilogue, depth, out_dtype, blocks, weight_dtype, requested)
+    operands = dtype, a_major, b_major, out_dtype, blocks, weight_dtype
+    key = (shape, epilogue, depth, operands, requested, group.signed)
     plan: Plan | None = peers.plans.get(key)
     if plan is not None:
         return plan
-    agreed, (kind, operands) = peers.agreed, kind_of(dtype, out_dtype, epilogue, blocks, weight_dtype)
-    operands |= {"a_major": a_major, "b_major": b_major, "weights": len(shape.weights) or 1}
+    agreed, (kind, fields) = peers.agreed, kind_of(dtype, out_dtype, epilogue, blocks, weight_dtype)
+    fields |= {"a_major": a_major, "b_major": b_major, "weights": len(shape.weights) or 1}
     shape = _with_pattern(peers, kind, shape, depth, blocks, epilogue)
-    config = default_config(agreed.arch, kind, shape, agreed.num_sms, depth, **operands)
+    config = default_config(agreed.arch, kind, shape, agreed.num_sms, depth, **fields)
     reserve = peers.reserve_sms if requested.reserve_sms is None else requested.reserve_sms
-    return keep_plan(peers, key, lambda: _make_plan(peers, config, shape, reserve))
+    return keep_plan(peers, key, lambda: _make_plan(peers, config, shape, reserve).signed(group.signed))
 
 
 def kind_of(
