@@ -22,6 +22,7 @@ device (`runtime.identity`): MismatchedCallsError, or CommTimeoutError if a rank
 
 import hashlib
 import os
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -203,7 +204,7 @@ def of_calls(group: Group, device: torch.device, facts: Facts) -> Group:
         return group
     progress = group.progress
     has_messages = device.type == "cpu" and group.has_gloo
-    known: dict[tuple[str, int], torch.Tensor] = {}
+    known: dict[tuple[str, int], tuple[torch.Tensor, bytes]] = {}
     noted: dict[tuple[str, int], tuple[int, str]] = {}
 
     def note(kind: tuple[str, int]) -> None:
@@ -221,10 +222,11 @@ def of_calls(group: Group, device: torch.device, facts: Facts) -> Group:
         if not has_messages:
             note(kind)
         else:
-            if (expected := known.get(kind)) is None:
-                words = [progress.skipped, _digest((*facts, ("transfer", transfer)))]
-                expected = known[kind] = torch.tensor(words, dtype=torch.int64).repeat(group.size, 1)
-            if not torch.equal(exchange(group, expected[group.rank], facts[0][1]), expected):
+            if kind not in known:
+                words = progress.skipped, _digest((*facts, ("transfer", transfer)))
+                known[kind] = torch.tensor(words, dtype=torch.int64), struct.pack("2q", *words) * group.size
+            local, expected = known[kind]
+            if exchange(group, local, facts[0][1]) != expected:
                 _raise_difference(group, (*facts, ("transfer", transfer)))
         progress.events += 1
 
@@ -320,11 +322,12 @@ def _exchange(group: Group, device: torch.device, length: int, facts: Facts, des
     carrier = torch.device("cpu") if on_host else device
     local = torch.tensor([length, _digest(facts)], dtype=torch.int64, device=carrier)
     if on_host and group.has_gloo:
-        everyone = exchange(group, local, facts[0][1])
+        everyone = list(struct.iter_unpack("2q", exchange(group, local, facts[0][1])))
     else:
-        everyone = local.repeat(group.size, 1)
-        group.all_gather(everyone, local)
-    lengths, digests = everyone.t().tolist()
+        gathered = local.repeat(group.size, 1)
+        group.all_gather(gathered, local)
+        everyone = gathered.tolist()
+    lengths, digests = zip(*everyone, strict=True)
     if len(set(digests)) > 1:
         _raise_difference(group, described)
     return list(lengths)

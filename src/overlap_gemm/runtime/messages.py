@@ -6,6 +6,7 @@ arrived. gloo then sends directly instead of offering the message first, which t
 (benchmarks/results/cpu-identity.json).
 """
 
+import ctypes
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,20 +26,26 @@ class _Inbox:
     """Posted receives of one rank.
 
     Attributes:
-        words: `[P, 2]` int64, into which messages are received; this rank's row is unused.
-        works: Handle of the receive of each peer's next message.
+        rows: Row of each rank in `[P, 2]` int64. This rank's is sent, messages are received into the others.
+        peers: Ranks other than this one.
+        works: Handle of the receive of each peer's next message, by rank.
         broken: Error that ended an exchange before all messages arrived; None: there was none.
     """
 
     def __init__(self, group: Group, carrier: dist.Backend) -> None:
-        self.words = torch.zeros(group.size, WORDS, dtype=torch.int64)
-        self.works = [
-            None if peer == group.rank else self.receive(carrier, peer) for peer in range(group.size)
-        ]
+        self._words = torch.zeros(group.size, WORDS, dtype=torch.int64)
+        self.rows, self.peers = self._words.unbind(), [r for r in range(group.size) if r != group.rank]
+        self._address, self._nbytes = self._words.data_ptr(), self._words.nbytes
+        self.works: dict[int, dist.Work] = {}
         self.broken: str | None = None
+        self.receive(carrier)
 
-    def receive(self, carrier: dist.Backend, peer: int) -> dist.Work:
-        """Returns the handle of a receive of the next message of `peer`.
+    def read(self) -> bytes:
+        """Returns a copy of all rows; tensors of 16 bytes take ten times as long."""
+        return ctypes.string_at(self._address, self._nbytes)
+
+    def receive(self, carrier: dist.Backend) -> None:
+        """Posts the receive of each peer's next message.
 
         A profiler must not record it: the receive ends in a later call, when the profiler may have stopped.
         torch then writes the end into freed memory.
@@ -47,7 +54,8 @@ class _Inbox:
         if watched:
             torch.autograd._enable_record_function(False)
         try:
-            return carrier.recv([self.words[peer]], peer, TAG)
+            for peer in self.peers:
+                self.works[peer] = carrier.recv([self.rows[peer]], peer, TAG)
         finally:
             if watched:
                 torch.autograd._enable_record_function(True)
@@ -57,8 +65,8 @@ _inboxes: "WeakKeyDictionary[dist.ProcessGroup, _Inbox]" = WeakKeyDictionary()
 """Inboxes by process group, and removed with it: a receive that outlives its group keeps connections open."""
 
 
-def exchange(group: Group, local: torch.Tensor, op: str) -> torch.Tensor:
-    """Returns every rank's `local` as `[P, 2]`. All ranks must call in the same order.
+def exchange(group: Group, local: torch.Tensor, op: str) -> bytes:
+    """Returns every rank's `local`, in rank order, as bytes. All ranks must call in the same order.
 
     Args:
         group: Group whose gloo backend sends tensors in host memory.
@@ -81,16 +89,15 @@ def exchange(group: Group, local: torch.Tensor, op: str) -> torch.Tensor:
             f"{op} on rank {group.global_rank(my_rank)}: the ranks of the group are out of step, because an "
             f"earlier exchange ended before all messages arrived: {inbox.broken}. Create a new group"
         )
-    everyone = local.repeat(group.size, 1)
-    peer = my_rank
+    row, peer = inbox.rows[my_rank], my_rank
     try:
-        sent = [(peer, carrier.send([local], peer, TAG)) for peer in range(group.size) if peer != my_rank]
-        for peer, work in enumerate(inbox.works):
-            if work is not None:
-                work.wait()
-                everyone[peer] = inbox.words[peer]
-                inbox.works[peer] = inbox.receive(carrier, peer)
-        for peer, work in sent:  # noqa: B007  used in the error message
+        row.copy_(local)
+        sent = [(peer, carrier.send([row], peer, TAG)) for peer in inbox.peers]
+        for peer, work in inbox.works.items():  # noqa: B007  used in the error message
+            work.wait()
+        everyone = inbox.read()
+        inbox.receive(carrier)
+        for peer, work in sent:  # noqa: B007  as above
             work.wait()
     except RuntimeError as error:
         rank, peer_rank = group.global_rank(my_rank), group.global_rank(peer)
