@@ -1,5 +1,7 @@
 """Calls that ranks compare afterwards, since no rank waits for the transfer: as over NCCL, without a GPU."""
 
+import contextlib
+import io
 import time
 
 import pytest
@@ -34,8 +36,13 @@ def until_named(group, op):
 
 def another_order(rank, size):
     group = dist.new_group()
-    for op in ("a", "b", "c") if rank == size - 1 else ("a", "c", "b"):
-        entering(group, op)
+    began = time.monotonic()
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
+        for op in ("a", "b", "c") if rank == size - 1 else ("a", "c", "b"):
+            entering(group, op)
+        while "disagree on call 2: rank" not in printed.getvalue():  # although no call follows
+            assert time.monotonic() - began < PATIENCE
+            time.sleep(0.05)
     message = until_named(group, "d")
     assert "disagree on call 2: rank" in message, message
     assert "op=b, rows=4, transfer=all-reduce" in message and "op=c, rows=4" in message, message
