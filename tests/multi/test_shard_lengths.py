@@ -1,7 +1,7 @@
 """Lengths of the others' shards, equal, said, or asked for; and what ranks learn where they differ."""
 
 import re
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from unittest import mock
 
@@ -165,6 +165,35 @@ def in_a_graph(rank, size):
 
 def test_no_exchange_in_a_graph(ranks):
     ranks(2).run(in_a_graph)
+
+
+def captured_without_a_total(rank, size):
+    """Calls that are known with uneven shards only: in a graph no number of rows would mean equal ones."""
+    weight, x = torch.ones(4, 3), torch.ones(4 - rank, 3)
+    ranks, call = find(None), partial(overlap_gemm.all_gather_gemm, weight=weight)
+    for rows in (7, "exchange"):
+        ranks.agreed.clear()
+        call(x, rows=rows)
+        with captured(ranks), pytest.raises(ValueError, match="no rows= means equal shards, but this rank's"):
+            call(x)
+    with captured(ranks):
+        assert len(call(torch.ones(6, 3))) == 12
+    assert len(call(torch.ones(4, 3))) == 8  # compared: equal
+    with captured(ranks):
+        assert len(call(torch.ones(4, 3))) == 8
+
+
+@contextmanager
+def captured(ranks):
+    """Takes calls without a number of rows for captured ones."""
+    ranks.calls.clear()
+    with mock.patch.object(lowering, "is_capturing", lambda device: True):
+        yield
+    ranks.calls.clear()
+
+
+def test_uneven_shards_without_a_total_are_refused_in_a_capture(ranks):
+    ranks(2).run(captured_without_a_total)
 
 
 def explained(rank, size):

@@ -128,7 +128,8 @@ def all_gather_gemm(
             later, the backend raises, or the group's timeout expires; ``OVERLAP_GEMM_CHECK=1`` compares at
             every call. "equal": like None, without a comparison. "exchange": the ranks exchange their numbers
             in every call, by a small all-gather between the hosts; ValueError in a graph (torch.compile's, or
-            captured).
+            captured). In a graph None is "equal"; ValueError in a captured one if earlier calls with as many
+            rows on this rank had uneven shards only.
         dim: Sharded dimension of `x_shard`: 0 for Megatron's `[s, b, h]`, 1 for `[b, s, h]` (which costs a
             copy unless b = 1).
         save_gathered: Save the gathered x for the weight gradient, P times the memory of the shard, instead

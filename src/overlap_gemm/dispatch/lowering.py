@@ -259,7 +259,8 @@ def total_extent(
     | None | first call with these facts | shares are equal |
     | "exchange" | every call | shares are as `torch.chunk` cuts |
 
-    In a graph (captured, or of torch.compile) None is taken as "equal", and "exchange" raises ValueError.
+    In a graph (captured, or of torch.compile) None is taken as "equal", and "exchange" raises ValueError. So
+    does None in a captured one if this rank's share is known from a call with uneven shares only.
 
     Args:
         op: Name of the op, for messages.
@@ -279,7 +280,9 @@ def total_extent(
         ranks = resolve(group)
         if passed is None:
             return agree.equal_length(op, what, length, x.device, ranks, facts, unit)
-        return agree.total_length(op, what, length, x.device, ranks, facts)
+        total = agree.total_length(op, what, length, x.device, ranks, facts)
+        _note_uneven(group, total, length, facts)
+        return total
     if passed == "exchange" and group_size(group) > 1:
         raise ValueError(
             f"{op}: {what}='exchange' communicates with the other ranks in every call, which a graph (of "
@@ -287,6 +290,13 @@ def total_extent(
             f"equal"
         )
     if passed is None or isinstance(passed, str):
+        if passed is None and not torch.compiler.is_compiling():
+            ranks = resolve(group)
+            if (_UNEVEN, length, facts) in ranks.agreed and not agree.is_equal(ranks, what, length, facts):
+                raise ValueError(
+                    f"{op}: in a captured graph no {what}= means equal shards, but this rank's {length} "
+                    f"{what} are known from uneven ones; pass {what}= as the total"
+                )
         return length * group_size(group)
     local = Shards.even(passed, group_size(group)).size(group_rank(group))
     if local != length:
@@ -294,7 +304,18 @@ def total_extent(
             f"{op}: of {what}={passed} rank {group_rank(group)} of {group_size(group)} owns {local} (as "
             f"torch.chunk cuts), but its operand has {length}"
         )
+    if not torch.compiler.is_compiling():
+        _note_uneven(group, passed, length, facts)
     return passed
+
+
+_UNEVEN = "uneven shards"
+
+
+def _note_uneven(group: str, total: int, length: int, facts: agree.Facts) -> None:
+    """Notes that this rank's share belongs to shares of unequal lengths."""
+    if total != length * group_size(group):
+        resolve(group).agreed.add((_UNEVEN, length, facts))
 
 
 def _known(op: str, what: str, passed: Length, local: int, group: str) -> int | None:

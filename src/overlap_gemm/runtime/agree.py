@@ -293,8 +293,8 @@ def equal_length(
         ValueError: On every rank, if the lengths are not equal.
         RuntimeError: On every rank, if the facts differ.
     """
-    facts = (*facts, (LENGTHS, f"no {what}=, compared"))
-    total, known = length * group.size, (length, facts)
+    known = length, facts = _compared(what, length, facts)
+    total = length * group.size
     if group.process_group is None or group.size == 1 or (known in group.agreed and not checking()):
         return total
     lengths = _exchange(group, device, length, facts, (*facts, (what, total * unit)))
@@ -307,6 +307,15 @@ def equal_length(
         )
     group.agreed.add(known)
     return total
+
+
+def is_equal(group: Group, what: str, length: int, facts: Facts) -> bool:
+    """Returns whether `equal_length` has compared these lengths."""
+    return _compared(what, length, facts) in group.agreed
+
+
+def _compared(what: str, length: int, facts: Facts) -> tuple[int, Facts]:
+    return length, (*facts, (LENGTHS, f"no {what}=, compared"))
 
 
 def _exchange(group: Group, device: torch.device, length: int, facts: Facts, described: Facts) -> list[int]:
