@@ -42,11 +42,12 @@ def test_an_all_reduce_to_8_bits_sends_no_results(monkeypatch):
     monkeypatch.setattr(plan_cache, "with_pattern", lambda *_: "two-shot by the model")
     agreed, shape = SimpleNamespace(arch="sm_90a", num_sms=132), ExchangeShape.even(128, 128, 2, "two_shot")
 
-    def pattern_with(one):
-        peers = SimpleNamespace(agreed=agreed)
-        return plan_cache._with_pattern(peers, "bf16", shape, None, None, (Visitor(one, ("f32",)),))
+    def pattern_with(*functions):
+        peers, visitors = SimpleNamespace(agreed=agreed), tuple(Visitor(one, ("f32",)) for one in functions)
+        return plan_cache._with_pattern(peers, "bf16", shape, None, None, visitors)
 
     assert pattern_with(epilogues.to_e4m3).pattern == "one_shot"
+    assert pattern_with(epilogues.add_bias, epilogues.to_e4m3).pattern == "one_shot"
     assert pattern_with(epilogues.scale_rows) == "two-shot by the model"
 
 

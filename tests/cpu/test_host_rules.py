@@ -1,6 +1,7 @@
 """Rules of the host side that hold between calls: each of these fails when the rule's line is broken."""
 
 import threading
+import warnings
 from collections import deque
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,9 +12,14 @@ import pytest
 import torch
 
 import overlap_gemm
-from overlap_gemm.backends import by_shards, decomposed, peer_access
+from overlap_gemm.api import float8
+from overlap_gemm.backends import by_shards, decomposed, epilogues, peer_access
+from overlap_gemm.backends.fused import compiled
 from overlap_gemm.backends.fused.launch_plan import Copies, LocalShard, Plan, Product
+from overlap_gemm.backends.fused.transport_hosts import STORES, requested_transport
 from overlap_gemm.backends.op_call import OpCall
+from overlap_gemm.backends.portable_arithmetic import arithmetic_of
+from overlap_gemm.backends.scales.block_scales import MxAtoms
 from overlap_gemm.config.gemm_config import GemmConfig
 from overlap_gemm.config.orders import LocalShardFirst, TileGrid, WorkList
 from overlap_gemm.config.scale_blocks import BLOCKS
@@ -25,9 +31,13 @@ from overlap_gemm.runtime import bootstrap, executor, messages
 from overlap_gemm.runtime.group import LOCAL, Group, resolve
 from overlap_gemm.runtime.ledger import Ledger
 from overlap_gemm.runtime.memory.workspace import CommTimeoutError, SizeClass, Workspace
-from overlap_gemm.spec import GEMM_REDUCE_SCATTER, OPS
+from overlap_gemm.spec import GEMM_REDUCE_SCATTER, OPS, TRANSPORTS
+from overlap_gemm.spec.promises import NO_PROMISES
+from overlap_gemm.spec.sharding import Shards
 from overlap_gemm.tuning import machine
-from overlap_gemm.tuning.machine import machine_for
+from overlap_gemm.tuning.epilogue_time import EpilogueTime
+from overlap_gemm.tuning.machine import load, machine_for
+from overlap_gemm.tuning.time_model import Facts, fused_input_exchange, fused_time
 
 X, WEIGHT = torch.randn(6, 4), torch.randn(8, 4)
 
@@ -341,3 +351,88 @@ def test_a_ledgers_later_calls_differ_if_an_earlier_one_did():
 def test_an_invariance_that_a_call_names_is_checked(op):
     with pytest.raises(ValueError, match="invariant='batch'"):
         getattr(overlap_gemm, op)(X, WEIGHT, backend="torch", invariant="batch")
+
+
+def test_each_time_of_a_partial_epilogue_is_its_own():
+    seconds = {"fused": 10.0, "torch": 20.0}
+    for kernel, operations in ((1.0, 2.0), (4.0, 5.0)):
+        added = EpilogueTime(kernel, operations, 0.0, is_partial=True).added(seconds, ["fused"])
+        assert added == {"fused": 10.0 + kernel, "torch": 20.0 + operations}
+
+
+def test_sums_that_return_are_read_and_written_once_more():
+    config, h200 = GemmConfig("sm_90a", (128, 128), mma="cooperative"), load("h200")
+    times = [
+        fused_time(config, Facts(op, 512, 1024, 2048, "bf16", 2), h200, 132, pattern)
+        for op, pattern in (("gemm_all_reduce", "two_shot"), ("gemm_reduce_scatter", "reduce_scatter"))
+    ]
+    more = (times[0].memory - times[1].memory) * h200.memory_rate
+    assert more == pytest.approx(2 * 512 * 1024 * 2)
+
+
+def test_an_exchange_of_clusters_of_two_takes_the_waves_of_half_the_sms():
+    config, facts = (
+        GemmConfig("sm_90a", (128, 128), mma="cooperative", cluster=(2, 1)),
+        Facts("all_to_all_gemm", 2048, 128, 2048, "bf16", 2),
+    )
+    four, one = (fused_input_exchange(config, facts, load("h200"), sms).waves for sms in (2, 8))
+    assert four > 2 * one, "four clusters, one at a time or all at once"
+
+
+def test_blocks_that_are_sent_have_the_columns_of_their_rank(monkeypatch):
+    exchange, spec = mock.Mock(), OPS["gemm_all_to_all"]
+    monkeypatch.setattr(decomposed, "_Exchange", lambda *_: exchange)
+    rest = Shards.even(len(X), 2), Group("pair", 0, 2), arithmetic_of(NO_PROMISES, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch resizes a block that does not fit
+        decomposed.Decomposed().by_collective(spec, X[:3], [WEIGHT[:5]], [], *rest)
+    assert torch.equal(exchange.post.call_args.args[0], X[:3] @ WEIGHT[3:5].t())
+
+
+def test_a_kernel_without_epilogues_is_named_by_its_own_op(monkeypatch):
+    monkeypatch.setattr(epilogues, "patterns_of", lambda _: ["bare"])
+    monkeypatch.setattr(epilogues, "PATTERNS", {"bare": SimpleNamespace(has_epilogue=False)})
+    for op in ("gemm_all_to_all", "all_to_all_gemm"):
+        applying = SimpleNamespace(epilogue=SimpleNamespace(pairs=False))
+        problem = SimpleNamespace(applying=applying, spec=OPS[op], num_weights=1)
+        assert f"the kernel of {op} is registered" in epilogues.why_after(problem, 64)
+
+
+def test_weights_that_were_made_for_a_call_are_not_read_early():
+    with mock.patch.object(float8, "call_op", return_value=[None, X]) as called:
+        float8.COPIES.all_gather_gemm(X, [WEIGHT], bias=None, group=None)
+    assert called.call_args.args[-1].copied_weight
+
+
+@pytest.mark.parametrize("puts", [False, True])
+def test_kernels_of_a_gather_are_kept_on_disk(monkeypatch, puts):
+    cache = mock.Mock()  # they call NVSHMEM with no transport; the relay kernel does
+    monkeypatch.setattr(compiled, "_from_cache", cache)
+    compiled.compiled_gather(
+        SimpleNamespace(is_full_device=True),
+        GemmConfig("sm_90a", (128, 128), mma="cooperative"),
+        True,
+        False,
+        puts,
+    )
+    assert cache.call_args.kwargs == {"puts": False}
+
+
+def test_packets_are_sent_by_no_transport_that_has_flags():
+    assert requested_transport(TRANSPORTS["peer_bulk"]) is STORES
+
+
+def test_fewer_scales_of_atoms_fill_the_first_bytes_of_a_matrix():
+    scale, matrix = torch.arange(6, dtype=torch.uint8), torch.zeros(2, 4, dtype=torch.int16)
+    MxAtoms().put(scale.view(2, 3), matrix)
+    assert matrix.view(torch.uint8).flatten().tolist() == [0, 1, 2, 3, 4, 5, *[0] * 10]
+
+
+def test_kernels_read_an_epilogues_matrix_where_tma_can():
+    memory = torch.zeros(8 * 24 + 8, dtype=torch.bfloat16)
+    first = -memory.data_ptr() // 2 % 8
+    for start, strides, readable in (
+        (0, (24, 1), True), (0, (8, 2), False), (0, (20, 1), False), (1, (24, 1), False),
+    ):  # fmt: skip
+        matrix = memory[first:].as_strided((4, 4), strides, first + start)
+        assert epilogues._is_aligned(matrix) == readable

@@ -116,6 +116,7 @@ def test_a_gather_enters_few_python_functions_and_copies_nothing(
     copied: list = []
     monkeypatch.setattr(Emulator, "copy", lambda *arguments: copied.append(arguments))
     monkeypatch.setattr(Emulator, "wait_stream", lambda *_: None)
+    monkeypatch.setattr(gathers, "prepared_gate", None)  # which calls of several weights have
     x, weight, launched, how = torch.randn(64, 256).to(DTYPE), torch.randn(24, 256).to(DTYPE), [], {}
     monkeypatch.setattr(
         gathers, "compiled_gather", lambda *_, **__: lambda *arguments: launched.append(arguments)

@@ -9,12 +9,12 @@ Calls made for their effect and keyword arguments are dropped, and a `return` re
 mutant that no test notices is either equivalent to the original or shows a test that is missing. For kernels
 there is ``cute_emulator.mutate``.
 
-    python -m tests.support.mutants tests/cpu/host_mutants.json 150 2711
+    python -m tests.support.mutants tests/cpu/host_mutants.json 50 2811
 
-draws 150 mutants of `PACKAGES` and writes which test file noticed each. For each mutant those files of
-`TESTS` run that enter its function, the fastest first. The functions that each enters are recorded once, in a
-file next to the data. Mutants that the data has are not tried again, but for survivors without a reason
-("why", written by hand); so it may be stopped at any time.
+draws 50 mutants of `PACKAGES` and writes which test file noticed each, next to other seeds' draws. For each
+mutant those files of `TESTS` run that enter its function, the fastest first. The functions that each enters
+are recorded once, in a file next to the data. Mutants that the draw has are not tried again, but for
+survivors without a reason ("why", written by hand); so it may be stopped at any time.
 """
 
 import ast
@@ -154,11 +154,11 @@ def chosen_tests(mutant: Mutant, entries: Sequence[tuple[str, float, set[str]]])
 
 def try_all(data: Path, count: int, seed: int) -> None:
     """Tries drawn mutants, and stores in `data` which test file noticed each, as the module says."""
-    known: dict[str, dict[str, Any]] = {}
-    if data.exists():
-        every = json.loads(data.read_text())["mutants"]
-        known = {one["mutant"]: one for one in every if one["noticed_by"] or one.get("why")}
-    found: list[dict[str, Any]] = list(known.values())
+    draws: list[dict[str, Any]] = json.loads(data.read_text())["draws"] if data.exists() else []
+    others = [draw for draw in draws if draw["seed"] != seed]
+    every = [one for draw in draws if draw["seed"] == seed for one in draw["mutants"]]
+    found = [one for one in every if one["noticed_by"] or one.get("why")]
+    known = {one["mutant"] for one in found}
     with ForkedTests() as runs:
         entries = _entries(data.with_suffix(".entries"), runs)
         for mutant in drawn(count, seed):
@@ -166,7 +166,7 @@ def try_all(data: Path, count: int, seed: int) -> None:
                 noticed = noticed_by(mutant, chosen_tests(mutant, entries), runs)
                 found.append({"mutant": str(mutant), "noticed_by": noticed})
                 print(*found[-1].values(), flush=True)
-                _keep(data, found, seed)
+                _keep(data, others, found, seed)
 
 
 def _entries(path: Path, runs: ForkedTests) -> list[tuple[str, float, set[str]]]:
@@ -181,12 +181,12 @@ def _entries(path: Path, runs: ForkedTests) -> list[tuple[str, float, set[str]]]
     return sorted(passed, key=lambda one: one[1])
 
 
-def _keep(data: Path, found: list[dict[str, Any]], seed: int) -> None:
+def _keep(data: Path, others: list[dict[str, Any]], found: list[dict[str, Any]], seed: int) -> None:
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=PACKAGE, capture_output=True, text=True
     )
-    report = {"commit": commit.stdout.strip(), "date": str(date.today()), "seed": seed, "mutants": found}
-    data.write_text(json.dumps(report, indent=1) + "\n")
+    draw = {"commit": commit.stdout.strip(), "date": str(date.today()), "seed": seed, "mutants": found}
+    data.write_text(json.dumps({"draws": [*others, draw]}, indent=1) + "\n")
 
 
 def _changes(tree: ast.AST) -> Iterator[tuple[ast.AST, Callable[[], object]]]:

@@ -239,7 +239,6 @@ def _make_plan(peers: Peers, dtype: torch.dtype, depth: int, shards: Shards) -> 
             "use another backend"
         )
     exchange = exchange_arguments(workspace, STORES, shards.chunk, peers.agreed.timeout_ns, executor)
-    exchange = exchange._replace(buffer_bytes=0)  # one buffer, whatever the epoch
     start = workspace.size.zeroed
     buffer = workspace.memory.local[start : start + shards.total * row_bytes].view(dtype).view(-1, depth)
     others = [(rank + i) % group.size for i in range(1, group.size)]
