@@ -40,6 +40,7 @@ ONE_OF_EACH = [NAMES[number] for number in (0, 2, 3, 6)]
 
 ALONE = [(NAMES[number], 1) for number in (0, 3)]
 """One rank of each architecture: its kernel is a plain GEMM, as in test_kernels.py."""
+QUICK = ALONE + [(kind, 4) for kind in ONE_OF_EACH]
 
 SHAPES = {
     "even": (256, 128, 128),
@@ -67,7 +68,7 @@ def run(arch, fields, ranks, sizes, *, mode="immediate", seed=0, launches=1, dty
 @pytest.mark.parametrize(
     ("kind", "ranks"),
     [
-        pytest.param(kind, ranks, marks=[] if ranks == 4 or (kind, ranks) in ALONE else pytest.mark.slow)
+        pytest.param(kind, ranks, marks=[] if (kind, ranks) in QUICK else pytest.mark.slow)
         for kind in NAMES
         for ranks in (1, 2, 3, 4)
     ],
