@@ -158,6 +158,9 @@ def by_policy(rank, size, folder):
             call(rank, size, backend="decomposed")
             with overlap_gemm.configured(tile=(128, 128)):  # a caller who names kernels has chosen
                 call(rank, size)
+            call(rank, size, partials="float32")  # what was measured may have no such kernel, or other bits
+            call(rank, size, invariant="batch")
+        assert explained(rank, size, partials="float32").backend.name == "torch"
     with begun_anew(Path(folder) / "2.json", "model"), mock.patch.object(autotuning, "_measured", never):
         call(rank, size)
         overlap_gemm.warmup(OP, (M + 4, N, K), dtype=torch.float32)

@@ -123,7 +123,7 @@ def measure_if_due(
     Returns:
         Whether a new measurement was made.
     """
-    if not uses_measurements(requested, group):
+    if not uses_measurements(requested, group, problem.promises):
         return False
     measurements = measurements_of(group, operands.x.device)
     if problem.kind in measurements.kinds:
@@ -170,7 +170,7 @@ def copy_measurement(
         group: Group of the calls.
         device: Device of this rank's tensors.
     """
-    if not uses_measurements(requested, group):
+    if not uses_measurements(requested, group, problem.promises):
         return
     measurements = measurements_of(group, device)
     measured = measurements.kinds.get(problem.kind)

@@ -107,8 +107,7 @@ class Problem:
             and (copies or (is_open and (x.dtype.itemsize == 2 or call.out_dtype is not None)))
         )
         weights = weight if isinstance(weight, (list, tuple)) else [weight]
-        # Measured kernels differ in bits.
-        is_measured = uses_measurements(requested, group) and call.invariant is None
+        is_measured = uses_measurements(requested, group, call.promises)
         return cls(
             op,
             call,

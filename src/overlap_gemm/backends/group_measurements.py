@@ -16,6 +16,7 @@ from ..runtime.agree import DisagreementError, differences, gather
 from ..runtime.compile_cache import dsl_version, source_digest
 from ..runtime.environment import choice, seconds
 from ..runtime.group import Group
+from ..spec.promises import NO_PROMISES, Promises
 from ..tuning.measured import (
     AUTOTUNE_VARIABLE,
     POLICIES,
@@ -64,18 +65,21 @@ class GroupMeasurements:
             self.policy = before
 
 
-def uses_measurements(requested: str, group: Group) -> bool:
+def uses_measurements(requested: str, group: Group, promises: Promises = NO_PROMISES) -> bool:
     """Returns whether measurements may determine the calls of a group.
 
     They may if `requested` leaves a choice of backend or of fused kernel, and the settings (`configured`)
-    name no kernel. The group must have several ranks and a process group.
+    name no kernel. The group must have several ranks and a process group. Calls with promises are not
+    measured: they exclude kernels, and differ in bits from one kernel to another.
 
     Args:
         requested: The caller's `backend=`.
         group: Group of the calls.
+        promises: Promises of the calls.
     """
     is_open = requested.startswith("fused") or requested.endswith("auto")
-    return is_open and group.process_group is not None and group.size > 1 and not settings().names_kernels
+    is_open &= promises == NO_PROMISES and not settings().names_kernels
+    return is_open and group.process_group is not None and group.size > 1
 
 
 _stored: dict[tuple[str, int], tuple[Group, GroupMeasurements]] = {}
