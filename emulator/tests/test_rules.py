@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import functools
 import importlib
 import itertools
 import re
@@ -75,6 +76,7 @@ def test_each_rule_is_in_the_file_of_its_name():
 FOLDER = Path(launch.__file__).parents[1]
 
 
+@functools.cache
 def texts(file):
     """Pieces of text of a file, of several words, but those that end a run."""
     tree = ast.parse(file.read_text())
