@@ -223,7 +223,7 @@ def plan_for(group: Group, x: Tensor, shards: Shards) -> ByShards:
     """
     peers, depth = peers_for(group, x.device), x.shape[1]
     key = ("all_gather_gemm by copies", x.dtype, depth, shards, group.signed)
-    return keep_plan(peers, key, lambda: _make_plan(peers, x.dtype, depth, shards).signed(group.signed))
+    return keep_plan(peers, group, key, lambda: _make_plan(peers, x.dtype, depth, shards))
 
 
 def _make_plan(peers: Peers, dtype: torch.dtype, depth: int, shards: Shards) -> ByShards:

@@ -44,6 +44,7 @@ from .plan_cache import (
     keep_plan,
     kind_of,
     peers_for,
+    reserve_of,
     resident_clusters,
 )
 from .transport_hosts import obtain_transport, requested_transport
@@ -177,25 +178,13 @@ def plan_for(
     kinds = tuple((len(weight), major(weight, "n"), weight.dtype) for weight in weights)
     depth, scaled = x.shape[1], (out_dtype, blocks)
     key = (
-        ALL_TO_ALL_GEMM.name,
-        x.dtype,
-        shards,
-        depth,
-        kinds,
-        epilogue,
-        keep,
-        scaled,
-        requested,
-        group.signed,
-    )
+        ALL_TO_ALL_GEMM.name, x.dtype, shards, depth, kinds, epilogue, keep, scaled, requested, group.signed,
+    )  # fmt: skip
     plan: Plan | None = peers.plans.get(key)
     if plan is not None and plan.is_open:
         return plan
-    reserve = peers.reserve_sms if requested.reserve_sms is None else requested.reserve_sms
-    how = epilogue, keep, reserve, *scaled
-    return keep_plan(
-        peers, key, lambda: _make_plan(peers, x.dtype, shards, depth, kinds, *how).signed(group.signed)
-    )
+    how = epilogue, keep, reserve_of(peers), *scaled
+    return keep_plan(peers, group, key, lambda: _make_plan(peers, x.dtype, shards, depth, kinds, *how))
 
 
 def _make_plan(

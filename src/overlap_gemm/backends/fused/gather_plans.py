@@ -49,6 +49,7 @@ from .plan_cache import (
     keep_plan,
     kind_of,
     peers_for,
+    reserve_of,
     resident_clusters,
     two_lists,
 )
@@ -154,26 +155,14 @@ def plan_for(
         for weight in weights
     )
     key = (
-        ALL_GATHER_GEMM.name,
-        x.dtype,
-        shards,
-        depth,
-        kinds,
-        epilogue,
-        keep,
-        out_dtype,
-        blocks,
-        requested,
+        ALL_GATHER_GEMM.name, x.dtype, shards, depth, kinds, epilogue, keep, out_dtype, blocks, requested,
         group.signed,
-    )
+    )  # fmt: skip
     plan: Plan | None = peers.plans.get(key)
     if plan is not None and plan.is_open:
         return plan
-    reserve = peers.reserve_sms if requested.reserve_sms is None else requested.reserve_sms
-    how = epilogue, keep, reserve, out_dtype, blocks
-    return keep_plan(
-        peers, key, lambda: _make_plan(peers, x.dtype, shards, depth, kinds, *how).signed(group.signed)
-    )
+    how = epilogue, keep, reserve_of(peers), out_dtype, blocks
+    return keep_plan(peers, group, key, lambda: _make_plan(peers, x.dtype, shards, depth, kinds, *how))
 
 
 def _make_plan(

@@ -46,6 +46,9 @@ class Reusable(Protocol):
     def is_open(self) -> bool:
         """Returns whether the object can still be used."""
 
+    def signed(self, options: str) -> Any:
+        """Returns the object for calls with these options (`Plan.signed`)."""
+
 
 P = TypeVar("P", bound=Reusable)
 
@@ -102,8 +105,8 @@ def plan_for(
     fields |= {"a_major": a_major, "b_major": b_major, "weights": len(shape.weights) or 1}
     shape = _with_pattern(peers, kind, shape, depth, blocks, epilogue)
     config = default_config(agreed.arch, kind, shape, agreed.num_sms, depth, **fields)
-    reserve = peers.reserve_sms if requested.reserve_sms is None else requested.reserve_sms
-    return keep_plan(peers, key, lambda: _make_plan(peers, config, shape, reserve).signed(group.signed))
+    reserve = reserve_of(peers)
+    return keep_plan(peers, group, key, lambda: _make_plan(peers, config, shape, reserve))
 
 
 def kind_of(
@@ -172,12 +175,21 @@ def _with_pattern(
     return with_pattern(agreed.arch, kind, shape, agreed.num_sms, depth, blocks)
 
 
-def keep_plan(peers: Peers, key: Hashable, make: Callable[[], P]) -> P:
-    """Returns the cached plan of a key; makes it if it is missing or closed. The lock of `peers` is held.
+def reserve_of(peers: Peers) -> int:
+    """Returns the SMs that kernels leave free on this rank: by the settings, else the environment."""
+    requested = settings().reserve_sms
+    return peers.reserve_sms if requested is None else requested
+
+
+def keep_plan(peers: Peers, group: Group, key: Hashable, make: Callable[[], P]) -> P:
+    """Returns the cached plan of a key; makes and signs it if it is missing or closed.
+
+    The lock of `peers` is held.
 
     Args:
         peers: State of this rank in the group, which owns the plans.
-        key: Everything that the plan depends on.
+        group: Group of the calls, with the options that are part of their signature (`Group.signed`).
+        key: Everything that the plan depends on, these options included.
         make: Function that makes the plan; it may be collective.
     """
     with peers.lock:
@@ -185,7 +197,7 @@ def keep_plan(peers: Peers, key: Hashable, make: Callable[[], P]) -> P:
         if plan is None or not plan.is_open:
             if len(peers.plans) >= MOST_PLANS:
                 peers.plans.clear()
-            plan = peers.plans[key] = make()
+            plan = peers.plans[key] = make().signed(group.signed)
         return plan
 
 
