@@ -12,8 +12,9 @@ other names ("newest, a part") were written by hand.
 
 Start it with Python 3.11 or newer, which is also the Python of the environments. An environment takes minutes
 and about 6 GB, the tests (`SELECTED`, and tests/multi/test_model*.py) about 15 minutes of two cores.
-Environments stay in `overlap_gemm-versions` of the temporary folder, and are used again: delete one for newer
-releases. A stack itself is not installed, only its versions of packages that this library uses (`PACKAGES`).
+Environments stay in `overlap_gemm-versions` of the temporary folder, with the log of the tests (`tests.log`),
+and are used again: delete one for newer releases. A stack itself is not installed, only its versions of
+packages that this library uses (`PACKAGES`).
 """
 
 from __future__ import annotations
@@ -135,10 +136,12 @@ def run_in(folder: Path, requirements: list[str]) -> dict[str, Any]:
     versions = subprocess.run([python, "-c", code % (PACKAGES,)], stdout=subprocess.PIPE, check=True).stdout
     files = [ROOT / "tests/multi" / name for name in SELECTED]
     files += sorted((ROOT / "tests/multi").glob("test_model*.py"))
-    done = subprocess.run(
-        [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files], cwd=ROOT, stdout=subprocess.PIPE
-    )
-    lines = done.stdout.decode().splitlines()
+    log = folder / "tests.log"
+    with log.open("w") as output:
+        subprocess.run(
+            [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files], cwd=ROOT, stdout=output
+        )
+    lines = log.read_text().splitlines()
     print("\n".join(lines[-60:]))
     counts = {kind: int(n) for n, kind in re.findall(r"(\d+) (passed|failed|skipped|error)", lines[-1])}
     commit = subprocess.run(
