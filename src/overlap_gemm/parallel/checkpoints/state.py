@@ -132,7 +132,7 @@ def save_pretrained(model: Any, *args: Any, stored: "StoredAs | None" = None, **
     is_kept = stored is not None and stored.linears == sum(1 for _ in kept_linears(model))
     if stored is not None:
         (_name_as_stored if is_kept else _dequantize)(model, state)
-    kwargs.setdefault("is_main_process", dist.get_rank() == 0)
+    is_main = kwargs.setdefault("is_main_process", dist.get_rank() == 0)
     if stored is not None and is_kept:
         model.config.quantization_config = stored.quantization_config
     ranks, model._tp_size = model._tp_size, None  # transformers before 5.15 would gather full tensors
@@ -140,7 +140,9 @@ def save_pretrained(model: Any, *args: Any, stored: "StoredAs | None" = None, **
     if config is not None:  # transformers would wait for the other ranks, even if it fails on one
         model.config.distributed_config = None
     try:
-        write(find(None), "save_pretrained", lambda: type(model).save_pretrained(model, *args, **kwargs))
+        # transformers 5.10 writes weights on all ranks, and others than an adapter's into an adapter's file
+        save = partial(type(model).save_pretrained, model, *args, **kwargs)
+        write(find(None), "save_pretrained", save if is_main else lambda: None)
     finally:
         model._tp_size = ranks
         if config is not None:
