@@ -23,15 +23,10 @@ if TYPE_CHECKING:
     from .epilogues import epilogue
     from .runtime.agree import DisagreementError
     from .runtime.bootstrap import World, finalize, init
+    from .runtime.failures import CommTimeoutError, MismatchedCallsError, OverlappingCallsError
     from .runtime.identity import GroupThreadError, retry
     from .runtime.memory.symmetric import SymmetricMemoryError
-    from .runtime.memory.workspace import (
-        CommTimeoutError,
-        MismatchedCallsError,
-        OverlappingCallsError,
-        close_workspaces,
-        workspace_bytes,
-    )
+    from .runtime.memory.workspace import close_workspaces, workspace_bytes
     from .runtime.order import CaptureError
     from .spec.promises import InvarianceError
     from .tuning.settings import configured, promising
@@ -49,6 +44,7 @@ HOMES = (
     "epilogues",
     "runtime.agree",
     "runtime.bootstrap",
+    "runtime.failures",
     "runtime.identity",
     "runtime.order",
     "runtime.memory.symmetric",

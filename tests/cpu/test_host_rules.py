@@ -28,9 +28,10 @@ from overlap_gemm.dispatch import calls, choosing
 from overlap_gemm.exchange.geometry import OWNED, ExchangeShape
 from overlap_gemm.integrations import torch_symm_mem
 from overlap_gemm.runtime import bootstrap, executor, messages
+from overlap_gemm.runtime.failures import CommTimeoutError
 from overlap_gemm.runtime.group import LOCAL, Group, resolve
 from overlap_gemm.runtime.ledger import Ledger
-from overlap_gemm.runtime.memory.workspace import CommTimeoutError, SizeClass, Workspace
+from overlap_gemm.runtime.memory.workspace import SizeClass, Workspace
 from overlap_gemm.spec import GEMM_REDUCE_SCATTER, OPS, TRANSPORTS
 from overlap_gemm.spec.promises import NO_PROMISES
 from overlap_gemm.spec.sharding import Shards

@@ -10,9 +10,10 @@ import torch.distributed._symmetric_memory as symm_mem
 from overlap_gemm.device.failure import RECORD_WORDS, Role
 from overlap_gemm.runtime import peers
 from overlap_gemm.runtime.agree import DisagreementError
+from overlap_gemm.runtime.failures import CommTimeoutError, OverlappingCallsError
 from overlap_gemm.runtime.group import Group
 from overlap_gemm.runtime.memory import symmetric, workspace
-from overlap_gemm.runtime.memory.workspace import CommTimeoutError, OverlappingCallsError, SizeClass
+from overlap_gemm.runtime.memory.workspace import SizeClass
 from overlap_gemm.spec import GEMM_REDUCE_SCATTER
 
 SIZE = SizeClass(zeroed=64, buffer=1000, buffers=2, staging_buffers=2)

@@ -10,7 +10,8 @@ import torch
 from cute_emulator import Emulator, EmulatorError, Schedule
 from overlap_gemm.device import flags
 from overlap_gemm.exchange.geometry import EPOCH_OFFSET
-from overlap_gemm.runtime.memory.workspace import CommTimeoutError, workspaces
+from overlap_gemm.runtime.failures import CommTimeoutError
+from overlap_gemm.runtime.memory.workspace import workspaces
 from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.testing.cases import Case
 from overlap_gemm.testing.emulated import judge, queue_launch

@@ -21,7 +21,8 @@ from overlap_gemm.exchange.geometry import (
     slots_offset,
 )
 from overlap_gemm.gather import all_gather
-from overlap_gemm.runtime.memory.workspace import CommTimeoutError, workspaces
+from overlap_gemm.runtime.failures import CommTimeoutError
+from overlap_gemm.runtime.memory.workspace import workspaces
 from overlap_gemm.spec import ALL_GATHER_GEMM
 from overlap_gemm.spec.sharding import Shards
 from overlap_gemm.tuning.machine import machine_for

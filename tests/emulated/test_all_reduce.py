@@ -11,7 +11,7 @@ import torch
 import overlap_gemm
 from overlap_gemm.backends.fused import plan_cache as plans
 from overlap_gemm.exchange.all_reduce import TwoShot
-from overlap_gemm.runtime.memory.workspace import CommTimeoutError
+from overlap_gemm.runtime.failures import CommTimeoutError
 from overlap_gemm.testing.cases import Case
 from overlap_gemm.testing.emulated import judge, poisoned_allocations, run_launches
 from tests.support.emulated.op_runs import LARGER, SMALL, lagging, name, run, world_of

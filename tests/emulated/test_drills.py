@@ -9,7 +9,7 @@ import torch
 
 import overlap_gemm
 from overlap_gemm.backends.fused.launch_plan import Plan
-from overlap_gemm.runtime.memory.workspace import MismatchedCallsError
+from overlap_gemm.runtime.failures import MismatchedCallsError
 from tests.support.emulated.op_runs import world_of
 from tests.support.emulated.rank_scripts import lines_of_ranks
 

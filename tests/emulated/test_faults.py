@@ -3,7 +3,7 @@
 import pytest
 
 from overlap_gemm.device.failure import Role
-from overlap_gemm.runtime.memory.workspace import CommTimeoutError
+from overlap_gemm.runtime.failures import CommTimeoutError
 from overlap_gemm.spec import GEMM_REDUCE_SCATTER
 from tests.support.emulated.fault_world import ARCHS, World, flag_fault
 

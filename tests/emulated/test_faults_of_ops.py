@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from overlap_gemm.device.failure import Role
-from overlap_gemm.runtime.memory.workspace import CommTimeoutError
+from overlap_gemm.runtime.failures import CommTimeoutError
 from overlap_gemm.spec import GEMM_ALL_GATHER, GEMM_ALL_REDUCE
 from overlap_gemm.testing.cases import Case
 from tests.support.emulated.fault_world import ARCHS, World, flag_fault

@@ -13,7 +13,7 @@ from overlap_gemm.backends import by_shards
 from overlap_gemm.device.failure import Role
 from overlap_gemm.exchange.geometry import END
 from overlap_gemm.gather import gate
-from overlap_gemm.runtime.memory.workspace import CommTimeoutError
+from overlap_gemm.runtime.failures import CommTimeoutError
 from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.spec.sharding import Shards
 from overlap_gemm.testing.emulated import poisoned_allocations

@@ -14,8 +14,8 @@ from overlap_gemm.backends.fused import plan_cache as plans
 from overlap_gemm.backends.fused.launch_plan import Plan
 from overlap_gemm.dispatch import bound as dispatch
 from overlap_gemm.runtime import identity
+from overlap_gemm.runtime.failures import CommTimeoutError, MismatchedCallsError
 from overlap_gemm.runtime.group import find
-from overlap_gemm.runtime.memory.workspace import CommTimeoutError, MismatchedCallsError
 from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.testing.cases import Case
 from overlap_gemm.tuning.settings import configured

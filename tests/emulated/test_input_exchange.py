@@ -13,7 +13,8 @@ from overlap_gemm.backends.fused import exchange_plans
 from overlap_gemm.device.failure import Role
 from overlap_gemm.exchange.geometry import CONTROL_BYTES, FLAG_BYTES, MAX_WORLD, SHARD_PIECES, slots_offset
 from overlap_gemm.gather import all_gather, input_exchange
-from overlap_gemm.runtime.memory.workspace import CommTimeoutError, workspaces
+from overlap_gemm.runtime.failures import CommTimeoutError
+from overlap_gemm.runtime.memory.workspace import workspaces
 from overlap_gemm.spec import ALL_TO_ALL_GEMM
 from overlap_gemm.testing.emulated import poisoned_allocations
 from overlap_gemm.tuning.machine import machine_for

@@ -11,7 +11,7 @@ from cute_emulator import Emulator, EmulatorError
 from overlap_gemm.device import ll_words as ll
 from overlap_gemm.device.failure import NOTHING, Role
 from overlap_gemm.exchange import send
-from overlap_gemm.runtime.memory.workspace import CommTimeoutError
+from overlap_gemm.runtime.failures import CommTimeoutError
 from overlap_gemm.testing.cases import Case
 from overlap_gemm.tuning.settings import configured
 from tests.support.emulated.fault_world import World, flag_fault

@@ -9,7 +9,8 @@ from cute_emulator import Emulator, EmulatorError, Schedule
 from overlap_gemm.backends.fused import transport_hosts
 from overlap_gemm.exchange.geometry import ENTERED_OFFSET, READ_OFFSET, ExchangeShape
 from overlap_gemm.runtime import peers
-from overlap_gemm.runtime.memory.workspace import CommTimeoutError, OverlappingCallsError, workspaces
+from overlap_gemm.runtime.failures import CommTimeoutError, OverlappingCallsError
+from overlap_gemm.runtime.memory.workspace import workspaces
 from overlap_gemm.runtime.order import LaunchOrder
 from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.testing.cases import Case

@@ -13,8 +13,8 @@ import torch
 from cute_emulator import mutate
 from overlap_gemm.device.failure import Role
 from overlap_gemm.exchange.geometry import EPOCH_OFFSET, RELAY_EPOCH_OFFSET
+from overlap_gemm.runtime.failures import CommTimeoutError
 from overlap_gemm.runtime.memory import workspace
-from overlap_gemm.runtime.memory.workspace import CommTimeoutError
 from overlap_gemm.spec import op_coded
 from overlap_gemm.testing.emulated import judge, run_launches
 from overlap_gemm.tuning.settings import configured

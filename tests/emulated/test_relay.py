@@ -16,8 +16,8 @@ from cute_emulator.host.network import Network
 from overlap_gemm.device.failure import Role
 from overlap_gemm.exchange.geometry import EPOCH_OFFSET, RELAY_EPOCH_OFFSET
 from overlap_gemm.integrations.cute_emulator import EmulatorExecutor
+from overlap_gemm.runtime.failures import CommTimeoutError
 from overlap_gemm.runtime.memory import workspace
-from overlap_gemm.runtime.memory.workspace import CommTimeoutError
 from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.testing.cases import Case
 from overlap_gemm.testing.emulated import judge, run_launches

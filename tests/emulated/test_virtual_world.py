@@ -8,7 +8,7 @@ import torch
 import overlap_gemm
 from cute_emulator import Emulator
 from overlap_gemm.device.failure import Role
-from overlap_gemm.runtime.memory.workspace import CommTimeoutError
+from overlap_gemm.runtime.failures import CommTimeoutError
 from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.spec import GEMM_REDUCE_SCATTER
 from overlap_gemm.testing.cases import Case

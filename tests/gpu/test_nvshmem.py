@@ -16,8 +16,9 @@ import torch
 
 import overlap_gemm
 from overlap_gemm.device.failure import Role
+from overlap_gemm.runtime.failures import CommTimeoutError
 from overlap_gemm.runtime.memory.symmetric import why_no_puts
-from overlap_gemm.runtime.memory.workspace import CommTimeoutError, raise_if_failed
+from overlap_gemm.runtime.memory.workspace import raise_if_failed
 from overlap_gemm.spec import op_coded
 from overlap_gemm.testing.cases import Case
 from overlap_gemm.tuning.settings import configured
@@ -172,4 +173,4 @@ def test_a_dead_pe_is_named(op, world):
         assert (op_coded(failure.op), failure.source) == (case.op, missing), text
         assert failure.role in (Role.RECEIVE_PARTIAL, Role.RECEIVE_RESULT, Role.LOAD_GATE, Role.CALL_ENTERED)
         assert (failure.expected, failure.seen) == (2, 1)
-        assert f"Rank {missing} is dead, stalled" in text
+        assert f"Rank {missing} has exited, is stalled" in text

@@ -7,12 +7,8 @@ import torch
 import torch.distributed as dist
 
 import overlap_gemm
-from overlap_gemm.runtime.memory.workspace import (
-    CommTimeoutError,
-    OverlappingCallsError,
-    raise_if_failed,
-    workspaces,
-)
+from overlap_gemm.runtime.failures import CommTimeoutError, OverlappingCallsError
+from overlap_gemm.runtime.memory.workspace import raise_if_failed, workspaces
 from overlap_gemm.runtime.order import CaptureError
 from overlap_gemm.testing.cases import LAYOUTS, Case, operands
 from overlap_gemm.testing.emulated import judge

@@ -5,7 +5,7 @@ import torch
 
 import overlap_gemm
 from overlap_gemm.device.failure import NOTHING, Role
-from overlap_gemm.runtime.memory.workspace import CommTimeoutError
+from overlap_gemm.runtime.failures import CommTimeoutError
 from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.spec import GEMM_REDUCE_SCATTER
 from overlap_gemm.testing.cases import Case
@@ -115,4 +115,4 @@ def test_a_rank_that_never_calls_is_named(caller):
     assert failure.role in (Role.RECEIVE_PARTIAL, Role.CALL_ENTERED)  # it waits for both
     assert failure.expected == 1
     assert failure.seen in (0, NOTHING)  # a flag, or words that are their own
-    assert f"Rank {1 - caller} is dead, stalled" in text
+    assert f"Rank {1 - caller} has exited, is stalled" in text

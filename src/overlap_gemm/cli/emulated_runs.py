@@ -69,7 +69,7 @@ def run_emulated(
     from cute_emulator import Emulator, EmulatorError
     from cute_emulator.trace import Trace
 
-    from ..runtime.memory.workspace import CommTimeoutError
+    from ..runtime.failures import CommTimeoutError
     from ..runtime.peers import local_peers
     from ..runtime.virtual import VirtualWorld
     from ..testing.emulated import judge, run_launches

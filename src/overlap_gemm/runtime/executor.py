@@ -15,7 +15,11 @@ import torch
 
 from ..config.arch import ARCHS, arch_of_capability
 from ..device.failure import RECORD_WORDS
+from .memory.records import new_record
 from .order import CudaStreams, LaunchOrder
+
+PORTABLE_MAPPED = 3
+"""`cudaHostRegisterPortable | cudaHostRegisterMapped`: for all contexts, at the host's address."""
 
 
 class Executor(Protocol):
@@ -233,8 +237,13 @@ def cuda_executor(index: int) -> CudaExecutor:
 
 
 def cuda_record() -> torch.Tensor:
-    """Returns a zeroed `Executor.record`, int32 ``[RECORD_WORDS]``, pinned so that devices can access it."""
-    return torch.zeros(RECORD_WORDS, dtype=torch.int32, pin_memory=True)
+    """Returns a zeroed `Executor.record`, int32 ``[RECORD_WORDS]``, for devices and the watcher's process."""
+    page = new_record()
+    record = torch.frombuffer(page, dtype=torch.int32, count=RECORD_WORDS)
+    torch.cuda.check_error(
+        torch.cuda.cudart().cudaHostRegister(record.data_ptr(), len(page), PORTABLE_MAPPED)
+    )
+    return record
 
 
 def cuda_order(device: torch.device) -> LaunchOrder:

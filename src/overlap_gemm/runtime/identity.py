@@ -36,7 +36,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-import torch
+from .memory.records import note
 
 BITS = 32
 
@@ -49,7 +49,8 @@ _MAX_DESCRIBED_SKIPS = 4096
 MAX_ERROR_CHARS = 300
 """Length to which an error is cut before it is sent to peers."""
 
-_described: dict[int, str] = {}
+described: dict[int, str] = {}
+"""Texts of signatures of this process."""
 
 
 def call_signature(op: str, **shared: Any) -> int:
@@ -74,7 +75,8 @@ def with_options(signature: int, options: str) -> int:
 
 def _signature_of(text: str) -> int:
     digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=BITS // 8).digest(), "little")
-    _described[digest] = text
+    described[digest] = text
+    note(digest, text)
     return digest
 
 
@@ -88,7 +90,7 @@ def after_skipped(signature: int, skipped: int) -> int:
 def describe(word: int) -> str:
     """Returns a text for a signature if this process has made such a call."""
     for skipped in range(_MAX_DESCRIBED_SKIPS):
-        text = _described.get((word - skipped * _STEP) % (1 << BITS))
+        text = described.get((word - skipped * _STEP) % (1 << BITS))
         if text is not None:
             return text + (f" after {skipped} calls that raised before their launch" if skipped else "")
     return f"a call that this process has not made (signature {word % (1 << BITS):#010x})"
@@ -153,6 +155,8 @@ class Progress:
         current = threading.get_ident()
         owner = threading._active.get(self.thread)  # type: ignore[attr-defined]
         if owner is not None and self.thread != current and self.is_shared:
+            import torch  # not above: the watcher imports this module
+
             if torch._C._current_graph_task_id() != -1:
                 return
             raise GroupThreadError(

@@ -1,55 +1,57 @@
-"""Threads that report a failed kernel on stderr even if no call follows.
+"""Process that prints complete failure records to stderr although no call follows.
 
-A kernel that fails writes the failure record in host memory and traps. The next call raises the record as an
-error. But a replay of a graph, or a wait for the device, fails earlier: with torch's "unspecified launch
-failure", or by the abort of NCCL's watchdog. A thread polls the record and writes its text to stderr within a
-tenth of a second. It needs the interpreter's lock: if C code holds the lock for longer, NCCL's watchdog may
-end the process first.
+    python -I -S watcher.py PARENT PAGE RECORDS TEXTS
+
+`runtime.memory.records` starts it as a script, one for each process that has records. It imports neither
+torch nor, before a failure, the package, so its start costs about 20 ms of another core. It ends within
+`PERIOD` after its parent, in whatever way that ends; processes that the parent has forked do not count.
 """
 
-from __future__ import annotations
-
-import atexit
+import json
+import os
 import sys
-import threading
-from collections.abc import Callable
-from ctypes import Array, c_uint32
-
-from . import environment
-
-VARIABLE = "OVERLAP_GEMM_WATCH"
+import time
+from collections.abc import Sequence
+from pathlib import Path
 
 PERIOD = 0.1
 """Seconds between two polls."""
 
-_ending = threading.Event()
-_watchers: dict[int, threading.Thread] = {}
 
-
-def watch(words: Array[c_uint32], address: int, describe: Callable[[], str]) -> None:
-    """Starts a thread that prints a failure to stderr when its record is complete.
-
-    It does nothing if the record has a thread, or if ``OVERLAP_GEMM_WATCH=0``.
+def watch(parent: int, page: int, records: int, texts: int) -> None:
+    """Prints every record once when it is complete, until the parent has ended.
 
     Args:
-        words: Failure record; its first word is not 0 when it is complete.
-        address: Address of the record, by which threads are distinguished.
-        describe: Function that returns the text of a complete record.
+        parent: Process identifier of the parent.
+        page: Bytes of a record's page; its first ``uint32`` is not 0 when the record is complete.
+        records: File of records.
+        texts: File of signatures' texts and of ops, a line of JSON each (`records.note`).
     """
-    if address in _watchers or environment.choice(VARIABLE, ("1", "0")) == "0":
-        return
-
-    def run() -> None:
-        while not _ending.wait(PERIOD):
-            if words[0]:
-                print(f"overlap_gemm: {describe()}", file=sys.stderr, flush=True)
-                return
-
-    watcher = _watchers[address] = threading.Thread(target=run, name="overlap_gemm watcher", daemon=True)
-    watcher.start()
-    atexit.register(_end, watcher)
+    printed: set[int] = set()
+    is_last = False
+    while not is_last:
+        time.sleep(PERIOD)
+        is_last = os.getppid() != parent  # before the look, which thus includes the parent's last failure
+        for offset in range(0, os.fstat(records).st_size, page):
+            if any(os.pread(records, 4, offset)) and offset not in printed:
+                printed.add(offset)
+                words = memoryview(os.pread(records, page, offset)).cast("I")  # written before the first
+                os.write(2, f"overlap_gemm: {_text(words, texts)}\n".encode())
 
 
-def _end(watcher: threading.Thread) -> None:
-    _ending.set()
-    watcher.join(1.0)
+def _text(words: Sequence[int], texts: int) -> str:
+    """Returns the name and the text of a record's error."""
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+    from overlap_gemm.runtime import failures, identity
+    from overlap_gemm.spec import OPS, OpSpec
+
+    for line in os.pread(texts, os.fstat(texts).st_size, 0).splitlines():
+        signature, text, ops = json.loads(line)
+        identity.described[signature] = text
+        OPS.update((op[0], OpSpec(*op)) for op in ops)
+    error = failures.error_of(words)
+    return f"{type(error).__name__}: {error}"
+
+
+if __name__ == "__main__":
+    watch(*map(int, sys.argv[1:]))

@@ -26,15 +26,11 @@ from overlap_gemm.exchange.geometry import (
     RELAY_EPOCH_OFFSET,
 )
 from overlap_gemm.integrations.cute_emulator import SECOND_STREAM
+from overlap_gemm.runtime.failures import CommTimeoutError, MismatchedCallsError, OverlappingCallsError
 from overlap_gemm.runtime.group import find
 from overlap_gemm.runtime.memory import workspace
 from overlap_gemm.runtime.memory.virtual_ranks import VirtualRanks, VirtualSymmetric
-from overlap_gemm.runtime.memory.workspace import (
-    CommTimeoutError,
-    MismatchedCallsError,
-    OverlappingCallsError,
-    workspaces,
-)
+from overlap_gemm.runtime.memory.workspace import workspaces
 from overlap_gemm.runtime.peers import local_peers
 from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.testing.cases import LAYOUTS, Case, operands

@@ -1,4 +1,4 @@
-"""Workspaces: memory through which fused kernels exchange tiles, and the errors of failed kernels.
+"""Workspaces: memory through which fused kernels exchange tiles.
 
 A workspace belongs to a group and a size class (powers of two). When a class is first needed, it gets the
 group's smallest workspace that is large enough, or a new one if there is none. The class keeps that
@@ -22,15 +22,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ...device.failure import NOTHING, RECORD_WORDS, Failure, Role, read_record
-from ...spec import op_coded
+from ...device.failure import RECORD_WORDS
 from .. import environment
 from ..agree import DisagreementError, differences, gather, together
+from ..failures import error_of
 from ..group import Group, GroupLike, group_name
-from ..identity import describe
 from ..order import forbid_capture
 from ..peers import Peers, local_peers, orphan, orphaned, remove_peers
-from ..watcher import watch
+from .records import watch
 from .symmetric import (
     NvshmemSymmetric,
     SymmetricMemory,
@@ -43,71 +42,6 @@ from .virtual_ranks import virtual_ranks
 DEFAULT_LIMIT = 8 << 30
 """Limit of all workspaces of a process, 8 GiB; ``OVERLAP_GEMM_WORKSPACE_LIMIT`` overrides it. The variable is
 a number of bytes, or has a unit ("8GiB"). Workspaces of all groups count, also of groups that have ended."""
-
-
-class CommTimeoutError(RuntimeError):
-    """A kernel's wait for a peer expired. The CUDA context of the process is unusable afterwards.
-
-    Attributes:
-        failure: Record written by the waiting lane.
-    """
-
-    def __init__(self, failure: Failure) -> None:
-        self.failure = failure
-        seen = "nothing" if failure.seen == NOTHING else failure.seen
-        op, role = op_coded(failure.op), Role(failure.role).name.lower()
-        super().__init__(
-            f"{op}: rank {failure.rank} ({role}) gave up on "
-            f"rank {failure.source}: tile {failure.tile}, flag {failure.flag}, "
-            f"expected epoch {failure.expected}, seen {seen}. "
-            f"Rank {failure.source} has exited, is stalled, or did not make the same calls."
-        )
-
-
-class OverlappingCallsError(RuntimeError):
-    """Two fused calls ran on a device at once. The CUDA context of the process is unusable afterwards.
-
-    Attributes:
-        failure: Record of the later call; `seen` is the number of the call that was running.
-    """
-
-    def __init__(self, failure: Failure) -> None:
-        self.failure = failure
-        super().__init__(
-            f"{op_coded(failure.op)}: call {failure.expected} of rank {failure.rank} began while call "
-            f"{failure.seen} ran on the same device; the two could wait for each other for ever. "
-            f"Eager calls are ordered, and so are calls captured in one graph, but only its stream orders "
-            f"a replay. Replay graphs of fused calls on the stream of the other fused calls, or make one "
-            f"stream wait for the other (torch.cuda.Stream.wait_stream)."
-        )
-
-
-class MismatchedCallsError(RuntimeError):
-    """A peer is in a different call. The CUDA context of the process is unusable afterwards.
-
-    No rank returns a result of two different calls.
-
-    Attributes:
-        failure: Record; `expected` and `seen` are this rank's and the peer's identity of the call
-            (`exchange.call.Call.identity`).
-    """
-
-    def __init__(self, failure: Failure) -> None:
-        self.failure = failure
-        local_call, peer_call = describe(failure.expected >> 32), describe(failure.seen >> 32)
-        super().__init__(
-            f"{op_coded(failure.op)}: rank {failure.rank} is in {local_call}, rank {failure.source} in "
-            f"{peer_call}, as call {failure.expected & 0xFFFFFFFF} of their workspace. All ranks of a group "
-            f"must make the same calls in the same order, also when graphs are replayed. A call that raised "
-            f"on one rank alone is counted there and cannot be made up for."
-        )
-
-
-FAILURES: dict[int, type[CommTimeoutError | OverlappingCallsError | MismatchedCallsError]] = {
-    Role.IN_CALL: OverlappingCallsError,
-    Role.CALL_IDENTITY: MismatchedCallsError,
-}
-"""Exception class by the role that wrote the record; for other roles it is CommTimeoutError."""
 
 
 @dataclass(frozen=True)
@@ -185,16 +119,7 @@ class Workspace:
         """
         assert self.is_open, "a call on a closed workspace"
         if self._words[0]:
-            raise self._failure()
-
-    def _failure(self) -> CommTimeoutError | OverlappingCallsError | MismatchedCallsError:
-        failure = read_record(list(self._words))
-        assert failure is not None
-        return FAILURES.get(failure.role, CommTimeoutError)(failure)
-
-    def watch(self) -> None:
-        """Reports a failure on stderr even if no call follows."""
-        watch(self._words, self.record.data_ptr(), lambda: str(self._failure()))
+            raise error_of(list(self._words))
 
 
 def obtain(peers: Peers, size: SizeClass) -> Workspace:
@@ -286,6 +211,8 @@ def _make(peers: Peers, size: SizeClass) -> Workspace:
         nbytes = size.nbytes(not virtual.without_p2p)
         _check_limit(nbytes)
         view = virtual.symmetric(size, group.rank, nbytes, size.prepare)
+        if device.type == "cuda":
+            watch()
         return Workspace(group, size, view, not virtual.without_p2p, peers.executor.record)
     provider = _agreed_provider(group)
     has_p2p = provider.has_p2p(group, device)
@@ -305,9 +232,8 @@ def _make(peers: Peers, size: SizeClass) -> Workspace:
 
     # All ranks agree here, so that no peer's flag can arrive before the zeros.
     together(group, "clearing a workspace", prepare, SymmetricMemoryError)
-    workspace = Workspace(group, size, memory, has_p2p, peers.executor.record)
-    together(group, "watching for failures", workspace.watch)
-    return workspace
+    together(group, "watching for failures", watch)
+    return Workspace(group, size, memory, has_p2p, peers.executor.record)
 
 
 def workspaces(group: GroupLike = None) -> list[Workspace]:
