@@ -6,6 +6,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from overlap_gemm.api import statistics
 from overlap_gemm.backends.select import BACKENDS
 from overlap_gemm.cli import app, doctor
 
@@ -52,6 +53,38 @@ def test_the_fused_backend_says_what_it_needs(run):
     fused = findings(run("--json"))["backends", "fused"]
     assert fused["status"] == "absent"
     assert "GPU" in fused["value"]
+
+
+def test_symmetric_memory_is_listed_by_owner_with_its_limit(run, monkeypatch):
+    monkeypatch.setenv("OVERLAP_GEMM_WORKSPACE_LIMIT", "3GiB")
+    report = findings(run("--json"))
+    assert report["symmetric memory", "limit of a process"]["value"].startswith("3 GiB of torch's memory")
+    assert report["symmetric memory", "groups"]["status"] == "absent"
+    held = [
+        SimpleNamespace(
+            group=SimpleNamespace(name="0"),
+            size=SimpleNamespace(kind=kind),
+            memory=SimpleNamespace(local=torch.empty(mebibytes << 20, dtype=torch.uint8)),
+        )
+        for kind, mebibytes in (("slots", 2), ("slots", 1), ("gathered", 4))
+    ]
+    monkeypatch.setattr(statistics, "workspaces", lambda: held)
+    report = findings(run("--json"))
+    assert report["symmetric memory", "group 0: slots"]["value"] == "3.0 MiB"
+    assert report["symmetric memory", "group 0: gathered"]["value"] == "4.0 MiB"
+    assert ("symmetric memory", "groups") not in report
+
+
+@pytest.mark.parametrize(
+    ("variable", "rule"),
+    [("OVERLAP_GEMM_WORKSPACE_LIMIT", "a number of bytes"), ("OVERLAP_GEMM_SYMMETRIC", "torch or nvshmem")],
+)
+def test_an_invalid_variable_of_symmetric_memory_is_broken(run, monkeypatch, variable, rule):
+    monkeypatch.setenv(variable, "much")
+    result = run("--json")
+    report = findings(result)["symmetric memory", "limit of a process"]
+    assert report["status"] == "broken" and f"{variable} must be {rule}" in report["value"]
+    assert result.exit_code == 1
 
 
 def test_the_table_names_every_finding(run):

@@ -17,11 +17,13 @@ import torch.distributed as dist
 import typer
 from rich.table import Table
 
+from ..api.statistics import stats
 from ..backends.base import Problem
 from ..backends.op_call import OpCall
 from ..backends.select import BACKENDS
 from ..config.arch import arch_of_capability
 from ..runtime.memory.symmetric import numbers, why_no_puts
+from ..runtime.memory.workspace import memory_provider, workspace_limit
 from ..spec import GEMM_REDUCE_SCATTER
 from ..tuning.machine import machine_for, why_uncalibrated
 
@@ -110,6 +112,26 @@ def _constants(device: str, capability: tuple[int, int]) -> Finding:
     return Finding("the model's constants", f"measured on {device}, {machine.date}")
 
 
+def symmetric_memory() -> Iterator[Finding]:
+    """Yields the limit of workspaces and their provider; then what each owner in this process has."""
+    name = "limit of a process"
+    try:
+        gibibytes, provider = workspace_limit() / 2**30, memory_provider().name
+    except ValueError as error:
+        yield Finding(name, str(error), "broken")
+        return
+    yield Finding(
+        name,
+        f"{gibibytes:.3g} GiB of {provider}'s memory (OVERLAP_GEMM_WORKSPACE_LIMIT, OVERLAP_GEMM_SYMMETRIC); "
+        f"explain(model, max_rows=...) computes the bytes that a model's groups take",
+    )
+    owned = stats().symmetric_bytes
+    for owner, nbytes in owned.items():
+        yield Finding(f"group {owner}", f"{nbytes / 2**20:.1f} MiB")
+    if not owned:
+        yield Finding("groups", "none in this process: stats() reports those of a process by owner", "absent")
+
+
 def communication() -> Iterator[Finding]:
     """Yields torch.distributed's backends, MPI and NVSHMEM."""
     for name, available in (("gloo", dist.is_gloo_available()), ("NCCL", dist.is_nccl_available())):
@@ -195,6 +217,7 @@ def _status(present: bool) -> Status:
 PROBES: dict[str, Callable[[], Iterator[Finding]]] = {
     "versions": versions,
     "devices": devices,
+    "symmetric memory": symmetric_memory,
     "communication": communication,
     "backends": backends,
 }
@@ -212,8 +235,8 @@ def doctor(
     """Reports devices, libraries and versions, the usable backends, and why others are not usable.
 
     Exits with 1 if something is installed but broken: constants that are damaged or of another architecture;
-    mpi4py without an MPI library; NVSHMEM without bitcode, or whose host library is older than its device
-    code. A missing GPU or library, and MPS, are no errors.
+    an invalid variable of symmetric memory; mpi4py without an MPI library; NVSHMEM without bitcode, or whose
+    host library is older than its device code. A missing GPU or library, and MPS, are no errors.
     """
     findings = examine()
     if as_json:

@@ -148,7 +148,7 @@ def obtain(peers: Peers, size: SizeClass) -> Workspace:
     return chosen
 
 
-def _provider() -> type[TorchSymmetric] | type[NvshmemSymmetric]:
+def memory_provider() -> type[TorchSymmetric] | type[NvshmemSymmetric]:
     """Returns the provider of workspaces of processes, by ``OVERLAP_GEMM_SYMMETRIC``.
 
     Raises:
@@ -165,10 +165,10 @@ def _agreed_provider(group: Group) -> type[TorchSymmetric] | type[NvshmemSymmetr
         DisagreementError: On every rank, if the ranks' providers differ, or if a rank's variable is invalid.
         ValueError: On every rank: NVSHMEM does not support this group.
     """
-    names = gather(group, "choosing the memory of workspaces", lambda: _provider().name)
+    names = gather(group, "choosing the memory of workspaces", lambda: memory_provider().name)
     if views := differences(group, names):
         raise DisagreementError(f"OVERLAP_GEMM_SYMMETRIC must be the same on all ranks of a group: {views}")
-    provider = _provider()
+    provider = memory_provider()
     if reason := provider.why_not(group):
         raise ValueError(reason)
     return provider
@@ -183,7 +183,7 @@ def why_no_put_memory(group: Group) -> str | None:
             if virtual.has_nvshmem
             else "virtual ranks on a GPU are one process and have no NVSHMEM memory"
         )
-    if _provider() is not NvshmemSymmetric:
+    if memory_provider() is not NvshmemSymmetric:
         return "workspaces must be NVSHMEM memory: set OVERLAP_GEMM_SYMMETRIC=nvshmem on every rank"
     return NvshmemSymmetric.why_not(group)
 
