@@ -385,9 +385,9 @@ def refused(rank, size):
             "invariant='batch' allows no epilogue apply_silu: only add_bias, add_residual and apply_relu",
         ),
         (
-            {"epilogue": epilogues.apply_relu(), "invariant": "ranks:2"},
+            {"epilogue": epilogues.apply_silu(), "invariant": "ranks:2"},
             ValueError,
-            "invariant='ranks:2' allows no epilogue apply_relu: kernels with leaves of K",
+            "invariant='ranks:2' allows no epilogue apply_silu: only add_bias, add_residual and apply_relu",
         ),
         (
             {"epilogue": epilogues.scale_gathered_rows(scale=torch.ones(4))},
@@ -406,6 +406,8 @@ def refused(rank, size):
         overlap_gemm.explain(op, x, weight, epilogue=epilogues.apply_silu(), invariant="batch")
     with pytest.raises(ValueError, match="no epilogue apply_relu: it has been proved of all_gather_gemm, "):
         overlap_gemm.gemm_all_gather(x, weight, epilogue=epilogues.apply_relu(), invariant="batch")
+    with pytest.raises(ValueError, match="no epilogue apply_relu: whether its kernel or torch applies it"):
+        overlap_gemm.all_gather_gemm(x, weight, epilogue=epilogues.apply_relu(), invariant="ranks")
     how = {"invariant": "batch", "k": 6 * size}
     added = op(x, weight, epilogue=epilogues.add_residual(residual=torch.full((4, 8), 0.3)), **how)
     assert torch.equal(added, op(x, weight, **how) + 0.3)

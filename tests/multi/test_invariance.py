@@ -13,6 +13,7 @@ import overlap_gemm
 from overlap_gemm.backends import portable_arithmetic as arithmetic
 from overlap_gemm.backends.op_call import OpCall
 from overlap_gemm.dispatch import gradient_products
+from overlap_gemm.epilogues import add_residual
 from overlap_gemm.runtime.group import group_name
 from overlap_gemm.testing.cases import LAYOUTS, Case
 from tests.support.gradients import forward_and_backward
@@ -47,6 +48,30 @@ def test_bits_do_not_depend_on_the_number_of_ranks(op, dtype, seed, ranks):
     ]
     for other in found[1:]:
         assert differing(found[0], other) == {}
+
+
+def shares_with_residual(rank, size, case, backend):
+    inputs, layout, out = adversarial(case), LAYOUTS[case.op], LAYOUTS[case.op].out
+    x, weight = layout.part(inputs.x, 1, rank, size), layout.part(inputs.weight, 1, rank, size)
+    grad, residual = (one if out is None else layout.part(one, 0, rank, size) for one in [inputs.grad] * 2)
+    leaves = [tensor.clone().requires_grad_() for tensor in (x, weight, residual)]
+    epilogue = add_residual(residual=leaves[2])
+    how = {"backend": backend, "invariant": "ranks", "epilogue": epilogue}
+    made = getattr(overlap_gemm, case.op)(leaves[0], leaves[1], bias=inputs.bias, **how)
+    of_x, of_weight, of_residual = torch.autograd.grad(made, leaves, grad)
+    of_columns = ("x", of_x, 1), ("weight", of_weight, 1)
+    return [("out", made.detach(), out), ("residual", of_residual, out), *of_columns]
+
+
+@pytest.mark.parametrize("op", ["gemm_reduce_scatter", "gemm_all_reduce"])
+def test_bits_with_a_residual_do_not_depend_on_the_number_of_ranks(op, ranks):
+    case = random_case(op, torch.bfloat16, 3)
+    results = [
+        wholes(ranks(world).run(shares_with_residual, case, backend))
+        for world, backend in zip(WORLDS, ("sequential", "decomposed", "auto"), strict=True)
+    ]
+    for other in results[1:]:
+        assert differing(results[0], other) == {}
 
 
 def test_without_the_promise_these_operands_give_other_bits_on_more_ranks(ranks):

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 import overlap_gemm
+from overlap_gemm.epilogues import add_residual
+from overlap_gemm.spec.sharding import Shards
 from overlap_gemm.testing.cases import LAYOUTS, Case, Operands, operands
 from tests.support.gradients import forward_and_backward
 
@@ -40,23 +42,28 @@ def adversarial(case: Case) -> Operands:
 
 
 def rows_and_what_is_below(
-    case: Case, world: Any, inputs: Operands | None = None, **options: Any
+    case: Case, world: Any, inputs: Operands | None = None, with_residual: bool = False, **options: Any
 ) -> list[Tensor]:
     """Returns all rows of the result of a fused op that sums, on virtual ranks, and that of a second call.
 
     That one's bias, one for all columns, takes away what the first row is: it shows the bits below those of
-    the result. The first call's bias is zero, so that one kernel serves both.
+    the result. The first call's bias is zero, so that one kernel serves both. With a residual, this does so
+    instead, and both calls have the case's bias.
     """
     inputs, layout = inputs or adversarial(case), LAYOUTS[case.op]
     results: list[Tensor] = []
     for _ in range(2):
-        bias = -results[0][0] if results else torch.zeros(case.n, dtype=case.dtype)
+        taken = -results[0][0] if results else torch.zeros(case.n, dtype=case.dtype)
+        bias = inputs.bias if with_residual else taken
         outs = []
         for rank, group in enumerate(world.names):
             x, weight = (
                 layout.part(one, dim, rank, len(world.names))
                 for one, dim in ((inputs.x, layout.x), (inputs.weight, layout.weight))
             )
+            if with_residual:
+                rows = case.m if layout.out is None else Shards.even(case.m, len(world.names)).size(rank)
+                options["epilogue"] = add_residual(residual=taken.expand(rows, -1).contiguous())
             outs.append(
                 getattr(overlap_gemm, case.op)(x, weight, group=group, bias=bias, backend="fused", **options)
             )
