@@ -79,7 +79,7 @@ class SameInputs:
             named |= self.labels.fetch()
         sharding = self.sharding
         if not torch.compiler.is_compiling():
-            self._check_cache(named.get("past_key_values"))
+            self._check_caches(named)
         refusal, sharding.refusal = sharding.refusal, None
         named |= {f"the parameter {name}, assigned since": digest for name, digest in sharding.assigned}
         sharding.assigned.clear()
@@ -87,15 +87,18 @@ class SameInputs:
         if refusal is not None:
             raise refusal
 
-    def _check_cache(self, cache: Any) -> None:
-        keys = [getattr(layer, "keys", None) for layer in getattr(cache, "layers", ())]
-        heads = {part.shape[1] for part in keys if isinstance(part, Tensor) and part.ndim == 4}
-        if heads - {self.heads}:
-            self.sharding.refusal = self.sharding.refusal or ValueError(
-                f"forward: past_key_values must have the {self.heads} key/value heads of a rank, got "
-                f"{sorted(heads)}: use a cache made by this model's forward pass. Prefix tuning is not "
-                f"supported"
-            )
+    def _check_caches(self, named: dict[str, Any]) -> None:
+        # By what they are: transformers 5.24 has named past_key_values cache.
+        caches = {name: value for name, value in named.items() if hasattr(value, "get_seq_length")}
+        for name, cache in caches.items():
+            keys = [getattr(layer, "keys", None) for layer in getattr(cache, "layers", ())]
+            heads = {part.shape[1] for part in keys if isinstance(part, Tensor) and part.ndim == 4}
+            if heads - {self.heads}:
+                self.sharding.refusal = self.sharding.refusal or ValueError(
+                    f"forward: {name} must have the {self.heads} key/value heads of a rank, got "
+                    f"{sorted(heads)}: use a cache made by this model's forward pass. Prefix tuning is not "
+                    f"supported"
+                )
 
 
 def same_inputs(
