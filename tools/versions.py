@@ -7,8 +7,7 @@
 `record` asks pip's index what the newest release of each stack pins. `try` installs those versions and runs
 tests of models. Both write into docs/integrations/versions.json; `try` writes the table of runs on the page
 versions.md, too, after each run. A run replaces an earlier one of the same name. Tests that fail are counted
-and listed in the record, and leave the exit status 0; a failure of pip or git ends the command. Runs with
-other names ("newest, a part") were written by hand.
+and listed in the record, and leave the exit status 0; a failure of pip or git ends the command.
 
 Start it with Python 3.11 or newer, which is also the Python of the environments. An environment takes minutes
 and about 6 GB, the tests (`SELECTED`, and tests/multi/test_model*.py) about 15 minutes of two cores.
@@ -98,9 +97,8 @@ def wanted(name: str, stacks: dict[str, Any]) -> list[str]:
 def row(run: dict[str, Any]) -> str:
     """Returns the row of a run in the page's table."""
     versions = run["versions"]
-    columns = [run["for"], run["python"]]
-    columns += [versions[name] for name in ("torch", "transformers", "peft", "accelerate")]
-    columns += [versions["nvidia-cutlass-dsl"], f"{run['passed']} passed, {run.get('failed', 0)} failed"]
+    columns = [run["for"], *(versions[name] for name in ("torch", "transformers", "peft", "accelerate"))]
+    columns += [f"{run['passed']} passed, {run.get('failed', 0)} failed"]
     return f"| {' | '.join(columns)} | {run['date']}, {run['commit']} |"
 
 

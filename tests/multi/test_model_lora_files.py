@@ -5,10 +5,13 @@ import io
 import os
 from unittest import mock
 
+import peft
 import pytest
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 from torch.distributed.device_mesh import init_device_mesh
+from transformers.integrations.peft import MIN_PEFT_VERSION
 
 from overlap_gemm.api.linears import gather_dtensor
 from overlap_gemm.parallel import full_state_dict, parallelize
@@ -134,6 +137,10 @@ def added(rank, size, sequence_parallel, folder):
     close(sharded(ids).logits, plain(ids).logits, "one is left")
 
 
+@pytest.mark.skipif(
+    Version(peft.__version__) < Version(MIN_PEFT_VERSION),
+    reason=f"transformers' add_adapter requires peft >= {MIN_PEFT_VERSION}",
+)
 def test_add_adapter(ranks, tmp_path):
     ranks(3).run(added, True, str(tmp_path))
 
