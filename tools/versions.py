@@ -12,8 +12,8 @@ and listed in the record, and leave the exit status 0; a failure of pip or git e
 Start it with Python 3.11 or newer, which is also the Python of the environments. An environment takes minutes
 and about 6 GB, the tests (`SELECTED`, and tests/multi/test_model*.py) about 15 minutes of two cores.
 Environments stay in `overlap_gemm-versions` of the temporary folder, with the log of the tests (`tests.log`),
-and are used again: delete one for newer releases. A stack itself is not installed, only its versions of
-packages that this library uses (`PACKAGES`).
+and are used again: delete one for newer releases. Only stacks of `INSTALLED` are installed themselves, of
+others their versions of packages that this library uses (`PACKAGES`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,12 @@ RECORD = ROOT / "docs/integrations/versions.json"
 PAGE = ROOT / "docs/integrations/versions.md"
 ENVIRONMENTS = Path(tempfile.gettempdir()) / "overlap_gemm-versions"
 
-STACKS = ("vllm", "sglang", "axolotl", "verl", "trl", "llamafactory")
+STACKS = ("vllm", "sglang", "axolotl", "verl", "trl", "torchtitan", "llamafactory")
+INSTALLED = {
+    "trl": (["trl"], "test_trl.py"),
+    "torchtitan": (["torchtitan", "triton"], "test_torch_stacks.py"),
+}
+"""Stacks that are installed themselves: their packages, and the only file of tests/multi that runs."""
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "nvidia-cutlass-dsl", "apache-tvm-ffi", "numpy")
 """Packages that both a stack and this library require."""
 
@@ -110,12 +115,13 @@ def write(record: dict[str, Any]) -> None:
     PAGE.write_text(page)
 
 
-def run_in(folder: Path, requirements: list[str]) -> dict[str, Any]:
-    """Makes an environment of the versions, runs tests of models in it, and returns the run's record.
+def run_in(folder: Path, requirements: list[str], files: list[Path]) -> dict[str, Any]:
+    """Makes an environment of the versions, runs tests in it, and returns the run's record.
 
     Args:
         folder: Folder of the environment; an existing one is used again.
-        requirements: Requirements of `wanted`.
+        requirements: Requirements of `wanted`, and packages of `INSTALLED`.
+        files: Files of tests.
 
     Returns:
         Date, commit, Python, version of each package, number of tests by result, names of failed ones.
@@ -132,8 +138,6 @@ def run_in(folder: Path, requirements: list[str]) -> dict[str, Any]:
     subprocess.run([*pip, "--no-deps", *editable], check=True)
     code = "import importlib.metadata as m, json; print(json.dumps({n: m.version(n) for n in %r}))"
     versions = subprocess.run([python, "-c", code % (PACKAGES,)], stdout=subprocess.PIPE, check=True).stdout
-    files = [ROOT / "tests/multi" / name for name in SELECTED]
-    files += sorted((ROOT / "tests/multi").glob("test_model*.py"))
     log = folder / "tests.log"
     with log.open("w") as output:
         subprocess.run(
@@ -170,7 +174,9 @@ def main() -> None:
         return
     for name in arguments.what or (*record["stacks"], "oldest", "newest"):
         folder = ENVIRONMENTS / re.sub(r"[^\w.=-]+", "-", name)
-        run = {"for": name, **run_in(folder, wanted(name, record["stacks"]))}
+        packages, *files = INSTALLED.get(name, ([], *SELECTED, "test_model*.py"))
+        paths = [path for file in files for path in sorted((ROOT / "tests/multi").glob(file))]
+        run = {"for": name, **run_in(folder, [*wanted(name, record["stacks"]), *packages], paths)}
         record["runs"] = [*(one for one in record["runs"] if one["for"] != name), run]
         write(record)
 

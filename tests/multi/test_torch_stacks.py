@@ -1,20 +1,24 @@
-"""torchtitan's own layers (`tp_gemm_backend="dist_gemm"`), from its wheel, on our ops.
+"""torchtitan's own layers (`tp_gemm_backend="dist_gemm"`), from its wheel, and its Trainer, on our ops.
 
-It is fetched with pip, or named by OVERLAP_GEMM_TORCHTITAN_WHEEL.
+The wheel is fetched with pip, or named by OVERLAP_GEMM_TORCHTITAN_WHEEL. The Trainer runs where torchtitan is
+installed: `python tools/versions.py try torchtitan`.
 """
 
+import contextlib
 import importlib.util
 import os
 import subprocess
 import sys
 import types
 import zipfile
+from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import distribute_tensor
 
 from overlap_gemm.integrations import torch_symm_mem
 
@@ -32,6 +36,16 @@ def layers(tmp_path_factory):
         (wheel,) = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as files:
         return files.extract("torchtitan/distributed/linear.py", folder)
+
+
+def mm_with_out_dtype():
+    """Patches `torch.mm`, whose `out_dtype=` is for GPUs."""
+    product = torch.mm
+
+    def mm(a, b, out_dtype=None, **options):
+        return product(a.to(out_dtype or a.dtype), b.to(out_dtype or b.dtype), **options)
+
+    return mock.patch.object(torch, "mm", mm)
 
 
 def trains_on_our_ops(rank, size, path):
@@ -55,12 +69,7 @@ def trains_on_our_ops(rank, size, path):
         two = linear.AllGatherLinearMulti.apply(own_x, *own_ups, group, group.group_name)
         inner = one.relu() + two[0] * two[1]
         out = linear.LinearReduceScatter.apply(inner, own_down, None, group, group.group_name)
-        product = torch.mm
-
-        def mm(a, b, out_dtype=None, **options):  # with out_dtype= it is for GPUs
-            return product(a.to(out_dtype or a.dtype), b.to(out_dtype or b.dtype), **options)
-
-        with mock.patch.object(torch, "mm", mm):
+        with mm_with_out_dtype():
             out.square().sum().backward()
     finally:
         torch_symm_mem.uninstall()
@@ -79,3 +88,111 @@ def trains_on_our_ops(rank, size, path):
 @pytest.mark.slow
 def test_torchtitans_dist_gemm(ranks, layers):
     ranks(2).run(trains_on_our_ops, layers)
+
+
+def torchtitan_on_cpus():
+    """Patches what torchtitan's Trainer requests of a GPU: device, memory, time-outs, `mm(out_dtype=)`."""
+    with mock.patch("torch._utils._get_available_device_type", lambda: "cpu"):
+        from torchtitan.components import metrics
+        from torchtitan.distributed import utils
+
+    memory = types.SimpleNamespace(
+        device_name="cpu",
+        reset_peak_stats=lambda: None,
+        get_peak_stats=lambda: types.SimpleNamespace(max_reserved_gib=0, max_reserved_pct=0),
+    )
+    patches = contextlib.ExitStack()
+    patches.enter_context(mock.patch.object(metrics, "build_device_memory_monitor", lambda: memory))
+    patches.enter_context(mock.patch.object(utils, "set_pg_timeouts", lambda **_: None))
+    patches.enter_context(mm_with_out_dtype())
+    return patches
+
+
+def config_of_torchtitan(size, folder):
+    """Returns torchtitan's small Llama with `dist_gemm`, random tokens, and attention that runs on CPUs."""
+    from torchtitan.components.dataloader import BaseDataLoader
+    from torchtitan.components.tokenizer import BaseTokenizer
+    from torchtitan.config import ParallelismConfig, TrainingConfig
+    from torchtitan.models.common.attention import ScaledDotProductAttention
+    from torchtitan.models.llama3 import config_registry, model_registry
+
+    class Tokens(BaseDataLoader):
+        @dataclass(kw_only=True, slots=True)
+        class Config(BaseDataLoader.Config):
+            pass
+
+        def __init__(self, config, *, seq_len, local_batch_size, **_):
+            self.shape = (local_batch_size, seq_len + 1)
+
+        def __iter__(self):
+            generator = torch.Generator().manual_seed(1)
+            while True:
+                tokens = torch.randint(2048, self.shape, generator=generator)
+                yield {"input": tokens[:, :-1].contiguous()}, tokens[:, 1:].contiguous()
+
+        state_dict = load_state_dict = None
+
+    class NoTokenizer(BaseTokenizer):
+        @dataclass(kw_only=True, slots=True)
+        class Config(BaseTokenizer.Config):
+            pass
+
+        def __init__(self, *_, **__):
+            pass
+
+        encode = decode = get_vocab_size = None
+
+    config = config_registry.llama3_debugmodel()
+    config.model_spec = model_registry("debugmodel", attn_backend="varlen", tp_gemm_backend="dist_gemm")
+    config.model_spec.model.layers = config.model_spec.model.layers[:2]
+    for layer in config.model_spec.model.layers:
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()
+    config.training = TrainingConfig(
+        local_batch_size=2, seq_len=16, steps=3, disable_cuda_graphs=True, mixed_precision_param="float32"
+    )
+    config.parallelism = ParallelismConfig(tensor_parallel_degree=size, spmd_backend="spmd_types")
+    config.dataloader, config.tokenizer = Tokens.Config(), NoTokenizer.Config()
+    config.checkpoint.enable = config.validator.enable = False
+    config.activation_checkpoint, config.dump_folder = None, folder
+    config.optimizer.implementation = "foreach"
+    return config
+
+
+def trains_in_torchtitan(rank, size, folder):
+    """Trains three steps in torchtitan's Trainer. Returns losses, norms of gradients, calls of our ops."""
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "", "MASTER_PORT": 0}
+    variables = mock.patch.dict(os.environ, {name: str(value) for name, value in names.items()})
+    with variables, torchtitan_on_cpus(), torch.autograd.set_multithreading_enabled(False):
+        from torchtitan.components.metrics import MetricsProcessor
+        from torchtitan.trainer import Trainer
+
+        torch_symm_mem.install(backend="decomposed")
+        gather, scatter = torch_symm_mem.all_gather_gemm, torch_symm_mem.gemm_reduce_scatter
+        with (
+            mock.patch.object(torch_symm_mem, "all_gather_gemm", side_effect=gather) as gathers,
+            mock.patch.object(torch_symm_mem, "gemm_reduce_scatter", side_effect=scatter) as scatters,
+            mock.patch.object(MetricsProcessor, "log") as log,
+        ):
+            trainer = Trainer(config_of_torchtitan(size, folder))
+            for number, parameter in enumerate(trainer.model_parts[0].parameters()):
+                generator = torch.Generator().manual_seed(number)  # torchtitan's draws depend on size
+                full = 0.02 * torch.randn(parameter.shape, generator=generator) + (parameter.ndim == 1)
+                mesh, placements = parameter.device_mesh, parameter.placements
+                parameter.data.copy_(distribute_tensor(full, mesh, placements, src_data_rank=None))
+            trainer.train()
+        torch_symm_mem.uninstall()
+    losses = [(step, loss, norm) for step, loss, _, norm in (call.args for call in log.call_args_list)]
+    return losses, gathers.call_count, scatters.call_count
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("torchtitan") is None,
+    reason="torchtitan is not installed; 0.3.0 runs with torch 2.15, not with 2.13",
+)
+def test_torchtitans_trainer_has_the_losses_of_one_rank(ranks, tmp_path):
+    ((expected, *_),) = ranks(1).run(trains_in_torchtitan, str(tmp_path))
+    assert [step for step, *_ in expected] == [1, 2, 3] and len({loss for _, loss, _ in expected}) == 3
+    for results, gathers, scatters in ranks(2).run(trains_in_torchtitan, str(tmp_path)):
+        torch.testing.assert_close(torch.tensor(results), torch.tensor(expected), rtol=1e-4, atol=0)
+        # Two layers, each attention and MLP: forward, backward's input and weight.
+        assert (gathers, scatters) == (3 * 2 * 6, 3 * 2 * 4)
