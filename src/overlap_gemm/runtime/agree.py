@@ -204,7 +204,7 @@ def of_calls(group: Group, device: torch.device, facts: Facts) -> Group:
         return group
     progress = group.progress
     has_messages = device.type == "cpu" and group.has_gloo
-    known: dict[tuple[str, int], tuple[torch.Tensor, bytes]] = {}
+    known: dict[tuple[str, int], bytes] = {}
     noted: dict[tuple[str, int], tuple[int, str]] = {}
 
     def note(kind: tuple[str, int]) -> None:
@@ -224,9 +224,9 @@ def of_calls(group: Group, device: torch.device, facts: Facts) -> Group:
         else:
             if kind not in known:
                 words = progress.skipped, _digest((*facts, ("transfer", transfer)))
-                known[kind] = torch.tensor(words, dtype=torch.int64), struct.pack("2q", *words) * group.size
-            local, expected = known[kind]
-            if exchange(group, local, facts[0][1]) != expected:
+                known[kind] = struct.pack("2q", *words)
+            local = known[kind]
+            if exchange(group, local, facts[0][1]) != local * group.size:
                 _raise_difference(group, (*facts, ("transfer", transfer)))
         progress.events += 1
 
@@ -327,12 +327,12 @@ def _exchange(group: Group, device: torch.device, length: int, facts: Facts, des
     """
     if checking():
         _compare(group, dict(facts))
-    on_host = "cpu" in group.device_types
-    carrier = torch.device("cpu") if on_host else device
-    local = torch.tensor([length, _digest(facts)], dtype=torch.int64, device=carrier)
+    on_host, words = "cpu" in group.device_types, (length, _digest(facts))
     if on_host and group.has_gloo:
-        everyone = list(struct.iter_unpack("2q", exchange(group, local, facts[0][1])))
+        received = exchange(group, struct.pack("2q", *words), facts[0][1])
+        everyone = list(struct.iter_unpack("2q", received))
     else:
+        local = torch.tensor(words, dtype=torch.int64, device=torch.device("cpu") if on_host else device)
         gathered = local.repeat(group.size, 1)
         group.all_gather(gathered, local)
         everyone = gathered.tolist()

@@ -23,28 +23,35 @@ CPU = torch.device("cpu")
 
 
 class _Inbox:
-    """Posted receives of one rank.
+    """Posted receives of one rank, and the message that it sends.
 
     Attributes:
+        carrier: gloo backend of the group. torch's dispatcher would take as long as the messages.
         rows: Row of each rank in `[P, 2]` int64. This rank's is sent, messages are received into the others.
         peers: Ranks other than this one.
         works: Handle of the receive of each peer's next message, by rank.
         broken: Error that ended an exchange before all messages arrived; None: there was none.
     """
 
-    def __init__(self, group: Group, carrier: dist.Backend) -> None:
+    def __init__(self, group: Group, process_group: dist.ProcessGroup) -> None:
+        self.carrier = process_group._get_backend(CPU)
         self._words = torch.zeros(group.size, WORDS, dtype=torch.int64)
         self.rows, self.peers = self._words.unbind(), [r for r in range(group.size) if r != group.rank]
         self._address, self._nbytes = self._words.data_ptr(), self._words.nbytes
+        self._local = self.rows[group.rank].data_ptr()
         self.works: dict[int, dist.Work] = {}
         self.broken: str | None = None
-        self.receive(carrier)
+        self.receive()
+
+    def write(self, local: bytes) -> None:
+        """Writes this rank's row; tensors of 16 bytes take ten times as long."""
+        ctypes.memmove(self._local, local, len(local))
 
     def read(self) -> bytes:
-        """Returns a copy of all rows; tensors of 16 bytes take ten times as long."""
+        """Returns a copy of all rows."""
         return ctypes.string_at(self._address, self._nbytes)
 
-    def receive(self, carrier: dist.Backend) -> None:
+    def receive(self) -> None:
         """Posts the receive of each peer's next message.
 
         A profiler must not record it: the receive ends in a later call, when the profiler may have stopped.
@@ -55,7 +62,7 @@ class _Inbox:
             torch.autograd._enable_record_function(False)
         try:
             for peer in self.peers:
-                self.works[peer] = carrier.recv([self.rows[peer]], peer, TAG)
+                self.works[peer] = self.carrier.recv([self.rows[peer]], peer, TAG)
         finally:
             if watched:
                 torch.autograd._enable_record_function(True)
@@ -65,12 +72,12 @@ _inboxes: "WeakKeyDictionary[dist.ProcessGroup, _Inbox]" = WeakKeyDictionary()
 """Inboxes by process group, and removed with it: a receive that outlives its group keeps connections open."""
 
 
-def exchange(group: Group, local: torch.Tensor, op: str) -> bytes:
-    """Returns every rank's `local`, in rank order, as bytes. All ranks must call in the same order.
+def exchange(group: Group, local: bytes, op: str) -> bytes:
+    """Returns every rank's `local`, in rank order. All ranks must call in the same order.
 
     Args:
         group: Group whose gloo backend sends tensors in host memory.
-        local: Two int64 values of this rank.
+        local: Two int64 values of this rank, as bytes.
         op: Name of the op, for messages.
 
     Raises:
@@ -78,11 +85,9 @@ def exchange(group: Group, local: torch.Tensor, op: str) -> bytes:
     """
     process_group = group.process_group
     assert process_group is not None
-    # Call the backend directly: torch's dispatcher takes as long as the messages.
-    carrier = process_group._get_backend(CPU)
     inbox = _inboxes.get(process_group)
     if inbox is None:
-        inbox = _inboxes[process_group] = _Inbox(group, carrier)
+        inbox = _inboxes[process_group] = _Inbox(group, process_group)
     my_rank = group.rank
     if inbox.broken is not None:
         raise RuntimeError(
@@ -91,12 +96,12 @@ def exchange(group: Group, local: torch.Tensor, op: str) -> bytes:
         )
     row, peer = inbox.rows[my_rank], my_rank
     try:
-        row.copy_(local)
-        sent = [(peer, carrier.send([row], peer, TAG)) for peer in inbox.peers]
+        inbox.write(local)
+        sent = [(peer, inbox.carrier.send([row], peer, TAG)) for peer in inbox.peers]
         for peer, work in inbox.works.items():  # noqa: B007  used in the error message
             work.wait()
         everyone = inbox.read()
-        inbox.receive(carrier)
+        inbox.receive()
         for peer, work in sent:  # noqa: B007  as above
             work.wait()
     except RuntimeError as error:
