@@ -1,9 +1,10 @@
-"""torchtitan's own layers (`tp_gemm_backend="dist_gemm"`), from its wheel, and its Trainer, on our ops.
+"""torchtitan's own layers (`tp_gemm_backend="dist_gemm"`) and Trainer on our ops; SGLang's plug-in loader.
 
-The wheel is fetched with pip, or named by OVERLAP_GEMM_TORCHTITAN_WHEEL. The Trainer runs where torchtitan is
-installed: `python tools/versions.py try torchtitan`.
+The wheels are fetched with pip, or named by OVERLAP_GEMM_TORCHTITAN_WHEEL and OVERLAP_GEMM_SGLANG_WHEEL. The
+Trainer runs where torchtitan is installed: `python tools/versions.py try torchtitan`.
 """
 
+import ast
 import contextlib
 import importlib.util
 import os
@@ -22,20 +23,18 @@ from torch.distributed.tensor import distribute_tensor
 
 from overlap_gemm.integrations import torch_symm_mem
 
-TORCHTITAN = "0.3.0"
+VERSIONS = {"torchtitan": "0.3.0", "sglang": "0.5.23"}
 
 
-@pytest.fixture(scope="module")
-def layers(tmp_path_factory):
-    """torchtitan/distributed/linear.py."""
-    folder = tmp_path_factory.mktemp("torchtitan")
-    wheel = os.environ.get("OVERLAP_GEMM_TORCHTITAN_WHEEL")
+def extracted(stack, folder, *names):
+    """Extracts files of a stack's wheel into a folder, and returns their paths."""
+    wheel = os.environ.get(f"OVERLAP_GEMM_{stack.upper()}_WHEEL")
     if wheel is None:
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "-q", "-d", str(folder)]
-        subprocess.run([*command, f"torchtitan=={TORCHTITAN}"], check=True, timeout=240)
+        subprocess.run([*command, f"{stack}=={VERSIONS[stack]}"], check=True, timeout=240)
         (wheel,) = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as files:
-        return files.extract("torchtitan/distributed/linear.py", folder)
+        return [files.extract(name, folder) for name in names]
 
 
 def mm_with_out_dtype():
@@ -86,8 +85,38 @@ def trains_on_our_ops(rank, size, path):
 
 
 @pytest.mark.slow
-def test_torchtitans_dist_gemm(ranks, layers):
+def test_torchtitans_dist_gemm(ranks, tmp_path):
+    (layers,) = extracted("torchtitan", tmp_path, "torchtitan/distributed/linear.py")
     ranks(2).run(trains_on_our_ops, layers)
+
+
+@pytest.mark.slow
+def test_sglangs_workers_load_the_plug_in(tmp_path):
+    """Each worker calls `load_plugins()` first; it raises nothing, so a failure would be silent."""
+    modules = ("environ.py", "plugins/__init__.py", "plugins/hook_registry.py", "managers/scheduler.py")
+    *_, scheduler = extracted("sglang", tmp_path, *(f"sglang/srt/{name}" for name in modules))
+    (worker,) = (
+        node
+        for node in ast.parse(Path(scheduler).read_text()).body
+        if getattr(node, "name", None) == "run_scheduler_process"
+    )
+    lines = {ast.unparse(node.func): node.lineno for node in ast.walk(worker) if isinstance(node, ast.Call)}
+    assert lines["load_plugins"] < lines["Scheduler"]
+    code = (
+        "from sglang.srt.plugins import load_plugins; load_plugins(); load_plugins()\n"
+        "from overlap_gemm.integrations.torch_symm_mem import installed; print(installed())"
+    )
+    paths = os.pathsep.join([str(tmp_path), *sys.path])
+    for switch, plugins, expected in (("1", "", "True"), ("0", "", "False"), ("1", "other", "False")):
+        variables = {"OVERLAP_GEMM_SGLANG": switch, "SGLANG_PLUGINS": plugins, "PYTHONPATH": paths}
+        process = subprocess.run(
+            [sys.executable, "-c", code],
+            env=os.environ | variables,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert process.stdout.split() == [expected], process.stderr
 
 
 def torchtitan_on_cpus():
