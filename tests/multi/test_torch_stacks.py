@@ -1,15 +1,18 @@
-"""torchtitan's own layers (`tp_gemm_backend="dist_gemm"`) and Trainer on our ops; SGLang's plug-in loader.
+"""Parts of stacks, from their wheels: torchtitan's layers and Trainer, SGLang's loader, verl's transfer.
 
-The wheels are fetched with pip, or named by OVERLAP_GEMM_TORCHTITAN_WHEEL and OVERLAP_GEMM_SGLANG_WHEEL. The
-Trainer runs where torchtitan is installed: `python tools/versions.py try torchtitan`.
+The wheels are fetched with pip, or named by OVERLAP_GEMM_TORCHTITAN_WHEEL (or SGLANG, VERL). The Trainer runs
+where torchtitan is installed: `python tools/versions.py try torchtitan`.
 """
 
 import ast
+import asyncio
 import contextlib
 import importlib.util
 import os
+import queue
 import subprocess
 import sys
+import threading
 import types
 import zipfile
 from dataclasses import dataclass
@@ -19,11 +22,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
 from overlap_gemm.integrations import torch_symm_mem
+from overlap_gemm.parallel import full_tensors, parallelize
+from tests.support.models import tiny
 
-VERSIONS = {"torchtitan": "0.3.0", "sglang": "0.5.23"}
+VERSIONS = {"torchtitan": "0.3.0", "sglang": "0.5.23", "verl": "0.9.1"}
 
 
 def extracted(stack, folder, *names):
@@ -225,3 +231,60 @@ def test_torchtitans_trainer_has_the_losses_of_one_rank(ranks, tmp_path):
         torch.testing.assert_close(torch.tensor(results), torch.tensor(expected), rtol=1e-4, atol=0)
         # Two layers, each attention and MLP: forward, backward's input and weight.
         assert (gathers, scatters) == (3 * 2 * 6, 3 * 2 * 4)
+
+
+class Socket:
+    """Stands in for a pair of ZMQ's sockets between two threads."""
+
+    def __init__(self, sent, received):
+        self.send = self.send_pyobj = sent.put
+        self.recv = self.recv_pyobj = lambda: received.get(timeout=30)
+        self.bind = self.connect = lambda _: None
+        self.close = lambda: None
+
+
+def sends_by_verl(rank, size, path):
+    """Sends the weights of a sharded model by verl's buckets, as its trainers do, to the receiver in vLLM."""
+
+    async def each(weights):
+        for weight in weights:
+            yield weight
+
+    there, back = queue.Queue(), queue.Queue()
+    sockets = {"req": Socket(there, back), "rep": Socket(back, there)}
+    context = types.SimpleNamespace(instance=lambda: types.SimpleNamespace(socket=sockets.get))
+    device = mock.MagicMock(is_support_ipc=lambda: False)
+    modules = {
+        "zmq": types.SimpleNamespace(Context=context, REQ="req", REP="rep"),
+        "verl.utils.device": device,
+        "verl.workers.rollout.utils": types.SimpleNamespace(ensure_async_iterator=each),
+    }
+    plain, sharded = (tiny("phi3", size, dtype=torch.bfloat16) for _ in range(2))
+    expected = plain.state_dict()
+    parallelize(sharded, init_device_mesh("cpu", (size,)))
+    arrived, ends = {}, []
+
+    def load(weights, is_last):
+        ends.append(is_last)
+        arrived.update((name, weight.clone()) for name, weight in weights)
+
+    with mock.patch.dict(sys.modules, modules):
+        spec = importlib.util.spec_from_file_location("transfer", Path(path))
+        transfer = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(transfer)
+        sender = transfer.BucketedWeightSender("one", 1, use_shm=True)
+        sender.bucket_size = 1 << 13  # several for a small model
+        receiver = transfer.BucketedWeightReceiver("other", torch.device("cpu"), use_shm=True)
+        thread = threading.Thread(target=receiver.receive_weights, args=(load,))
+        thread.start()
+        asyncio.run(sender.async_send_weights(full_tensors(sharded)))
+        thread.join(30)
+    assert ends == [False] * (len(ends) - 1) + [True] and len(ends) > 2
+    assert list(arrived) == list(expected)
+    assert all(torch.equal(arrived[name], value) for name, value in expected.items())
+
+
+@pytest.mark.slow
+def test_weights_pass_verls_buckets_to_a_rollout(ranks, tmp_path):
+    (transfer,) = extracted("verl", tmp_path, "verl/workers/rollout/vllm_rollout/bucketed_weight_transfer.py")
+    ranks(2).run(sends_by_verl, transfer)
