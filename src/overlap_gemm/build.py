@@ -20,7 +20,8 @@ must be ``Int32`` or ``Int64`` objects: the DSL packs a plain ``int`` there wron
     (rows, N) of ``config.out_dtype``, N contiguous, 16-byte aligned, row stride a multiple of 16 bytes.
     ``rows`` is M for a plain GEMM, else the number of rows that this rank owns. A rank without rows passes
     any valid tensor of one row; the kernel does not write to it.
-    With ``config.weights`` above 1, ``b`` and ``out`` are tuples of that many.
+    With ``config.weights`` above 1, ``b`` and ``out`` are tuples of that many; for a kernel of
+    :func:`make_gather_kernel` ``a`` and ``b``, whose products are added.
 ``extras``
     Tuple of tensors, or None if there are none. First the two matrices of scales, if operands have scales of
     blocks (`mainloop.blocks`, `mx`). Then the operands of the epilogue's visitors, in the order of
@@ -56,7 +57,7 @@ from overlap_gemm.exchange.geometry import Puts
 from overlap_gemm.exchange.relay import Relay
 from overlap_gemm.gather.all_gather import AllGather
 from overlap_gemm.gather.gate import GateKernel
-from overlap_gemm.gather.gathering import Gathering, ShardScales
+from overlap_gemm.gather.gathering import Gathering, PartOfK, ShardScales
 from overlap_gemm.kernel.fused_gemm import FusedGemm
 from overlap_gemm.kernel.plain_gemm import PlainGemm
 from overlap_gemm.kernel.protocols import Mainloop
@@ -167,22 +168,19 @@ def fake_arguments(kernel: FusedGemm) -> tuple[Any, ...]:
         exchange = _fake_gathering(cfg, kernel.op.keep)
         if kernel.op.has_chunks:
             exchange = exchange._replace(chunk_rows=Int32(1))
-    b = matrix(cfg.in_dtypes[1], cfg.b_major == "k")
+    a, b = matrix(cfg.in_dtype, cfg.a_major == "k"), matrix(cfg.in_dtypes[1], cfg.b_major == "k")
     if cfg.has_two_weights:
         b = b, matrix(cfg.in_dtypes[1], True)
     out = matrix(cfg.out_dtype, True)
     if cfg.weights > 1:
         b = tuple(matrix(cfg.in_dtypes[1], cfg.b_major == "k") for _ in range(cfg.weights))
-        out = tuple(matrix(cfg.out_dtype, True) for _ in range(cfg.weights))
-    return (
-        matrix(cfg.in_dtype, cfg.a_major == "k"),
-        b,
-        out,
-        extras,
-        exchange,
-        Int32(1),
-        make_fake_stream(),
-    )
+        if isinstance(kernel.op, AllGather):
+            a = tuple(matrix(cfg.in_dtype, True) for _ in range(cfg.weights))
+            later = [_fake_part_of_k(cfg, kernel.op.keep) for _ in range(1, cfg.weights)]
+            exchange = exchange._replace(later=tuple(later))
+        else:
+            out = tuple(matrix(cfg.out_dtype, True) for _ in range(cfg.weights))
+    return a, b, out, extras, exchange, Int32(1), make_fake_stream()
 
 
 def compile_relay(arch: str, transport: Any, options: str = "") -> Any:
@@ -289,6 +287,12 @@ def _fake_exchange() -> Exchange:
     """Returns placeholders of the exchange arguments, for compilation."""
     peers = make_fake_compact_tensor(cutlass.Int64, (cute.sym_int32(),), assumed_align=8)
     return Exchange(peers, Int32(0), Int32(1), Int32(1), *(Int64(0),) * 5, Int32(1), Int32(0))
+
+
+def _fake_part_of_k(config: GemmConfig, keep: bool) -> PartOfK:
+    """Returns placeholders of a further matrix along K, for compilation."""
+    kept, gathered = _fake_gathering(config, keep)[4:6]
+    return PartOfK(Int64(0), Int64(0), kept, gathered, Int64(0))
 
 
 def _fake_gathering(config: GemmConfig, keep: bool) -> Gathering:

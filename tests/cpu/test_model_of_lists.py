@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from overlap_gemm.backends.fused.fused_backend import Fused
 from overlap_gemm.backends.peer_access import PeerAccess
 from overlap_gemm.backends.select import predicted
 from overlap_gemm.config.gemm_config import GemmConfig
@@ -33,3 +34,10 @@ def test_auto_predicts_one_kernel_of_a_list_by_its_weights():
     by_list, by_one, by_each = (predicted(one).seconds for one in (narrow, joined, empty))
     assert by_list["fused"] > 1.2 * by_one["fused"] and by_list["torch"] == by_one["torch"]
     assert by_each == by_one
+
+
+def test_parts_of_k_that_tma_cannot_load_are_named():
+    fitting = problem("all_to_all_gemm", 64, 72, 64, parts=(48, 16))
+    assert Fused().why_no_kernel(fitting) is None
+    reason = Fused().why_no_kernel(replace(fitting, parts=(40, 24)))
+    assert reason is not None and reason.startswith("K=40+24 in 2 parts must be a multiple of 8 a rank")

@@ -146,8 +146,8 @@ def test_exchanged_rows_in_different_chunks_have_different_signatures():
     """Compares with gathered shards of as many bytes, too, which are in the same buffer."""
     shards = Shards(1024, 2, 512)
     rows = gather.BufferLayout.of(shards, 128, 2)
-    kinds = {exchange_plans.signature_of(torch.bfloat16, 256, shards, chunk) for chunk in (128, 256, 512)}
-    kinds |= {exchange_plans.signature_of(torch.float16, 256, shards, 128)}
+    kinds = {exchange_plans.signature_of(torch.bfloat16, (256,), shards, chunk) for chunk in (128, 256, 512)}
+    kinds |= {exchange_plans.signature_of(torch.float16, (256,), shards, 128)}
     assert len(kinds | {gather.signature_of(torch.bfloat16, rows, shards)}) == 5
 
 

@@ -257,7 +257,7 @@ def without_readers(patch):
 
 def with_flags_before_rows(patch):
     def send(copies, executor, second, local, exchange):
-        for offset, target, nbytes, flag in copies.places:
+        for _, offset, target, nbytes, flag in copies.places:
             executor.copy(second, flag, copies.next_epoch, FLAG_BYTES)
             executor.copy(second, target, local[0] + offset, nbytes)
 

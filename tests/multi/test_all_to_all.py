@@ -72,7 +72,7 @@ def test_attention_equals_the_unsharded_one_with_its_gradients(ranks, world, bac
 
 def exchanges(rank, size):
     """Transfers of one call, as the group counts them."""
-    x, weights = torch.randn(2, 8), [torch.randn(n, 8) for n in (4, 8, 6)]
+    x, weights = torch.randn(2, 8).requires_grad_(), [torch.randn(n, 8) for n in (4, 8, 6)]
     counted = []
     plain = torch.distributed.all_to_all_single
 
@@ -83,6 +83,7 @@ def exchanges(rank, size):
     torch.distributed.all_to_all_single = counting
     try:
         outs = gemm_all_to_all(x, weights, backend="torch")
+        torch.autograd.grad(outs, x, [out.detach() for out in outs])
     finally:
         torch.distributed.all_to_all_single = plain
     assert [out.shape for out in outs] == [(2 * size, n // size) for n in (4, 8, 6)]
@@ -90,7 +91,8 @@ def exchanges(rank, size):
 
 
 def test_a_list_of_weights_is_exchanged_at_once(ranks):
-    assert ranks(2).run(exchanges) == [[4 * (2 + 4 + 3)]] * 2
+    """Counts elements of the results, then of their gradients."""
+    assert ranks(2).run(exchanges) == [[4 * (2 + 4 + 3)] * 2] * 2
 
 
 def weights_in_rank_order(rank, size):

@@ -99,12 +99,13 @@ def gradgradcheck_of_a_list(rank, size, op):
     layout, lengths = LAYOUTS[op], OPS[op].arguments(4, 2, 2, least=True)
     torch.manual_seed(0)
     operands = [torch.randn(shape, **DOUBLE, requires_grad=True) for shape in ((4, 2), (2, 2), (3, 2))]
+    assert torch.autograd.gradcheck(products, operands)
     assert torch.autograd.gradgradcheck(products, operands)
 
 
 @pytest.mark.parametrize("op", ["gemm_all_to_all", "all_to_all_gemm"])
 def test_gradients_of_gradients_of_a_list_of_weights(ranks, op):
-    """Checks them where each call of the dual adds to the gradient of the weights before."""
+    """Checks one dual for the list, and with second derivatives one for each weight, which adds."""
     ranks(2).run(gradgradcheck_of_a_list, op)
 
 

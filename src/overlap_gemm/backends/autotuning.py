@@ -123,8 +123,8 @@ def measure_if_due(
     Returns:
         Whether a new measurement was made.
     """
-    if not uses_measurements(requested, group, problem.promises):
-        return False
+    if problem.parts or not uses_measurements(requested, group, problem.promises):
+        return False  # a list along K runs as its joined matrices were measured
     measurements = measurements_of(group, operands.x.device)
     if problem.kind in measurements.kinds:
         return False

@@ -21,7 +21,7 @@ from .by_collective import run_by_collectives
 from .collectives import all_gather_rows
 from .epilogues import Applying
 from .group_measurements import measurements_of, uses_measurements
-from .op_call import FALLBACK, CallOperands, OpCall
+from .op_call import FALLBACK, CallOperands, Joined, OpCall
 from .peer_access import PeerAccess, peer_access_of
 from .portable_arithmetic import Arithmetic, arithmetic_of
 from .scales.scaling import Operand, dequantised, with_scales
@@ -53,6 +53,7 @@ class Problem:
         measurements: Measurements of the group by kind of call (`autotuning`), the same on all ranks.
         input_dtypes: Dtypes of the epilogue's inputs, if there is an epilogue.
         widths: Rows of each weight, if every rank has all of them.
+        parts: K over all ranks of each part of a `Joined` x; else empty.
     """
 
     op: str
@@ -69,6 +70,7 @@ class Problem:
     measurements: Mapping[str, Measured | None] = field(default_factory=dict, repr=False, compare=False)
     input_dtypes: tuple[torch.dtype, ...] = ()
     widths: tuple[int, ...] = ()
+    parts: tuple[int, ...] = ()
 
     @classmethod
     def of(
@@ -123,6 +125,7 @@ class Problem:
             measurements_of(group, x.device).kinds if is_measured else {},
             tuple([tensor.dtype for tensor in inputs]),
             tuple([len(one) for one in weights]) if weight is not None and OPS[op].weight is None else (),
+            weights[0].widths if isinstance(x, Joined) else (),
         )
 
     @property
@@ -261,7 +264,7 @@ class Problem:
         if self.spec.dual not in OPS:
             return None
         call = self.call._replace(columns=self.k, k=self.n)
-        return replace(self, op=self.spec.dual, call=call, widths=())
+        return replace(self, op=self.spec.dual, call=call, widths=(), parts=())
 
     @property
     def bytes(self) -> int:

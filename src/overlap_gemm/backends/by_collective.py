@@ -12,7 +12,8 @@ from torch import Tensor
 from ..runtime.group import Group
 from ..spec import Move, OpSpec
 from ..spec.sharding import Shards
-from .collectives import all_gather_rows, columns_to_rows, rows_to_columns
+from .collectives import all_gather_rows, columns_to_rows, parts_to_rows, rows_to_columns
+from .op_call import Joined
 from .portable_arithmetic import Arithmetic
 from .scales.scaling import Scaled
 
@@ -40,7 +41,7 @@ def run_by_collectives(
     Returns:
         This rank's rows of x, and the results.
     """
-    rows = _redistribute(x, spec.operand_move, weights[0].shape[1], shards, group)
+    rows = _redistribute(x, spec.operand_move, weights[0], shards, group)
     products = how.products(rows, weights, biases)
     move = spec.result_move
     if move is None:
@@ -50,9 +51,12 @@ def run_by_collectives(
     return rows, [all_gather_rows(product, shards, group) for product in products]
 
 
-def _redistribute(x: Any, move: Move | None, depth: int, shards: Shards, group: Group) -> Any:
+def _redistribute(x: Any, move: Move | None, weight: Any, shards: Shards, group: Group) -> Any:
+    depth = weight.shape[1]
     if move is None:
         return x
+    if isinstance(x, Joined):  # only an all-to-all has lists along K
+        return Joined(tuple(parts_to_rows(x.parts, weight.widths, shards, group)))
     if move.kind == "all_to_all":
         exchange = partial(columns_to_rows, shards=shards, group=group)
         return x.exchanged(exchange, depth) if isinstance(x, Scaled) else exchange(x, depth)

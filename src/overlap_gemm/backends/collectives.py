@@ -10,6 +10,7 @@ from torch import Tensor
 from ..runtime.group import Group
 from ..spec.sharding import Shards
 from ..tuning.spans import span
+from .op_call import Joined
 from .scales.scaling import Scaled
 
 
@@ -17,13 +18,13 @@ def gemm(x: Any, weight: Any, bias: Tensor | None = None, out: Tensor | None = N
     """Returns `x @ weight.T + bias`, by torch.
 
     Args:
-        x: `[m, K]`, a Tensor or `Scaled`.
+        x: `[m, K]`, a Tensor, `Scaled` or `Joined`.
         weight: `[N, K]`, of the same type as x.
         bias: `[N]`, or None.
         out: `[m, N]` to store the result in, or None.
     """
     with span("compute", "GEMM"):
-        if isinstance(x, Scaled):
+        if isinstance(x, (Scaled, Joined)):
             return x.times(weight, bias, out)
         if bias is None:
             return torch.mm(x, weight.t(), out=out)
@@ -220,14 +221,27 @@ def columns_to_rows(part: Tensor, columns: int, shards: Shards, group: Group) ->
     Returns:
         `[shards.size(rank), columns]`; `part` in a group of one.
     """
-    if group.size == 1:
-        return part
-    rows, width = shards.size(group.rank), part.shape[1]
-    widths = Shards.even(columns, group.size).sizes
-    of_source = [rows * n for n in widths]
-    received = _exchanged(part.view(-1), [n * width for n in shards.sizes], of_source, group)
-    blocks = zip(received.split(of_source), widths, strict=True)
-    return torch.cat([block.view(rows, n) for block, n in blocks], 1)
+    return part if group.size == 1 else parts_to_rows([part], [columns], shards, group)[0]
+
+
+def parts_to_rows(
+    parts: Sequence[Tensor], columns: Sequence[int], shards: Shards, group: Group
+) -> list[Tensor]:
+    """Returns `columns_to_rows` of several matrices, in one all-to-all; more than one rank."""
+    rows, width = shards.size(group.rank), sum(part.shape[1] for part in parts)
+    widths = [Shards.even(number, group.size).sizes for number in columns]
+    of_source = [rows * sum(of_rank) for of_rank in zip(*widths, strict=True)]
+    sent = parts[0].view(-1)
+    if len(parts) > 1:
+        by_rank = zip(*[part.split(shards.sizes) for part in parts], strict=True)
+        sent = torch.cat([block.reshape(-1) for of_rank in by_rank for block in of_rank])
+    received = _exchanged(sent, [n * width for n in shards.sizes], of_source, group)
+    blocks: list[list[Tensor]] = [[] for _ in parts]
+    for of_rank, sizes in zip(received.split(of_source), zip(*widths, strict=True), strict=True):
+        each = of_rank.split([rows * n for n in sizes])
+        for matrix, block, n in zip(blocks, each, sizes, strict=True):
+            matrix.append(block.view(rows, n))
+    return [torch.cat(matrix, 1) for matrix in blocks]
 
 
 def _exchanged(sent: Tensor, to_each: list[int], of_each: list[int], group: Group) -> Tensor:

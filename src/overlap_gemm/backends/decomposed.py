@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -32,7 +33,7 @@ from ..tuning.space import constants
 from ..tuning.spans import Waitable, watch
 from . import by_shards
 from .base import Portable, Problem
-from .op_call import CallOperands
+from .op_call import CallOperands, Joined
 from .portable_arithmetic import Arithmetic
 
 _TAG_BASE = 1 << 30
@@ -292,18 +293,25 @@ class Decomposed(Portable):
     def _by_panels(
         self,
         op: str,
-        x: Tensor,
-        weights: Sequence[Tensor],
+        x: Any,
+        weights: Sequence[Any],
         biases: Sequence[Tensor],
         shards: Shards,
         group: Group,
         how: Arithmetic,
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Cuts local rows into P panels; a panel is multiplied while the next ones arrive."""
-        depth = weights[0].shape[1]
-        columns, rows = Shards.even(depth, group.size), shards.size(group.rank)
-        received = [x.new_empty(rows, columns.size(source)) for source in range(group.size)]
-        gathered = x.new_empty(rows, depth)
+    ) -> tuple[Any, list[Tensor]]:
+        """Cuts local rows into P panels; a panel is multiplied while the next ones arrive.
+
+        Matrices of a list along K are sent side by side.
+        """
+        of_weight, rows = weights[0], shards.size(group.rank)
+        depths = of_weight.widths if isinstance(x, Joined) else of_weight.shape[1:]
+        columns = [Shards.even(depth, group.size) for depth in depths]
+        widths = [[of.size(source) for of in columns] for source in range(group.size)]
+        received = [x.new_empty(rows, sum(of_source)) for of_source in widths]
+        matrices = tuple([x.new_empty(rows, depth) for depth in depths])
+        gathered = Joined(matrices) if isinstance(x, Joined) else matrices[0]
+        sent = torch.cat(x.parts, 1) if isinstance(x, Joined) else x
         outs = [x.new_empty(rows, weight.shape[0]) for weight in weights]
         exchange = _Exchange(op, group)
 
@@ -312,7 +320,7 @@ class Decomposed(Portable):
             return slice(*Shards.even(shards.size(rank), group.size).range(panel))
 
         def columns_for(rank: int) -> Tensor:
-            return x[slice(*shards.range(rank))]
+            return sent[slice(*shards.range(rank))]
 
         panels = []
         for panel in range(group.size):
@@ -329,7 +337,9 @@ class Decomposed(Portable):
             for step in steps:
                 step.wait()
             for source, block in enumerate(received):
-                gathered[place, slice(*columns.range(source))] = block[place]
+                of_each = zip(matrices, columns, block[place].split(widths[source], 1), strict=True)
+                for matrix, of, part in of_each:
+                    matrix[place, slice(*of.range(source))] = part
             for i, (weight, out) in enumerate(zip(weights, outs, strict=True)):
                 how.product(gathered[place], weight, biases[i] if biases else None, out=out[place])
         return gathered, outs

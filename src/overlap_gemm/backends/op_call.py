@@ -11,6 +11,7 @@ over all ranks. `OpCall` is then passed on unchanged, and has these uses:
 A new option of the ops is a new field here: all four uses then include it.
 """
 
+from dataclasses import dataclass
 from functools import cache
 from numbers import Integral
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, get_type_hints
@@ -47,14 +48,14 @@ class CallOperands(NamedTuple):
     """Tensors of one call of any op, as the caller passes them or two-dimensional.
 
     Attributes:
-        x: `[M, ..., K]`.
-        weight: `[N, K]`; a list of weights if the op takes lists.
+        x: `[M, ..., K]`; in `Backend.bind` of an op that exchanges columns of x also `Joined`.
+        weight: `[N, K]`; a list of weights if the op takes lists. If x is `Joined`, its weight is.
         bias: `[N]` or None; a list, which may be empty, if the op takes lists.
         scale_x: Scales of x; None without scales.
         scale_w: Scales of the weight, or a list of them; None without scales.
     """
 
-    x: Tensor
+    x: Any
     weight: Any
     bias: Any = None
     scale_x: Any = None
@@ -70,6 +71,68 @@ class CallOperands(NamedTuple):
         if op.takes_lists:
             return self.weight, self.bias or []
         return [self.weight], [] if self.bias is None else [self.bias]
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Matrices side by side along K, in place of x or of a weight: the products of the parts are added.
+
+    Attributes:
+        parts: `[rows, K_i]` of one dtype.
+    """
+
+    parts: tuple[Tensor, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Returns the dtype of the parts."""
+        return self.parts[0].dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Returns the device of the parts."""
+        return self.parts[0].device
+
+    @property
+    def is_cuda(self) -> bool:
+        """Returns whether the parts are on a GPU."""
+        return self.parts[0].is_cuda
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Returns K_i of each part."""
+        return tuple([one.shape[1] for one in self.parts])
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Returns (rows, K), the sum of all K_i."""
+        return len(self), sum(self.widths)
+
+    def __len__(self) -> int:
+        return len(self.parts[0])
+
+    def __getitem__(self, rows: slice) -> "Joined":
+        return Joined(tuple([one[rows] for one in self.parts]))
+
+    def new_empty(self, *shape: int) -> Tensor:
+        """Returns a new uninitialised tensor of the parts' dtype."""
+        return self.parts[0].new_empty(*shape)
+
+    def is_contiguous(self) -> bool:
+        """Returns whether all parts are contiguous."""
+        return all(one.is_contiguous() for one in self.parts)
+
+    def contiguous(self) -> "Joined":
+        """Returns the operand with contiguous parts."""
+        return Joined(tuple([one.contiguous() for one in self.parts]))
+
+    def times(self, weight: "Joined", bias: Tensor | None, out: Tensor | None) -> Tensor:
+        """Returns the sum of the parts' products with those of `weight`, plus bias, in `out` if passed."""
+        first, *others = zip(self.parts, weight.parts, strict=True)
+        total = torch.mm(first[0], first[1].t(), out=out)
+        for part, of_part in others:
+            total.addmm_(part, of_part.t())
+        return total if bias is None else total.add_(bias)
 
 
 class OpCall(NamedTuple):

@@ -10,6 +10,9 @@ It is not used with ``create_graph=True``, nor for several weights whose sums ha
 - If a fused kernel computes the gradient of x, and shards are large, copy engines gather x alongside it, into
   the gather buffer of `all_gather_gemm`.
 - Otherwise x is gathered by a collective after the gradient of x.
+
+`SumOfExchanges` computes the gradient of x of a list of weights whose results were exchanged: by one exchange
+and, fused, one kernel for all weights.
 """
 
 from collections.abc import Sequence
@@ -22,13 +25,13 @@ from ..backends.base import Problem
 from ..backends.by_shards import pays_alongside
 from ..backends.by_shards import plan_for as copies_for
 from ..backends.collectives import all_gather_rows as gather_rows
-from ..backends.op_call import SCHEMA, CallOperands, OpCall, promises_of
+from ..backends.op_call import SCHEMA, CallOperands, Joined, OpCall, promises_of
 from ..backends.portable_arithmetic import arithmetic_of, ordered_product
 from ..runtime.group import resolve
-from ..spec import ALL_GATHER_GEMM, GEMM_REDUCE_SCATTER
+from ..spec import ALL_GATHER_GEMM, GEMM_REDUCE_SCATTER, OpSpec
 from .choosing import chosen
 from .registered import Registered, Run
-from .shard_ops import compared
+from .shard_ops import compared, local_rows
 
 ordered_gemm: Registered = Registered(
     "ordered_gemm(Tensor x, Tensor weight, str group) -> Tensor",
@@ -103,7 +106,7 @@ def _bind_all_gather_gemm_gradients(
 def _no_second_gradient(*_: Any) -> Any:
     """Raises: the gradient is bound only if none of its own is recorded."""
     raise RuntimeError(
-        "all_gather_gemm_gradients has no gradient, because it runs only where no second derivatives are "
+        "this op of a backward pass has no gradient, because it runs only where no second derivatives are "
         "recorded; call backward with create_graph=True for them"
     )
 
@@ -115,3 +118,58 @@ all_gather_gemm_gradients = Registered(
     backward=_no_second_gradient,
     named=OpCall,
 )
+
+
+class SumOfExchanges(Registered):
+    """Sum of an op's products over matrices side by side along K; returns [sum, exchanged matrices if kept].
+
+    Args:
+        spec: Definition of the op, which exchanges columns of x for rows.
+    """
+
+    def __init__(self, spec: OpSpec) -> None:
+        self.spec = spec
+        super().__init__(
+            f"{spec.name}_of_parts(Tensor x, Tensor[] others, Tensor[] weights, {SCHEMA}) -> Tensor[]",
+            bind=self._bind,
+            fake=self._fake,
+            backward=_no_second_gradient,
+            named=OpCall,
+        )
+
+    def gradient_of_x(
+        self, grads: list[Tensor], weights: Sequence[Tensor], call: OpCall, keep: bool
+    ) -> tuple[Tensor, list[Any]]:
+        """Returns the gradient of x of a call of the dual, and with `keep` the exchanged `grads`, else None.
+
+        Args:
+            grads: Gradient of each result of the dual.
+            weights: Weights of the dual.
+            call: Call of the dual.
+            keep: Whether to return the exchanged gradients.
+        """
+        depth = sum([len(weight) for weight in weights])
+        how = call.backward(columns=weights[0].shape[1], k=depth, keep=keep)
+        operands = grads[0], grads[1:], [weight.t() for weight in weights]
+        grad_x, *moved = self.call(operands, how)
+        return grad_x, moved or [None] * len(weights)
+
+    def _bind(self, x: Tensor, others: Sequence[Tensor], weights: Sequence[Tensor], *arguments: Any) -> Run:
+        call = OpCall(*arguments)
+        operands = CallOperands(Joined((x, *others)), [Joined(tuple(weights))])
+        run_op = chosen(self.spec, call, operands).run
+
+        def run(x: Tensor, others: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
+            moved, (total,) = run_op(Joined((x, *others)), [Joined(tuple(weights))], ())
+            return [total, *(moved.parts if call.keep else ())]
+
+        return run
+
+    def _fake(
+        self, x: Tensor, others: Sequence[Tensor], weights: Sequence[Tensor], *arguments: Any
+    ) -> list[Tensor]:
+        call = OpCall(*arguments)
+        total: Any = call.rows
+        rows, kept = local_rows(call.chunk, total, call.group), weights if call.keep else ()
+        widths = len(weights[0]), *[weight.shape[1] for weight in kept]
+        return [x.new_empty(rows, width) for width in widths]

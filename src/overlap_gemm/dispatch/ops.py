@@ -40,7 +40,7 @@ from ..spec import (
 from ..spec.promises import InvarianceError
 from ..spec.sharding import Shards
 from .choosing import chosen
-from .gradient_products import all_gather_gemm_gradients, along_rows, joined, sum_of_rows
+from .gradient_products import SumOfExchanges, all_gather_gemm_gradients, along_rows, joined, sum_of_rows
 from .registered import Registered, Run
 from .shard_ops import (
     all_gather_rows,
@@ -66,6 +66,7 @@ class GemmOp(Registered):
 
     Attributes:
         with_epilogue: The op with an epilogue (`with_epilogue.EpilogueOp`, which sets it).
+        of_parts: The op of a list along K; None if it does not exchange columns of x.
 
     Args:
         spec: Definition of the op.
@@ -74,6 +75,7 @@ class GemmOp(Registered):
     """
 
     with_epilogue: Registered
+    of_parts: SumOfExchanges | None
 
     def __init__(self, spec: OpSpec, backward: Any = None) -> None:
         self.spec, self.takes_lists = spec, spec.takes_lists
@@ -89,6 +91,7 @@ class GemmOp(Registered):
             backward=backward,
             named=OpCall,
         )
+        self.of_parts = SumOfExchanges(spec) if spec.reshards_k else None
         GEMM_OPS[spec.name] = self
 
     def _bind(self, x: Tensor, weight: Any, bias: Any, *rest: Any) -> Run:
@@ -153,8 +156,9 @@ class GemmOp(Registered):
     def by_dual(self, ctx: Any, call: OpCall, needs: Any, grads: Any) -> tuple[Any, ...]:
         """Returns the gradients of x, weights and biases, for ops whose weight every rank has in full.
 
-        The dual op of the result's gradient and the weight returns the gradient of x. With several weights,
-        each further call adds to it, by an epilogue: fused, before rounding; not with `invariant`.
+        The dual op of the result's gradient and the weight returns the gradient of x. Of several weights it
+        exchanges all gradients at once (`SumOfExchanges`). With second derivatives, and where no columns are
+        exchanged, each further call adds to it, by an epilogue; with `invariant` torch adds.
         Gradients of weights and biases are summed over the ranks by all-reduces, so every rank gets the full
         ones.
         """
@@ -175,14 +179,24 @@ class GemmOp(Registered):
             if call.keep or self.spec.operand_move is None
             else _redistribute(x, self.spec, call, weights[0])
         )
+        for i, (grad, weight) in enumerate(zip(of_results, weights, strict=True)):
+            if grad is None:
+                of_results[i] = x.new_zeros(rows, result_extents(self.spec, call, weight)[1])
         grad_x, grad_weights, grad_biases = None, [], []
         adds = len(weights) == 1 or call.promises.invariant is None
-        for grad, weight, *needed in zip(of_results, weights, needs_weights, needs_biases, strict=True):
-            if grad is None:
-                grad = x.new_zeros(rows, result_extents(self.spec, call, weight)[1])
-            others: Any = grad_x if adds else None
-            of_x, grad_moved = self._dual_of(grad, weight, call, needs_x, any(needed), others)
-            grad_x = of_x if adds or grad_x is None else grad_x + of_x
+        of_parts = dual_of(self.spec).of_parts if len(weights) > 1 and needs_x and adds else None
+        moved: Any = None
+        if of_parts is not None and group_size(call.group) > 1 and not torch.is_grad_enabled():
+            keep = any(needs_weights) or any(needs_biases)
+            grad_x, moved = of_parts.gradient_of_x(of_results, weights, call, keep)
+        operands = zip(of_results, weights, needs_weights, needs_biases, strict=True)
+        for i, (grad, weight, *needed) in enumerate(operands):
+            if moved is not None:
+                grad_moved = moved[i]
+            else:
+                others: Any = grad_x if adds else None
+                of_x, grad_moved = self._dual_of(grad, weight, call, needs_x, any(needed), others)
+                grad_x = of_x if adds or grad_x is None else grad_x + of_x
             grad_weights.append(self._sum(grad_moved, multiplied, call) if needed[0] else None)
             ones = x.new_ones(multiplied.shape[0], 1) if needed[1] else None
             grad_biases.append(None if ones is None else self._sum(grad_moved, ones, call)[:, 0])

@@ -154,7 +154,7 @@ class AllGather(OutputOp):
         """Returns all rows, divided by shards; A is the local shard."""
         return Share.by_rows(arguments.rows, arguments.exchange.rank, arguments.exchange.shard_rows, cols)
 
-    def more_sources(self, mainloop: Any, arguments: Gathering) -> GatheredShards:
+    def more_sources(self, mainloop: Any, arguments: Gathering) -> Any:
         """Returns the TMA view of the gather buffer."""
         scales = None if arguments.scales is None else mainloop.tma_of_scales(arguments.scales)
         tma, tensor = mainloop.tma_of_a(arguments.gathered)

@@ -5,6 +5,7 @@ The protocol is described in :mod:`overlap_gemm.gather.all_gather`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -55,6 +56,24 @@ class ShardScales(NamedTuple):
     pitch: Int64
 
 
+class PartOfK(NamedTuple):
+    """A matrix that has a part of A's K, if A is a list (`gather.input_exchange`).
+
+    Attributes:
+        row_bytes: ``Int64``: bytes of a row, a multiple of 16.
+        local_shard: ``Int64``: address of the local matrix.
+        kept: Destination of this rank's rows, as in `Gathering`.
+        gathered: ``(shard rows, K, owners)``: region of the gather buffer as TMA reads it.
+        region: ``Int64``: bytes from the start of the gather buffer to the region.
+    """
+
+    row_bytes: Int64
+    local_shard: Int64
+    kept: Any
+    gathered: cute.Tensor
+    region: Int64
+
+
 class Gathering(NamedTuple):
     """The run-time arguments of an all-gather GEMM.
 
@@ -72,6 +91,8 @@ class Gathering(NamedTuple):
             ``owners`` as last dimension; else None.
         after: Scales of a shard, of rows or of blocks; None if A has no scales.
         chunk_rows: ``Int32``: rows that share a flag (`gather.input_exchange`); None if shards have one.
+        later: `PartOfK` of each part of K after the first, which the fields above describe; or None.
+        region: `PartOfK.region`; None: the gather buffer begins with the first part.
     """
 
     exchange: Exchange
@@ -85,6 +106,24 @@ class Gathering(NamedTuple):
     scales: Any = None
     after: ShardScales | None = None
     chunk_rows: Any = None
+    later: tuple[PartOfK, ...] | None = None
+    region: Any = None
+
+    def part_of_k(self, number: int) -> Gathering:
+        """Returns the arguments with the fields of a part of K."""
+        if number == 0:
+            return self
+        assert self.later is not None, "A is one matrix"
+        return self._replace(**self.later[number - 1]._asdict())
+
+    def of_parts(self, exchange: Exchange, shards: Sequence[int], kept: Sequence[Any] | None) -> Gathering:
+        """Returns the arguments for a call whose A is a list; `of_call` has the arguments, for each part."""
+        assert self.later is not None, "A is one matrix"
+        destinations = kept or [None] * len(shards)
+        made = self.of_call(exchange, shards[0], destinations[0], 0)
+        fields = zip(self.later, shards[1:], destinations[1:], strict=True)
+        later = [part._replace(local_shard=shard, kept=to) for part, shard, to in fields]
+        return made._replace(later=tuple(later))
 
     def of_call(self, exchange: Exchange, local_shard: int, kept: Any, scales: int) -> Gathering:
         """Returns the arguments for a call; in half the host time of `_replace`.
@@ -114,9 +153,21 @@ class GatherCall(NamedTuple):
     arguments: Gathering
 
     @property
+    def parts_of_k(self) -> list[GatherCall]:
+        """Returns the values for each part of K; these alone, if A is one matrix."""
+        later = self.arguments.later or ()
+        return [self._replace(arguments=self.arguments.part_of_k(i)) for i in range(1 + len(later))]
+
+    @property
+    def slots_offset(self) -> Any:
+        """Returns the bytes from a rank's memory to its gather buffer, or to the region of this part of K."""
+        offset, region = self.call.exchange.slots_offset, self.arguments.region
+        return offset if region is None else offset + region
+
+    @property
     def buffer(self) -> Any:
-        """Returns the address of this rank's gather buffer."""
-        return self.call.base + self.call.exchange.slots_offset
+        """Returns the address of this rank's gather buffer, or of the region of this part of K."""
+        return self.call.base + self.slots_offset
 
     def shard(self, source: Scalar) -> tuple[Any, Any]:
         """Returns (offset in a gather buffer, bytes) of a shard; bytes are 0 or less after the last owner.

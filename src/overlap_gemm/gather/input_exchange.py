@@ -16,6 +16,10 @@ every chunk has a tile here, whose load waited for it. After the last read nothi
 
 The sum over K begins with the local slice. So the bits of a row depend on the rank that computes it.
 
+**A list along K.** A may be several matrices, as the gradients of q, k and v, and B as many; their products
+are added. Each has a region of the gather buffer, with a slot for each source. A chunk's flag follows its
+rows of all matrices. A slice is loaded matrix after matrix, each with its own last k tile.
+
 Scales of blocks of A are sent before the first flag. In a slot they follow the space for the rows of a full
 shard. The local ones are a matrix for each rank, as they are sent. Slices are whole k tiles. Promoted scales
 of B (`mainloop.blocks`) are in the order in which this rank adds: from its slice on.
@@ -92,6 +96,11 @@ class InputExchange(GatherToOneShard):
         layout = cute.make_layout((cute.size(b, mode=[0]), depth, world), stride=(*b.stride, between))
         return cute.make_tensor(b.iterator, layout)
 
+    def more_sources(self, mainloop: Any, gathering: Gathering) -> Any:
+        """Returns the TMA views of the gather buffer, one for each matrix along K."""
+        of_one, parts = super().more_sources, range(1 + len(gathering.later or ()))
+        return tuple([of_one(mainloop, gathering.part_of_k(i)) for i in parts])
+
     def share(self, gathering: Gathering, rows: Scalar, cols: Scalar, out: Any) -> Share:
         """Returns this rank's rows, as one shard."""
         return Share.unsharded(cute.size(out, mode=[0]), cols, cols)
@@ -113,7 +122,7 @@ class SliceGate:
         mainloop: cutlass.Constexpr,
         res: Any,
         ops: OperandViews,
-        buffer: GatheredShards,
+        buffer: tuple[GatheredShards, ...],
         state: pipeline.PipelineState,
         place: TilePlace,
         call: GatherCall,
@@ -126,7 +135,7 @@ class SliceGate:
             mainloop: Mainloop that loads.
             res: Resources of the mainloop.
             ops: Operands, whose A is the local slice of all rows; of B all slices.
-            buffer: View of the gather buffer.
+            buffer: View of the gather buffer for each matrix along K.
             state: State of the load pipeline.
             place: Place of the tile.
             call: Run-time values of the call.
@@ -139,34 +148,46 @@ class SliceGate:
         cfg, exchange = self.op.config, call.call.exchange
         tile_m, tile_n = cfg.cluster_tile
         row, column = place.m * tile_m, place.n * tile_n
-        rank, k_tiles = exchange.rank, num_k_tiles(cfg, ops.b[(None, None, exchange.rank)])
-        local = ops._replace(b=ops.b[(None, None, rank)])
-        if cutlass.const_expr(cfg.blocks is not None):  # of this rank's rows alone
-            of_rows = ops.scales.of_local_slice(cfg, rank, exchange.shard_rows, k_tiles)
-            local = local._replace(scales=of_rows)
-        state = load_k_tiles(
-            res.ab,
-            state,
-            *mainloop.loads(res, local, rank * exchange.shard_rows + row, column)[:2],
-            Int32(0),
-            k_tiles,
-        )
+        rank, parts = exchange.rank, ops.parts_of_k
+        for p in cutlass.range_constexpr(len(parts)):
+            local, number = self._local_slice(parts[p], call)
+            at = rank * exchange.shard_rows + row
+            state = load_k_tiles(res.ab, state, *mainloop.loads(res, local, at, column)[:2], Int32(0), number)
         chunk = (cutlass.min(row + tile_m, call.num_rows(rank)) - 1) // call.arguments.chunk_rows
         for i in cutlass.range(1, exchange.world, unroll=1):
             source = (rank + i) % exchange.world
             if chunk > opened:
                 await_chunk(call, chunk, source)
                 order_async_writes()
-            arrived, of_b = (tensor[(None, None, source)] for tensor in (buffer.tensor, ops.b))
-            sent = OperandViews(ops.mma, buffer.tma, arrived, ops.tma_b, of_b)
-            if cutlass.const_expr(cfg.blocks is not None):
-                tma, scales = buffer.scales
-                gathered = tma, scales[(None, None, source)]
-                sent = sent._replace(scales=ops.scales.of_slice(gathered, source, i, k_tiles))
-            state = load_k_tiles(
-                res.ab, state, *mainloop.loads(res, sent, row, column)[:2], Int32(0), k_tiles
-            )
+            for p in cutlass.range_constexpr(len(parts)):
+                sent, k_tiles = self._slice(parts[p], buffer[p], source, i)
+                state = load_k_tiles(
+                    res.ab, state, *mainloop.loads(res, sent, row, column)[:2], Int32(0), k_tiles
+                )
         return state, cutlass.max(opened, chunk)
+
+    def _local_slice(self, part: OperandViews, call: GatherCall) -> tuple[OperandViews, Any]:
+        """Returns the views of the local slice of a matrix along K, and its number of k tiles."""
+        cfg, exchange = self.op.config, call.call.exchange
+        of_b = part.b[(None, None, exchange.rank)]
+        local, k_tiles = part._replace(b=of_b), num_k_tiles(cfg, of_b)
+        if cfg.blocks is None:
+            return local, k_tiles
+        of_rows = part.scales.of_local_slice(cfg, exchange.rank, exchange.shard_rows, k_tiles)
+        return local._replace(scales=of_rows), k_tiles  # scales of this rank's rows alone
+
+    def _slice(
+        self, part: OperandViews, buffer: GatheredShards, source: Int32, number: Scalar
+    ) -> tuple[OperandViews, Any]:
+        """Returns the views of the slice of ``source``, the rank ``number`` ranks on, and its k tiles."""
+        cfg, arrived = self.op.config, buffer.tensor[(None, None, source)]
+        of_b = part.b[(None, None, source)]
+        sent, k_tiles = OperandViews(part.mma, buffer.tma, arrived, part.tma_b, of_b), num_k_tiles(cfg, of_b)
+        if cfg.blocks is None:
+            return sent, k_tiles
+        tma, scales = buffer.scales
+        of_slice = part.scales.of_slice((tma, scales[(None, None, source)]), source, number, k_tiles)
+        return sent._replace(scales=of_slice), k_tiles
 
     @cute.jit
     def end(self, call: GatherCall) -> None:
@@ -198,7 +219,6 @@ class SliceRole(ShardRole):
         """Stores this warp's units of one peer's rows after the other; the last warp raises flags there."""
         exchange, epoch, size = call.call.exchange, call.call.epoch, self.config.copied_bytes
         (peers, rank, world, *_), warps = exchange, self.config.receive_warps
-        slot = exchange.slots_offset + call.shard(rank)[0]
         if cutlass.const_expr(call.arguments.after is not None):
             scales = cast(ShardScales, call.arguments.after)
             for i in cutlass.range(1, world, unroll=1):
@@ -208,8 +228,10 @@ class SliceRole(ShardRole):
                 copy_units(size, target, source, scales.nbytes, first, stride)
         for i in cutlass.range(1, world, unroll=1):
             peer = (rank + world - i) % world
-            before, nbytes = call.rows(peer)
-            copy_units(size, peers[peer] + slot, call.arguments.local_shard + before, nbytes, first, stride)
+            for part in call.parts_of_k:
+                (before, nbytes), slot = part.rows(peer), part.slots_offset + part.shard(rank)[0]
+                source = part.arguments.local_shard + before
+                copy_units(size, peers[peer] + slot, source, nbytes, first, stride)
             if count_grid(call.call, SENDERS_OFFSET + SENDER_BYTES * peer, warps) != 0:  # noqa: SIM102
                 if cute.arch.lane_idx() == 0:
                     chunks = ceil_div(call.num_rows(peer), call.arguments.chunk_rows)
@@ -226,11 +248,13 @@ class SliceRole(ShardRole):
             source = (rank + i) % world
             if source != rank:
                 await_chunk(call, (rows - 1) // arguments.chunk_rows, source)
-            origin = cutlass.select_(
-                source == rank,
-                arguments.local_shard + call.rows(rank)[0],
-                call.buffer + call.shard(source)[0],
-            )
-            target = arguments.kept.iterator.toint() + Int64(source) * arguments.row_bytes
-            pitch, size = arguments.row_bytes * world, self.config.copied_bytes
-            copy_rows(size, target, pitch, origin, arguments.row_bytes, rows, first, stride)
+            for part in call.parts_of_k:
+                row_bytes, local_shard, kept, *_ = part.arguments[2:]
+                origin = cutlass.select_(
+                    source == rank,
+                    local_shard + part.rows(rank)[0],
+                    part.buffer + part.shard(source)[0],
+                )
+                target = kept.iterator.toint() + Int64(source) * row_bytes
+                pitch, size = row_bytes * world, self.config.copied_bytes
+                copy_rows(size, target, pitch, origin, row_bytes, rows, first, stride)

@@ -57,7 +57,7 @@ class FusedGemm:
     @cute.jit
     def __call__(
         self,
-        a: cute.Tensor,
+        a: Any,
         b: Any,
         out: Any,
         extras: Extras,
@@ -67,14 +67,17 @@ class FusedGemm:
     ) -> None:
         """Encodes the TMA descriptors and launches ``num_clusters`` clusters on ``stream``."""
         cfg = self.config
-        is_swapped = others = None
+        is_swapped = others = later = None
         if cutlass.const_expr(cfg.has_two_weights):
             b, is_swapped = interleaved(*b)
-        if cutlass.const_expr(cfg.weights > 1):
+        if cutlass.const_expr(isinstance(a, tuple)):
+            a, b, later = self._parts_of_k(a, b, extras, exchange)
+        if cutlass.const_expr(cfg.weights > 1 and later is None):
             further = [self.mainloop.operands(a, other, extras) for other in b[1:]]
             b, others = b[0], tuple([(views.tma_b, views.b) for views in further])
         b = self.op.view_of_b(b, exchange)
-        ops = self.mainloop.operands(a, b, extras)._replace(is_swapped=is_swapped, others=others)
+        ops = self.mainloop.operands(a, b, extras)
+        ops = ops._replace(is_swapped=is_swapped, others=others, later=later)
         more = self.op.more_sources(self.mainloop, exchange)
         self.kernel(ops, more, self.op.output(out, exchange), out, extras, exchange).launch(
             grid=(num_clusters * cfg.cluster[0], cfg.cluster[1], cfg.k_split),
@@ -85,6 +88,15 @@ class FusedGemm:
             cooperative=self.cooperative,
             use_pdl=cfg.is_dependent,
         )
+
+    def _parts_of_k(self, a: Any, b: Any, extras: Extras, exchange: Any) -> tuple[Any, Any, Any]:
+        """Returns A and B of the first part of K, and `OperandViews.later` of the others."""
+        later = []
+        for i in range(1, len(a)):
+            of_part = self.op.view_of_b(b[i], exchange.part_of_k(i))
+            views = self.mainloop.operands(a[i], of_part, extras)
+            later.append((views.tma_a, views.a, views.tma_b, views.b))
+        return a[0], b[0], tuple(later)
 
     @cute.kernel
     def kernel(

@@ -23,7 +23,8 @@ class OperandViews(NamedTuple):
         b: Coordinate tensor (N, K) of B.
         scales: Scales of blocks (`mx.MxScales`, `blocks.BlockScales`), or None.
         is_swapped: For two matrices B, whether a pair's second column comes first (`interleaved`); else None.
-        others: ``(tma_b, b)`` of further matrices B (`GemmConfig.weights`), or None.
+        others: ``(tma_b, b)`` of further matrices B along N (`GemmConfig.weights`), or None.
+        later: ``(tma_a, a, tma_b, b)`` of further parts of K, which are matrices too, or None.
     """
 
     mma: Any
@@ -34,6 +35,14 @@ class OperandViews(NamedTuple):
     scales: Any = None
     is_swapped: Any = None
     others: Any = None
+    later: Any = None
+
+    @property
+    def parts_of_k(self) -> tuple[OperandViews, ...]:
+        """Returns the views of each part of K; of these alone, if K is in one matrix."""
+        fields = "tma_a", "a", "tma_b", "b"
+        later = [self._replace(**dict(zip(fields, part, strict=True))) for part in self.later or ()]
+        return self, *later
 
     @property
     def columns(self) -> Any:

@@ -99,6 +99,14 @@ def num_k_tiles(config: GemmConfig, b: Any) -> Any:
     return number * config.k_step
 
 
+def k_tiles_of(config: GemmConfig, ops: Any) -> Any:
+    """Returns `num_k_tiles` of all matrices along K (`OperandViews.parts_of_k`)."""
+    first, *later = [num_k_tiles(config, part.b) for part in ops.parts_of_k]
+    for number in later:
+        first += number
+    return first
+
+
 def depth_of(b: Any) -> Any:
     """Returns K of a view of B, of all leaves or slices."""
     return cute.size(b, mode=[1]) * (cute.size(b, mode=[2]) if cute.rank(b) > 2 else 1)

@@ -60,5 +60,5 @@ class LoadedMainloop:
 
     def part_of_k(self, ops: OperandViews) -> tuple[Any, Any]:
         """Returns (first k tile, number of k tiles) of this CTA; the number covers all leaves."""
-        number = split.num_k_tiles(self.config, ops.b) * self.config.accumulations
+        number = split.k_tiles_of(self.config, ops) * self.config.accumulations
         return split.part_of_k() * number if self.config.k_split > 1 else Int32(0), number

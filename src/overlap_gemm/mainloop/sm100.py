@@ -233,7 +233,7 @@ class MainloopSm100(LoadedMainloop):
         tCrA, tCrB = mma.make_fragment_A(stages[first]), mma.make_fragment_B(stages[second])
         ab_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.config.ab_stages)
         acc_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.config.acc_stages)
-        k_tiles, depth = split.num_k_tiles(self.config, ops.b), split.depth_of(ops.b)
+        k_tiles, depth = split.k_tiles_of(self.config, ops), split.depth_of(ops.b)
         if self._place_in_cluster % self.config.cta_group == 0:
             for _ in cutlass.range(work.num_tiles * self.config.accumulations, unroll=1):
                 tCtAcc = accumulators[(None, None, None, acc_state.index)]

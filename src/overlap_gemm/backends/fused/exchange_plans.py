@@ -59,8 +59,9 @@ def why_not(problem: Problem) -> str | None:
     unit, why = ROW_ELEMENTS, "TMA rows are whole 16 bytes"
     if problem.is_scaled and world > 1:
         unit, why = TILE_K_BYTES, "a rank's columns are whole k tiles of 8-bit operands"
-    if problem.width % (world * unit):
-        return f"K={problem.width} in {world} parts must be a multiple of {unit} a rank: {why}"
+    if any(width % (world * unit) for width in (problem.width, *problem.parts)):
+        depth = "+".join(map(str, problem.parts)) or problem.width
+        return f"K={depth} in {world} parts must be a multiple of {unit} a rank: {why}"
     if promises.leaves and world > 1:
         return (
             f"kernels sum K from a rank's own columns on, so bits depend on the rank that has a row, and "
@@ -74,29 +75,31 @@ class RowCopies:
     """Transfer of each peer's rows by copy engines, in chunks of rows, each followed by its flag.
 
     Attributes:
-        places: (offset in x, address of the destination, bytes, address of the flag) of each chunk, in order.
+        places: (number of the matrix along K, offset in it, address of the destination, bytes, address of the
+            flag or 0) of each copy, in order; a chunk's flag follows its rows of the last matrix.
         next_epoch: Local address of the next flag's value (`geometry.NEXT_EPOCH_OFFSET`), which is copied.
         scales: (offset in the scales of x, address of the destination, bytes) for each peer, sent first.
     """
 
-    places: tuple[tuple[int, int, int, int], ...]
+    places: tuple[tuple[int, int, int, int, int], ...]
     next_epoch: int
     scales: tuple[tuple[int, int, int], ...] = ()
 
-    def stage(self, executor: Executor, second: int, local: tuple[int, int]) -> None:
+    def stage(self, executor: Executor, second: int, local: tuple[int, ...]) -> None:
         """Does nothing: the copies read x of the caller."""
 
-    def send(self, executor: Executor, second: int, local: tuple[int, int], exchange: Any) -> None:
+    def send(self, executor: Executor, second: int, local: tuple[int, ...], exchange: Any) -> None:
         """Queues for each chunk the copy of its rows, then of its flag; see `SideStreamWork.send`."""
         for offset, target, nbytes in self.scales:
-            executor.copy(second, target, local[1] + offset, nbytes)
-        for offset, target, nbytes, flag in self.places:
-            executor.copy(second, target, local[0] + offset, nbytes)
-            executor.copy(second, flag, self.next_epoch, FLAG_BYTES)
+            executor.copy(second, target, local[-1] + offset, nbytes)
+        for part, offset, target, nbytes, flag in self.places:
+            executor.copy(second, target, local[part] + offset, nbytes)
+            if flag:
+                executor.copy(second, flag, self.next_epoch, FLAG_BYTES)
 
 
 def copies_of(
-    workspace: Workspace, shards: Shards, layout: BufferLayout, chunk: int, scale_bytes: int
+    workspace: Workspace, shards: Shards, layouts: Sequence[BufferLayout], chunk: int, scale_bytes: int
 ) -> RowCopies:
     """Returns the copies to all peers: the first chunk of each peer, then the second, and so on.
 
@@ -105,28 +108,41 @@ def copies_of(
     Args:
         workspace: Workspace with the gather buffer, which has a slot for each source rank.
         shards: Division of the rows.
-        layout: Layout of the gather buffer, whose shards are the sources' slots.
+        layouts: Layout of each matrix's region of the gather buffer, whose shards are the sources' slots.
         chunk: Rows that share a flag.
         scale_bytes: Bytes of the scales of a full shard of the rows; 0 without scales.
     """
     group, bases = workspace.group, workspace.memory.bases.tolist()
-    row_bytes, slot = layout.row, workspace.size.zeroed + group.rank * layout.shard
-    scales_at = workspace.size.zeroed + layout.scales + group.rank * layout.next_scales
+    begins = [workspace.size.zeroed + region for region in regions_of(layouts)]
+    scales_at = begins[0] + layouts[0].scales + group.rank * layouts[0].next_scales
     order, places = [(group.rank - i) % group.size for i in range(1, group.size)], []
     for number in range(ceil_div(shards.chunk, chunk)):
         for peer in order:
             begin, end = shards.range(peer)
             first, last = begin + number * chunk, min(begin + (number + 1) * chunk, end)
-            if first < last:
-                target = bases[peer] + slot + number * chunk * row_bytes
-                flag = bases[peer] + CONTROL_BYTES + FLAG_BYTES * (number * group.size + group.rank)
-                places.append((first * row_bytes, target, (last - first) * row_bytes, flag))
+            for part, (layout, region) in enumerate(zip(layouts, begins, strict=True)):
+                if first >= last:
+                    break
+                row, flag = layout.row, 0
+                target = bases[peer] + region + group.rank * layout.shard + number * chunk * row
+                if part == len(layouts) - 1:
+                    flag = bases[peer] + CONTROL_BYTES + FLAG_BYTES * (number * group.size + group.rank)
+                places.append((part, first * row, target, (last - first) * row, flag))
     scales = [(peer * scale_bytes, bases[peer] + scales_at, scale_bytes) for peer in order if scale_bytes]
     return RowCopies(tuple(places), workspace.memory.local.data_ptr() + NEXT_EPOCH_OFFSET, tuple(scales))
 
 
+def regions_of(layouts: Sequence[BufferLayout]) -> list[int]:
+    """Returns the bytes from the start of the gather buffer to the region of each matrix along K."""
+    return [sum(layout.size for layout in layouts[:i]) for i in range(len(layouts))]
+
+
 def signature_of(
-    dtype: torch.dtype, row_bytes: int, shards: Shards, chunk: int, blocks: Blocks | None = None
+    dtype: torch.dtype,
+    row_bytes: tuple[int, ...],
+    shards: Shards,
+    chunk: int,
+    blocks: Blocks | None = None,
 ) -> int:
     """Returns the signature of a call, which kernels compare with the peers': layout of the gather buffer.
 
@@ -134,7 +150,7 @@ def signature_of(
 
     Args:
         dtype: Dtype of x.
-        row_bytes: Bytes of a row of K / P columns.
+        row_bytes: Bytes of a row of K / P columns, of each matrix along K.
         shards: Division of the rows.
         chunk: Rows that share a flag.
         blocks: Blocks that share a scale; None: there are no scales.
@@ -146,7 +162,7 @@ def signature_of(
 
 def plan_for(
     group: Group,
-    x: Tensor,
+    x: Tensor | tuple[Tensor, ...],
     weights: Sequence[Tensor],
     epilogue: tuple[Visitor, ...],
     shards: Shards,
@@ -160,8 +176,8 @@ def plan_for(
 
     Args:
         group: Ranks that take part, more than one; each of them has rows.
-        x: Local columns `[M, K / P]`, contiguous.
-        weights: Weights, for their rows, layouts and dtypes.
+        x: Local columns `[M, K / P]`, contiguous; a tuple for a list along K (`parts_of_k`).
+        weights: Weights, for their rows, layouts and dtypes; with a tuple x the first part of one weight.
         epilogue: Epilogue that the kernel applies to the sums.
         shards: Division of the rows.
         keep: Whether the kernel stores the exchanged x for the caller.
@@ -174,24 +190,26 @@ def plan_for(
         ValueError: The settings select no kernel, or no cluster fits on the SMs that are not reserved.
         RuntimeError: On every rank: some ranks have no P2P access to each other, or puts are configured.
     """
-    peers, requested = peers_for(group, x.device), settings()
+    parts = x if isinstance(x, tuple) else (x,)
+    dtype, depths = parts[0].dtype, tuple(one.shape[1] for one in parts)
+    peers, requested = peers_for(group, parts[0].device), settings()
     kinds = tuple((len(weight), major(weight, "n"), weight.dtype) for weight in weights)
-    depth, scaled = x.shape[1], (out_dtype, blocks)
+    scaled = out_dtype, blocks
     key = (
-        ALL_TO_ALL_GEMM.name, x.dtype, shards, depth, kinds, epilogue, keep, scaled, requested, group.signed,
+        ALL_TO_ALL_GEMM.name, dtype, shards, depths, kinds, epilogue, keep, scaled, requested, group.signed,
     )  # fmt: skip
     plan: Plan | None = peers.plans.get(key)
     if plan is not None and plan.is_open:
         return plan
     how = epilogue, keep, reserve_of(peers), *scaled
-    return keep_plan(peers, group, key, lambda: _make_plan(peers, x.dtype, shards, depth, kinds, *how))
+    return keep_plan(peers, group, key, lambda: _make_plan(peers, dtype, shards, depths, kinds, *how))
 
 
 def _make_plan(
     peers: Peers,
     dtype: torch.dtype,
     shards: Shards,
-    depth: int,
+    depths: tuple[int, ...],
     kinds: Sequence[tuple[int, str, torch.dtype]],
     epilogue: tuple[Visitor, ...],
     keep: bool,
@@ -200,19 +218,20 @@ def _make_plan(
     blocks: Blocks | None = None,
 ) -> Plan:
     """Returns the plan of all_to_all_gemm calls of one kind; collective, since it may allocate."""
-    from ...gather.gathering import Gathering, ShardScales
+    from ...gather.gathering import Gathering, PartOfK, ShardScales
 
     executor, group, arch = peers.executor, peers.group, peers.agreed.arch
     requested = settings().transport_of(ALL_TO_ALL_GEMM)
-    of_buffer = BufferLayout.of(shards, depth, dtype.itemsize)
-    scale_bytes, sent = 0, None
+    layouts = [BufferLayout.of(shards, depth, dtype.itemsize) for depth in depths]
+    scale_bytes, sent, depth = 0, None, sum(depths)
     if blocks:
-        of_buffer = BufferLayout.with_scales(shards, depth, blocks, puts=False)
+        layouts = [BufferLayout.with_scales(shards, depth, blocks, puts=False)]
         scale_bytes = num_bytes(blocks, shards.chunk, depth)
-        sent = ShardScales(0, scale_bytes, of_buffer.shard, *of_buffer[3:])  # type: ignore[arg-type]
-    row_bytes, full = of_buffer.row, of_buffer.shard
+        sent = ShardScales(0, scale_bytes, layouts[0].shard, *layouts[0][3:])  # type: ignore[arg-type]
+    row_bytes = [layout.row for layout in layouts]
+    full, size = sum(layout.shard for layout in layouts), sum(layout.size for layout in layouts)
     workspace, transport = obtain_transport(
-        peers, requested_transport(requested), lambda host: host.shards_class(of_buffer.size)
+        peers, requested_transport(requested), lambda host: host.shards_class(size)
     )
     if transport.puts:  # so it is on all ranks
         raise RuntimeError(
@@ -225,6 +244,7 @@ def _make_plan(
 
     def product(columns: int, b_major: str, weight_dtype: torch.dtype) -> Product:
         name, fields = kind_of(dtype, out_dtype, epilogue, blocks, weight_dtype)
+        fields |= {"weights": len(depths)}
         extents = shards.total, columns, depth * group.size
         facts = Facts(ALL_TO_ALL_GEMM.name, *extents, name, group.size, shards.chunk, blocks)
         config = choose_config(facts, constants(arch), arch, peers.agreed.num_sms, b_major=b_major, **fields)
@@ -234,31 +254,34 @@ def _make_plan(
         return Product(config, gemm, min(resident, ceil_div(rows, tile_m) * ceil_div(columns, tile_n)))
 
     widths, scaled = tuple(columns for columns, *_ in kinds), (out_dtype, blocks)
-    kind = (ALL_TO_ALL_GEMM.name, dtype, shards, depth, widths, epilogue, keep, scaled, settings().fields)
+    kind = (ALL_TO_ALL_GEMM.name, dtype, shards, depths, widths, epilogue, keep, scaled, settings().fields)
     products = peers.prepare(
         kind,
         "compiling the kernels of an all-to-all GEMM",
         lambda: tuple(product(*each) for each in kinds),
     )
-    size, memory = workspace.size, workspace.memory
-    buffer = memory.local[size.zeroed :].view(dtype)
-    strides = (depth, 1, full // dtype.itemsize)
-    gathered = buffer.as_strided((shards.chunk, depth, group.size), strides, buffer.storage_offset())
+    buffer = workspace.memory.local[workspace.size.zeroed :].view(dtype)
+    regions, gathered = regions_of(layouts), []
+    for part, layout, region in zip(depths, layouts, regions, strict=True):
+        extents, strides = (shards.chunk, part, group.size), (part, 1, layout.shard // dtype.itemsize)
+        begin = buffer.storage_offset() + region // dtype.itemsize
+        gathered.append(buffer.as_strided(extents, strides, begin))
+    of_later = zip(row_bytes[1:], gathered[1:], regions[1:], strict=True)
+    later = tuple([PartOfK(row, 0, None, view, region) for row, view, region in of_later])  # type: ignore[arg-type]
     exchange = exchange_arguments(workspace, transport, shards.chunk, peers.agreed.timeout_ns, executor)
     exchange = exchange._replace(buffer_bytes=0)  # one buffer, whatever the epoch
-    chunk = chunk_rows(shards.chunk, row_bytes, constants(arch).copy_bytes)
+    chunk = chunk_rows(shards.chunk, sum(row_bytes), constants(arch).copy_bytes)
     scales = gathered_scales(buffer, group.size, shards.chunk, depth, full, blocks) if blocks else None
-    gathering = Gathering(
-        exchange, shards.total, row_bytes, 0, None, gathered, 1, 1, scales, sent, chunk_rows=chunk
-    )
+    words = exchange, shards.total, row_bytes[0], 0, None, gathered[0], 1, 1, scales, sent
+    gathering = Gathering(*words, chunk_rows=chunk, later=later or None)
     gate = prepared_gate(peers) if len(products) > 1 else None
     side_work: SideStreamWork | None = None
     if not push:
-        side_work = copies_of(workspace, shards, of_buffer, chunk, scale_bytes)
+        side_work = copies_of(workspace, shards, layouts, chunk, scale_bytes)
     return Plan(
         executor, pattern, products, workspace, exchange,
         gathering=gathering, side_work=side_work, gate=gate,
-        signature=signature_of(dtype, row_bytes, shards, chunk, blocks),
+        signature=signature_of(dtype, tuple(row_bytes), shards, chunk, blocks),
     )  # fmt: skip
 
 

@@ -41,6 +41,7 @@ from ..scales.tma_operands import ROW_BYTES, ROW_ELEMENTS, aligned, aligned_vect
 from . import exchange_plans as exchange
 from . import gather_calls as gather
 from . import list_calls as lists
+from . import parts_of_k
 from .extents import Sizes, sizes
 from .launch_plan import Plan
 from .plan_cache import DTYPES, bias_visitor, plan_for
@@ -182,6 +183,8 @@ class Fused:
         """Binds by the helper for the op: gathered x, exchanged x, several weights, or one weight."""
         if problem.spec.gathers_operand:
             return gather.bind(problem, operands, shards, group)
+        if problem.parts:
+            return parts_of_k.bind(shards, group, problem.keep)
         if problem.spec.operand_is_sent:
             return exchange.bind(problem, operands, shards, group)
         if problem.spec.takes_lists:

@@ -41,7 +41,7 @@ class Product(NamedTuple):
 class SideStreamWork(Protocol):
     """Work on a second stream that sends data of this rank while the products run."""
 
-    def stage(self, executor: Executor, second: int, addresses: tuple[int, int]) -> None:
+    def stage(self, executor: Executor, second: int, addresses: Any) -> None:
         """Queues the work that must precede the products.
 
         Copies within a GPU are kernels, which need SMs; the products occupy all of them.
@@ -49,16 +49,16 @@ class SideStreamWork(Protocol):
         Args:
             executor: Executor that launches the kernels.
             second: Handle of the second stream.
-            addresses: Addresses of A and of its scales (0 without scales).
+            addresses: Addresses of A, or of each part of a list, and of its scales (0 without scales).
         """
 
-    def send(self, executor: Executor, second: int, addresses: tuple[int, int], exchange: Any) -> None:
+    def send(self, executor: Executor, second: int, addresses: Any, exchange: Any) -> None:
         """Queues the transfers, after the launch of the first product.
 
         Args:
             executor: Executor that launches the kernels.
             second: Handle of the second stream.
-            addresses: Addresses of A and of its scales (0 without scales).
+            addresses: As in `stage`.
             exchange: The call's `Exchange` (`exchange.arguments`).
         """
 
@@ -203,11 +203,11 @@ class Plan:
 
     def launch(
         self,
-        a: Tensor,
+        a: Tensor | tuple[Tensor, ...],
         weights: Sequence[Weight],
         outs: Sequence[Tensor],
         extras: Sequence[tuple[Tensor, ...] | None],
-        kept: Tensor | None = None,
+        kept: Tensor | tuple[Tensor, ...] | None = None,
     ) -> None:
         """Launches a call on the current stream; in a group, after all other fused launches of the device.
 
@@ -215,7 +215,8 @@ class Plan:
         reused before the kernels end.
 
         Args:
-            a: A `[M, K]` as from `tma_operands.aligned`. If x is sent: the local part, of at least one row.
+            a: A `[M, K]` as from `tma_operands.aligned`. If x is sent: the local part, of at least one row; a
+                tuple for a list along K (`parts_of_k`), whose weights are a tuple, too.
             weights: Weights that this rank multiplies, aligned like `a`, one (or a pair) for each product.
             outs: Destination of each product, at least one row, with a row pitch that is a multiple of 16
                 bytes.
@@ -223,7 +224,7 @@ class Plan:
                 none. If x is sent with scales, the first operand is the scales of the local shard, as they
                 are sent.
             kept: Destination of the sent operand, contiguous: `[M, K]`, or of an all-to-all this rank's rows
-                of it. None if it is not needed.
+                of it (a tuple if `a` is one). None if it is not needed.
 
         Raises:
             CommTimeoutError, OverlappingCallsError, MismatchedCallsError: An earlier kernel of this rank
@@ -243,7 +244,10 @@ class Plan:
                 if self.side_work is None:
                     failure = self._multiply(exchange, a, scales, operands, kept, stream)
                 else:
-                    addresses, side_work = (a.data_ptr(), scales), self.side_work
+                    side_work: Any = self.side_work
+                    addresses: tuple[int, ...] = (scales,)
+                    for part in reversed(a) if isinstance(a, tuple) else (a,):
+                        addresses = (part.data_ptr(), *addresses)
                     with executor.fork(stream) as second:
                         side_work.stage(executor, second, addresses)
                         send = partial(side_work.send, executor, second, addresses, exchange)
@@ -267,10 +271,10 @@ class Plan:
     def _multiply(
         self,
         exchange: Any,
-        a: Tensor,
+        a: Tensor | tuple[Tensor, ...],
         scales: int,
         operands: Sequence[tuple[Weight, Tensor, tuple[Tensor, ...] | None]],
-        kept: Tensor | None,
+        kept: Any,
         stream: int,
         send: Callable[[], None] | None = None,
     ) -> BaseException | None:
@@ -285,7 +289,10 @@ class Plan:
         """
         assert self.workspace is not None
         arguments, last = exchange, len(self.products) - 1
-        if self.gathering is not None:
+        if isinstance(a, tuple):
+            flats = None if kept is None else [one.view(-1) for one in kept]
+            arguments = self.gathering.of_parts(exchange, [one.data_ptr() for one in a], flats)
+        elif self.gathering is not None:
             flat = None if kept is None else kept.view(-1)
             arguments = self.gathering.of_call(exchange, a.data_ptr(), flat, scales)
         is_launched = False
