@@ -10,7 +10,7 @@ from cute_emulator.machine.inject import StoreFault
 from overlap_gemm.backends.fused import exchange_plans
 from overlap_gemm.backends.fused.launch_plan import Plan
 from overlap_gemm.exchange.geometry import CONTROL_BYTES, FLAG_BYTES
-from overlap_gemm.runtime.memory.workspace import CommTimeoutError
+from overlap_gemm.runtime.failures import CommTimeoutError
 from overlap_gemm.testing.emulated import poisoned_allocations
 from overlap_gemm.tuning.machine import machine_for
 from tests.support.emulated.gather_world import World
