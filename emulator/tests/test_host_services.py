@@ -1,5 +1,7 @@
 """What scripts ask of the host: block-scaled torch._scaled_mm, cudaMalloc and its kin, own CPU tensors."""
 
+import weakref
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -106,6 +108,12 @@ def test_memory_of_the_runtime():
     assert (host[48:] == 0xFF).all(), "fresh memory is poisoned"
     table["cudaFree"](a)
     assert done == ["wait"] * 5
+    table["cudaHostRegister"](host.ctypes.data, host.nbytes, 3)
+    assert adopted[-1].data_ptr() == host.ctypes.data and adopted[-1].nbytes() == host.nbytes
+    registered = weakref.ref(adopted.pop())
+    assert registered() is not None, "until it is unregistered"
+    table["cudaHostUnregister"](host.ctypes.data)
+    assert registered() is None and done == ["wait"] * 6
 
 
 def test_a_script_has_cpu_tensors_of_its_own():

@@ -18,9 +18,6 @@ from ..device.failure import RECORD_WORDS
 from .memory.records import new_record
 from .order import CudaStreams, LaunchOrder
 
-PORTABLE_MAPPED = 3
-"""`cudaHostRegisterPortable | cudaHostRegisterMapped`: for all contexts, at the host's address."""
-
 
 class Executor(Protocol):
     """Runs the kernels of one rank."""
@@ -238,11 +235,14 @@ def cuda_executor(index: int) -> CudaExecutor:
 
 def cuda_record() -> torch.Tensor:
     """Returns a zeroed `Executor.record`, int32 ``[RECORD_WORDS]``, for devices and the watcher's process."""
+    from cuda.bindings import runtime
+
     page = new_record()
     record = torch.frombuffer(page, dtype=torch.int32, count=RECORD_WORDS)
-    torch.cuda.check_error(
-        torch.cuda.cudart().cudaHostRegister(record.data_ptr(), len(page), PORTABLE_MAPPED)
-    )
+    flags = runtime.cudaHostRegisterPortable | runtime.cudaHostRegisterMapped  # all contexts, same address
+    (error,) = runtime.cudaHostRegister(record.data_ptr(), len(page), flags)
+    if int(error):
+        raise RuntimeError(f"cudaHostRegister of a failure record: {error!r}")
     return record
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from cute_emulator.host.device import ALIGNMENT
+from cute_emulator.machine.memory import host_bytes
 
 Range = tuple[int, int]
 """Address and bytes."""
@@ -52,8 +53,14 @@ class DeviceMemory:
         self._blocks[block.data_ptr()] = block
         return block.data_ptr()
 
+    def register(self, address: Any, size: int, _flags: int) -> None:
+        """Lets kernels access memory of the host, which stays the caller's."""
+        block = torch.from_numpy(host_bytes(int(address), size))
+        self._adopt(block.untyped_storage())
+        self._blocks[block.data_ptr()] = block
+
     def free(self, address: Any) -> None:
-        """Frees memory of `allocate` after all work of the device, as CUDA does."""
+        """Frees memory of `allocate`, or ends `register`, after all work of the device, as CUDA does."""
         self._host_waits()
         self._blocks.pop(int(address), None)
 
@@ -110,6 +117,7 @@ def driver_functions(memory: DeviceMemory, pointer: type) -> dict[str, Callable[
 def runtime_functions(memory: DeviceMemory) -> dict[str, Callable[..., Any]]:
     """Returns the replacements for `cuda.bindings.runtime`."""
     table: dict[str, Callable[..., Any]] = {"cudaMalloc": memory.allocate, "cudaFree": memory.free}
+    table |= {"cudaHostRegister": memory.register, "cudaHostUnregister": memory.free}
     for tail in ("", "Async"):
         table[f"cudaMemset{tail}"] = lambda to, value, size, stream=0: memory.fill(
             to, value, size, 1, stream or 0
