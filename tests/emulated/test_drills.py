@@ -2,14 +2,12 @@
 
 import os
 import resource
-import textwrap
 from pathlib import Path
 
 import pytest
 import torch
 
 import overlap_gemm
-from cute_emulator.testing import emulator_command
 from overlap_gemm.backends.fused.launch_plan import Plan
 from overlap_gemm.runtime.failures import MismatchedCallsError
 from tests.support.emulated.op_runs import world_of
@@ -112,31 +110,3 @@ SCRIPT = """
 
 def test_a_destroyed_world_is_named_and_an_exit_without_finalize_ends_with_0(tmp_path):
     assert lines_of_ranks(tmp_path, SCRIPT) == ["right on rank 0", "right on rank 1"]
-
-
-MISSING_PEER = """
-    import time, torch, overlap_gemm
-
-    world = overlap_gemm.init()
-    x, weight = torch.ones(2, 64, 64, dtype=torch.bfloat16, device=world.device)
-    for _ in range(2 - world.rank):
-        out = overlap_gemm.gemm_reduce_scatter(x, weight, backend="fused")
-    try:
-        torch.cuda.synchronize()
-    finally:
-        time.sleep(0.5)
-"""
-"""Program of each rank, of which the second makes one call less."""
-
-
-def test_a_missing_peer_is_named_on_stderr_by_another_process(tmp_path):
-    file, env = (
-        tmp_path / "script.py",
-        os.environ | {"OVERLAP_GEMM_TIMEOUT": "0.2", "OVERLAP_GEMM_WATCH": "1"},
-    )
-    file.write_text(textwrap.dedent(MISSING_PEER))
-    done = emulator_command("--arch", "sm_90a", "--ranks", 2, file, env=env)
-    assert done.returncode
-    named = [line for line in done.stderr.splitlines() if line.startswith("overlap_gemm: ")]
-    assert len(named) == 1, done.stderr
-    assert "CommTimeoutError: gemm_reduce_scatter: rank 0 " in named[0] and "gave up on rank 1" in named[0]
