@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from overlap_gemm.backends.fused.fused_backend import Fused
 from overlap_gemm.backends.peer_access import PeerAccess
@@ -10,7 +11,7 @@ from overlap_gemm.backends.select import predicted
 from overlap_gemm.config.gemm_config import GemmConfig
 from overlap_gemm.exchange.geometry import ExchangeShape
 from overlap_gemm.tuning.machine import load
-from overlap_gemm.tuning.time_model import Facts, fused_time
+from overlap_gemm.tuning.time_model import Facts, copies_seconds, fused_time
 from tests.support.problems import problem
 
 
@@ -30,10 +31,36 @@ def test_auto_predicts_one_kernel_of_a_list_by_its_weights():
     access = PeerAccess("sm_90a", 132, None)
     joined = problem("gemm_all_to_all", 8192, 3072, 4096, device_type="cuda", peer_access=access)
     narrow = replace(joined, num_weights=24, widths=(128,) * 24)
-    empty = replace(narrow, widths=(*(128,) * 22, 256, 0))
-    by_list, by_one, by_each = (predicted(one).seconds for one in (narrow, joined, empty))
+    by_list, by_one = (predicted(one).seconds for one in (narrow, joined))
     assert by_list["fused"] > 1.2 * by_one["fused"] and by_list["torch"] == by_one["torch"]
-    assert by_each == by_one
+
+
+@pytest.mark.parametrize("captured", [True, False])
+@pytest.mark.parametrize("op", ["gemm_all_to_all", "all_to_all_gemm", "all_gather_gemm"])
+def test_auto_predicts_the_sum_of_the_kernels_of_a_list(op, captured):
+    """Compares with calls of each weight. If x is sent, later kernels have it: their link is neutralized."""
+    access = PeerAccess("sm_90a", 132, None)
+    facts = {"device_type": "cuda", "peer_access": access, "captured": captured}
+    unit = 4096 if captured else 64  # eager calls are so small that host time decides
+    sizes, widths = (unit, 3 * unit // 2, unit), (unit // 2,) * 3
+    several = {"num_weights": 3}
+    if op != "all_gather_gemm":
+        several["widths"] = widths = unit, unit // 4, unit // 4
+    if op == "gemm_all_to_all":  # two dtypes need a kernel each
+        several |= {"weight_dtypes": (torch.bfloat16, torch.float16, torch.float16)}
+    joined = problem(op, *sizes, **facts)
+    predictions = [predicted(problem(op, sizes[0], n, sizes[2], **facts)) for n in widths]
+    first, *later = [one.fused for one in predictions]
+    total = first.total + sum(
+        (one if op == "gemm_all_to_all" else replace(one, link=0.0, tail=0.0, receive=0.0)).total
+        for one in later
+    )
+    of_list = predicted(replace(joined, **several))
+    if not captured:
+        calls, host = 3 if op == "gemm_all_to_all" else 1, predictions[0].machine.host["fused"]
+        total = max(total, calls * host + copies_seconds(Facts(op, *sizes, "bf16", 2), of_list.machine))
+    assert of_list.seconds["fused"] == pytest.approx(total)
+    assert of_list.seconds["torch"] == predicted(joined).seconds["torch"]
 
 
 def test_parts_of_k_that_tma_cannot_load_are_named():

@@ -292,7 +292,21 @@ def _facts(problem: Problem) -> Facts | None:
         return None
     extents, ranks = (problem.m, problem.n, problem.k), problem.world_size
     weights = () if why_each(problem) else tuple(shard_rows(width, ranks) for width in problem.widths)
-    return Facts(problem.op, *extents, kind, ranks, blocks=problem.blocks, weights=weights)
+    how = {"blocks": problem.blocks, "weights": weights, "launches": _launches(problem)}
+    return Facts(problem.op, *extents, kind, ranks, **how)  # type: ignore[arg-type]
+
+
+def _launches(problem: Problem) -> tuple[int, ...]:
+    """Returns N of the kernel of each weight of a list; empty if one kernel multiplies all of them.
+
+    Unknown ones, of ranks that divide N, are assumed to be equal.
+    """
+    applying, number = problem.applying, problem.num_weights
+    if number == 1 or why_each(problem) is None or (applying is not None and applying.epilogue.pairs):
+        return ()
+    if problem.widths:
+        return tuple([max(width, 1) for width in problem.widths])
+    return () if problem.n is None else (-(-problem.n // number),) * number
 
 
 def why_unfit(backend: Backend, problem: Problem) -> str | None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from ..config.gemm_config import DTYPE_BYTES, GemmConfig
-from ..spec import patterns_of
+from ..spec import OpSpec, patterns_of
 from ..spec.promises import NO_PROMISES, Promises
 from .machine import Machine, machine_for
 from .settings import Settings, promised, settings
@@ -35,7 +35,7 @@ class Prediction:
         link: Time of the op's bytes alone, at the link's full rate.
         bound: max(product, link), a lower bound for all backends.
         op: Op whose fused kernel would run (a small reduce-scatter may run as an all-reduce).
-        config: Configuration of that kernel; None if the op has no fused kernel.
+        config: Configuration of that kernel (the first of several); None if the op has no fused kernel.
         fused: Parts of that kernel's time.
         machine: Constants of the prediction.
     """
@@ -86,16 +86,30 @@ def predict_on(
         return _predict(facts, machine, arch, sms, captured, settings())
 
 
+def launches_of(facts: Facts) -> list[Facts]:
+    """Returns the facts of each kernel that a fused call launches, in order."""
+    return [replace(facts, n=n, launches=()) for n in facts.launches] or [facts]
+
+
+def after_first(time: FusedTime, spec: OpSpec) -> float:
+    """Returns the seconds of a further kernel of a list: if x is sent, it has arrived by then."""
+    return replace(time, link=0.0, tail=0.0, receive=0.0).total if spec.operand_is_sent else time.total
+
+
 @lru_cache(maxsize=4096)
 def _predict(facts: Facts, machine: Machine, arch: str, sms: int, captured: bool, _: Settings) -> Prediction:
     """Returns the prediction; cached, with the settings as part of the key."""
     product, link = product_seconds(facts, machine, sms), link_seconds(facts, machine)
     torch, ordered = (transfer_seconds(facts, machine, in_rank_order) for in_rank_order in (False, True))
     kernel = lower_small_rs_to_ar(facts, machine, arch, sms)
-    config, fused = expected(kernel, machine, arch, sms) if patterns_of(facts.op) else (None, None)
-    times = {} if fused is None else {"fused": fused.total}
+    config, fused, times, calls = None, None, {}, 1
+    if patterns_of(facts.op):
+        launches = [expected(one, machine, arch, sms) for one in launches_of(kernel)]
+        config, fused = launches[0]
+        times["fused"] = fused.total + sum(after_first(time, facts.spec) for _, time in launches[1:])
+        calls = 1 if facts.spec.operand_is_sent else len(launches)
     times |= {"torch": product + torch, "sequential": product + ordered}
-    host = {**machine.host, "fused": machine.host["fused"] + copies_seconds(facts, machine)}
+    host = {**machine.host, "fused": calls * machine.host["fused"] + copies_seconds(facts, machine)}
     if not facts.spec.gathers_operand:
         times["decomposed"] = (facts.world - 1) * machine.step + max(product, ordered)
     elif facts.world <= machine.copies_world:

@@ -55,6 +55,7 @@ class Facts:
         shard: Rows of a full shard if rows are sharded; 0 for even shards.
         blocks: Blocks of the scales of 8-bit operands; None: scales per row.
         weights: `ExchangeShape.weights`.
+        launches: N of the kernel of each weight of a list; empty if one kernel multiplies all columns.
     """
 
     op: str
@@ -66,6 +67,7 @@ class Facts:
     shard: int = 0
     blocks: Blocks | None = None
     weights: tuple[int, ...] = ()
+    launches: tuple[int, ...] = ()
 
     @cached_property
     def spec(self) -> OpSpec:
