@@ -115,6 +115,11 @@ def refused(rank, size):
             change(model)
             raise AssertionError(f"{case} was put there")
         assert content(model) == before, case
+    model = parallelize(tiny("phi3", size), mesh)
+    before = content(model)
+    with pytest.raises(NotImplementedError, match=r"kind peft\.tuners\.vera\.model\.VeraModel are not"):
+        kind("Vera", r=2, target_modules=["qkv_proj"])(model)
+    assert content(model) == before
     for change, words in AT_FORWARD.values():
         model = parallelize(tiny("llama", size), mesh)
         change(model)

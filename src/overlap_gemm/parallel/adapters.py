@@ -66,6 +66,24 @@ def inject_or_restore(tuner: Any, model: nn.Module) -> None:
     """
     if hasattr(type(tuner), "inject_adapter"):
         vars(tuner)["inject_adapter"] = functools.partial(_inject, tuner)
+    if hasattr(type(tuner), "_pre_injection_hook") and kind(tuner) != TUNER:
+        vars(tuner)["_pre_injection_hook"] = functools.partial(_prepare, tuner)
+
+
+def _prepare(tuner: Any, *args: Any) -> None:
+    """Runs `_pre_injection_hook` of an unsupported tuner, whose errors are refusals.
+
+    peft's VeRA reads the weight of a packed linear, which has none.
+    """
+    try:
+        type(tuner)._pre_injection_hook(tuner, *args)
+    except Exception as error:
+        raise NotImplementedError(_unsupported(tuner)) from error
+
+
+def _unsupported(module: nn.Module) -> str:
+    """Returns the refusal of an adapter's tuner or layer."""
+    return f"adapters of the kind {'.'.join(kind(module))} are not supported; LoRA of linears is"
 
 
 def _inject(tuner: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
@@ -114,7 +132,7 @@ def why_not_peft(holder: nn.Module, role: str | None) -> str | None:
         return None if role in ADAPTED else _must(role, "LoRA", ADAPTED)
     if kind(holder) == SAVED:
         return None if role in COPIED else _must(role, "modules_to_save", COPIED)
-    return f"adapters of the kind {'.'.join(kind(holder))} are not supported; LoRA of linears is"
+    return _unsupported(holder)
 
 
 def why_not_lora(layer: Any) -> str | None:
