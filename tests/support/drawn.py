@@ -52,6 +52,17 @@ def adapted(model, kind, family):
     return model
 
 
+def orthogonalized(gradient, coefficients, steps, eps):
+    """Returns what Muon makes of a gradient, in the gradient's precision; torch's rounds to bfloat16."""
+    a, b, c = coefficients
+    wide = gradient if gradient.shape[0] <= gradient.shape[1] else gradient.T
+    wide = wide / wide.norm().clamp(min=eps)
+    for _ in range(steps):
+        gram = wide @ wide.T
+        wide = a * wide + (b * gram + c * gram @ gram) @ wide
+    return wide if gradient.shape[0] <= gradient.shape[1] else wide.T
+
+
 def optimizer_of(kind, model):
     *how, name = kind.split()
     options = {"lr": 1e-2, **dict.fromkeys(how, True)}
