@@ -52,6 +52,26 @@ def test_a_warm_up_leaves_nothing_to_find_out(ranks, op):
     ranks(2).run(warmed_up, op)
 
 
+def warmed_up_for_a_list(rank, size, op):
+    widths, local = (4, 6, 3), Shards.owned_by(size, rank)
+    overlap_gemm.warmup(op, (M, widths, K), dtype=torch.float32, backward=True)
+    never = mock.Mock(side_effect=AssertionError("found out after the warm-up"))
+    shapes = [OPS[op].shapes(M, n, K, local) for n in widths]
+    x, *weights = [torch.randn(one).requires_grad_() for one in (shapes[0][0], *(of for _, of in shapes))]
+    with (
+        mock.patch.object(choosing, "choose", never),
+        mock.patch("overlap_gemm.dispatch.lowering._check", never),
+        mock.patch.object(agree, "_exchange", never),
+    ):
+        outs = getattr(overlap_gemm, op)(x, weights, **OPS[op].arguments(M, sum(widths), K))
+        torch.autograd.grad(outs, (x, *weights), [torch.randn(out.shape) for out in outs])
+
+
+@pytest.mark.parametrize("op", ["all_gather_gemm", "gemm_all_to_all", "all_to_all_gemm"])
+def test_a_warm_up_is_for_lists_of_weights(ranks, op):
+    ranks(2).run(warmed_up_for_a_list, op)
+
+
 def warmed_up_with_a_promise(rank, size, op):
     overlap_gemm.warmup(op, (8, 16, 32), dtype=torch.float32, invariant="ranks")
     never = mock.Mock(side_effect=AssertionError("compared after the warm-up"))
@@ -140,6 +160,8 @@ def no_captures(rank, size):
         ):
             with pytest.raises(overlap_gemm.CaptureError, match="while a CUDA graph is captured"):
                 ahead()
+    with pytest.raises(ValueError, match="gemm_all_reduce takes one weight, and N must be a number"):
+        overlap_gemm.warmup("gemm_all_reduce", (4, (4, 4), 4))
     with pytest.raises(ValueError, match="op must be one of"):
         overlap_gemm.warmup("gemm", (4, 4, 4))
 

@@ -33,7 +33,7 @@ from .registration import function_of
 
 def warmup(
     op: str,
-    *shapes: tuple[int, int, int],
+    *shapes: tuple[int, int | Sequence[int], int],
     group: GroupLike = None,
     dtype: torch.dtype = torch.bfloat16,
     block: Block = None,
@@ -60,7 +60,7 @@ def warmup(
 
     Args:
         op: Name of the op.
-        *shapes: (M, N, K) of the product over all ranks.
+        *shapes: (M, N, K) of the product over all ranks. A tuple N has the columns of each weight of a list.
         group: ProcessGroup, 1-D DeviceMesh, or None for the world.
         dtype: Type of the operands; 8-bit operands have scales and bfloat16 results.
         block: Rows of the weight, and elements of K, that share a scale: 128 or 32. ``"mx"``: scales of MX
@@ -84,7 +84,7 @@ def warmup(
         CaptureError: A CUDA graph is being captured.
         ValueError, TypeError, RuntimeError: The op raises for these arguments; it has no gradient of 8-bit
         operands.
-        ValueError: There is no such policy.
+        ValueError: There is no such policy. Or N is a tuple, and the op takes one weight.
     """
     if autotune not in (None, *POLICIES):
         raise ValueError(f"warmup: autotune must be one of {', '.join(POLICIES)}, or None, got {autotune!r}")
@@ -102,13 +102,17 @@ def warmup(
     options = OpCall(
         backend=backend, deterministic=deterministic, out_dtype=out_dtype, block=block, **promises
     )
-    for m, n, k in shapes:
+    for m, columns, k in shapes:
+        widths = (columns,) if isinstance(columns, int) else tuple(columns)
+        if len(widths) != 1 and not (spec.takes_lists and widths):
+            raise ValueError(f"warmup: {op} takes one weight, and N must be a number, got {columns}")
+        n = sum(widths)
         x_shape, weight_shape = spec.shapes(m, n, k, local_shard)
-        layouts = (x_shape, weight_shape, weight_shape[:1])
-        kinds = (dtype, dtype, out_dtype or dtype)
-        x, weight, local_bias = (
-            torch.empty(shape, dtype=kind, device=where) for shape, kind in zip(layouts, kinds, strict=True)
-        )
+        x = torch.empty(x_shape, dtype=dtype, device=where)
+        of_weights = [
+            torch.empty(spec.shapes(m, one, k, local_shard)[1], dtype=dtype, device=where) for one in widths
+        ]
+        weight, local_bias = of_weights[0], torch.empty(n, dtype=out_dtype or dtype, device=where)
         scales: dict[str, Any] = {}
         if out_dtype is not None:
             of_both = unit_scales(x_shape, weight_shape, blocks, where)
@@ -116,13 +120,13 @@ def warmup(
         # Extents with and without the third one.
         every, least = (spec.arguments(m, n, k, least) for least in (False, True))
         variants = [every] if every == least else [every, least]
-        operands = CallOperands(x, weight)
+        operands = CallOperands(x, of_weights if len(widths) > 1 else weight)
         problems = [
             Problem.of(op, options._replace(**extents_of(spec.resolved(m, n, k, extents))), operands, ranks)
             for extents in variants
         ]
 
-        several = [[weight]]
+        several = [of_weights]
         applied = None
         if epilogue is not None:
             applied = with_empty_inputs(epilogue, spec, x, (m, n), local_shard)
@@ -147,8 +151,8 @@ def warmup(
                         run()
                 out = run()
                 if backward:
-                    out = out[0] if isinstance(out, tuple) else out
-                    torch.autograd.grad(out, operands, torch.empty_like(out))
+                    outs = out if isinstance(out, list) else [out[0] if isinstance(out, tuple) else out]
+                    torch.autograd.grad(outs, operands, [torch.empty_like(one) for one in outs])
 
         for problem, extents in zip(problems, variants, strict=True):
             if problem is not problems[0]:  # measurements do not depend on the extents that callers pass
