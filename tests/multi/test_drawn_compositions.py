@@ -336,8 +336,6 @@ def composes(rank, world, row, folder):
             return refusals  # neither a copy of the unsharded model nor FSDP keeps hooks of parameters
         attempt(row["wrapper"], wrapped(row, mesh))
         optimizers = {}
-        plain_optimizer = optimizer_of(row["optimizer"], pair[0])
-        optimizers[pair[0]] = plain_optimizer
         try:
             made = both(
                 lambda m: optimizers.setdefault(m, optimizer_of(row["optimizer"], m)), pair, "optimizer"

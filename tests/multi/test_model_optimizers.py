@@ -114,6 +114,12 @@ def refused(rank, ranks):
             optimizer.step(lambda: 0.0) if isinstance(optimizer, optim.LBFGS) else optimizer.step()
     for name, value in full_state_dict(model).items():
         assert torch.equal(value, before[name]), name
+    packed = parallelize(tiny("phi3", 2), init_device_mesh("cpu", (ranks,)))
+    for each in (packed, copy.deepcopy(packed)):
+        each(IDS, labels=IDS).loss.backward()
+        with pytest.raises(ValueError, match=r"Muon: its step is one of full matrices.* in parts\. Leave"):
+            optim.Muon([parameter for parameter in each.parameters() if parameter.ndim == 2]).step()
+        optim.Muon([layer.mlp.down_proj.weight for layer in each.model.layers]).step()
     sees_shards(Signs(model.parameters())).step()
     expected = before["lm_head.weight"] - 1e-2 * model.lm_head.weight.grad.full_tensor().sign()
     assert torch.equal(full_state_dict(model)["lm_head.weight"], expected)

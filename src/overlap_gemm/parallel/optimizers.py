@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import optimizer as torch_optimizer
 
 from ..api.linears import gather_dtensor
+from .modules.parts import packed_parameters
 from .places import GROUPS
 
 RIGHT = tuple(
@@ -24,6 +25,8 @@ RIGHT = tuple(
     if hasattr(torch.optim, name)
 )
 """Optimizer classes that are right on shards (tests/multi/test_model_optimizers.py); AdamW is an Adam."""
+OF_MATRICES = tuple(kind for kind in RIGHT if kind.__name__ == "Muon")
+"""Classes whose step depends on which rows are in one matrix."""
 FUSED = (torch.optim.Adam,)
 """Classes whose fused step DTensor supports: Adam and AdamW. `fused=True` of other classes is refused."""
 
@@ -66,14 +69,19 @@ def _refuse(kind: type, why: str) -> None:
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Raises a ValueError if an optimizer of a parallelized model's parameters is not right on shards."""
-    meshes = {
-        parameter.device_mesh
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if isinstance(parameter, DTensor)
-    }
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    meshes = {parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor)}
     if any(group.group_name in GROUPS for mesh in meshes for group in mesh.get_all_groups()):
         check_class(type(optimizer), optimizer.param_groups, optimizer)
+        is_marked = getattr(optimizer, "sees_shards", False)
+        if isinstance(optimizer, OF_MATRICES) and not is_marked:
+            packed = packed_parameters()
+            if any(id(parameter) in packed for parameter in parameters):
+                _refuse(
+                    type(optimizer),
+                    "its step is one of full matrices, and packed projections (qkv_proj, gate_up_proj) are "
+                    "sharded in parts. Leave their parameters to another optimizer",
+                )
 
 
 def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:

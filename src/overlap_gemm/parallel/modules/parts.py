@@ -1,6 +1,7 @@
 """Forwards and hooks of the modules of a parallelized model. Between modules all tensors are local ones."""
 
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.nn.functional as F
@@ -198,6 +199,14 @@ def gather_sequence(op: str, rows: Tensor, total: Length, group: str) -> Tensor:
     return join_shards(rows, SEQUENCE_DIM, total_rows, group)
 
 
+_packed: "WeakSet[PackedLinear]" = WeakSet()
+
+
+def packed_parameters() -> set[int]:
+    """Returns the `id` of each parameter that is a part of a packed linear, in all models."""
+    return {id(parameter) for linear in _packed for parameter in linear.parameters()}
+
+
 class PackedLinear(nn.Linear):
     """Several linears in place of one whose output is split by its caller: qkv_proj, gate_up_proj.
 
@@ -209,6 +218,12 @@ class PackedLinear(nn.Linear):
         linear: Packed linear.
         sizes: Number of rows of each part, by name.
     """
+
+    def __new__(cls, *_: Any) -> "PackedLinear":
+        """Makes a linear that `packed_parameters` includes, as a copy or a pickled one does."""
+        linear = super().__new__(cls)
+        _packed.add(linear)
+        return linear
 
     def __init__(self, linear: nn.Linear, sizes: dict[str, int]):
         nn.Module.__init__(self)
