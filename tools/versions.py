@@ -102,7 +102,7 @@ def wanted(name: str, stacks: dict[str, Any]) -> list[str]:
 def row(run: dict[str, Any]) -> str:
     """Returns the row of a run in the page's table."""
     versions = run["versions"]
-    columns = [run["for"], *(versions[name] for name in ("torch", "transformers", "peft", "accelerate"))]
+    columns = [run["for"], *(versions[name] for name in ("torch", "transformers", "peft"))]
     columns += [f"{run['passed']} passed, {run.get('failed', 0)} failed"]
     return f"| {' | '.join(columns)} | {run['date']}, {run['commit']} |"
 
