@@ -96,8 +96,8 @@ def parallelize(
         float8: 8-bit settings for the projections of attention and MLP, a `nn.Float8`. Head, routers, experts
             and adapters compute in their parameters' dtype; parameters keep their dtype everywhere.
         partials: Type of the partial sums of all sharded linears, as in `overlap_gemm.gemm_reduce_scatter`.
-        invariant: Bitwise invariance of all sharded linears, as in `overlap_gemm.gemm_reduce_scatter`. Norms,
-            attention and the loss are torch's, without this promise.
+        invariant: Bitwise invariance of all sharded linears, as in `overlap_gemm.gemm_reduce_scatter`. Norms
+            and attention are torch's, in the forms of `modules.invariant`; the loss has no promise.
         fuse: Whether residuals and activations of MLPs are epilogues of the products, in families where no
             other operation is between (`overlap_gemm.explain(model)` names them). None: where kernels apply
             epilogues, activations only where no gradients are needed and not under torch.compile. True:
@@ -187,6 +187,7 @@ class _Builder:
     ):
         self.config, self.sharding, self.labels = config, sharding, labels
         self.how, self.fuse = {**how, "float8": float8}, fuse
+        self.invariant: Invariant | None = how["invariant"]
         self.layers: list[nn.Module] = []
         self.mesh, self.group = sharding.mesh, sharding.group
         self.sequence_parallel = sequence_parallel = sharding.sequence_parallel
@@ -231,7 +232,7 @@ class _Builder:
             case "norm" | "head norm" | "final norm":
                 distribute_parameters(module, self.mesh)
                 is_partial = self.sequence_parallel or role == "head norm"
-                module.forward = ReplicatedForward(module, self.group if is_partial else None)
+                module.forward = ReplicatedForward(module, self.group if is_partial else None, self.invariant)
                 if role == "final norm" and self.sequence_parallel:
                     module.register_forward_hook(GatherOutput(self.group, self.length.for_norm))
             case "spread norm":
@@ -265,7 +266,7 @@ class _Builder:
                 parallelize_module(module, self.mesh, self.head)
 
     def _attention(self, module: Any) -> None:
-        module.forward = AttentionForward(module, self.group)
+        module.forward = AttentionForward(module, self.group, self.invariant)
         if self.sequence_parallel:
             module.register_forward_pre_hook(self.length.note, with_kwargs=True)
             bases(module.o_proj)[0].register_forward_pre_hook(GradientAsContiguous())

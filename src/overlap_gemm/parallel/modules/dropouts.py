@@ -1,12 +1,15 @@
 """Dropout in a parallelized model: ranks draw different numbers where they hold different elements."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...api.random_numbers import dropout, per_rank_random
+from ...spec.promises import Invariant
 from ..places import Sharding
+from .invariant import attention
 
 
 class AttentionForward:
@@ -17,17 +20,18 @@ class AttentionForward:
     Args:
         module: Attention; its `attention_dropout` may change at any time.
         group: Name of the process group.
+        invariant: Bitwise invariance of the model, see `invariant.attention`.
     """
 
-    def __init__(self, module: nn.Module, group: str):
-        self.module, self.group = module, group
+    def __init__(self, module: nn.Module, group: str, invariant: Invariant | None = None):
+        self.module, self.group, self.invariant = module, group, invariant
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's own forward on this rank's heads."""
         module: Any = self.module
-        if not (module.training and module.attention_dropout):
-            return type(module).forward(module, *args, **kwargs)
-        with per_rank_random(self.group):
+        draws = module.training and module.attention_dropout
+        x: Tensor = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        with per_rank_random(self.group) if draws else nullcontext(), attention(self.invariant, x):
             return type(module).forward(module, *args, **kwargs)
 
 

@@ -12,8 +12,10 @@ from ...api.functional import Length
 from ...dispatch.lowering import total_extent
 from ...dispatch.shard_ops import copy_to_ranks, join_shards, keep_shard, sum_over_ranks
 from ...runtime.group import group_rank, group_size
+from ...spec.promises import Invariant
 from ...spec.sharding import Shards
 from ..inputs import same_inputs
+from .invariant import row_means
 from .layouts import default_rows, local
 
 SEQUENCE_DIM = 1
@@ -152,14 +154,16 @@ class ReplicatedForward:
         module: Module whose parameters are replicated DTensors.
         group: Process group of ranks with different rows or heads; gradients of the parameters are summed
             over it. None: all ranks have the same input.
+        invariant: Bitwise invariance of the model, see `invariant.row_means`.
     """
 
-    def __init__(self, module: nn.Module, group: str | None):
-        self.module, self.group = module, group
+    def __init__(self, module: nn.Module, group: str | None, invariant: Invariant | None = None):
+        self.module, self.group, self.invariant = module, group, invariant
 
     def __call__(self, x: Tensor) -> Any:
         """Runs the module's own forward on this rank's rows or heads."""
-        return type(self.module).forward(Localized(self.module, self.group), x)
+        with row_means(self.invariant):
+            return type(self.module).forward(Localized(self.module, self.group), x)
 
 
 class Localized:

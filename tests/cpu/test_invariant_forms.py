@@ -1,0 +1,65 @@
+"""Norms and attention of parallelized models with `invariant=`: forms of torch whose rows stand alone."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+import overlap_gemm
+from overlap_gemm.parallel.modules import invariant
+from overlap_gemm.parallel.modules.parts import ReplicatedForward
+
+
+@pytest.mark.parametrize("norm", [LlamaRMSNorm, Gemma2RMSNorm])
+@pytest.mark.parametrize("promise", [{}, {"invariant": "batch"}, {"invariant": "ranks:2"}])
+def test_the_mean_of_a_norm_reads_a_row_alone(norm, promise, monkeypatch):
+    module = norm(48, eps=1e-5).double()
+    x = torch.randn(3, 5, 48, dtype=torch.float64, requires_grad=True)
+    expected = module(x)
+    of_x, of_weight = torch.autograd.grad(expected.square().sum(), [x, module.weight])
+    calls = []
+    forward = torch.native_layer_norm
+    monkeypatch.setattr(torch, "native_layer_norm", lambda *args: calls.append(args) or forward(*args))
+    result = ReplicatedForward(module, None, **promise)(x)
+    assert len(calls) == len(promise)
+    # Norms compute in float32, whatever the input.
+    torch.testing.assert_close(result, expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        torch.autograd.grad(result.square().sum(), [x, module.weight]),
+        (of_x, of_weight),
+        rtol=1e-5,
+        atol=1e-5,
+    )
+    with overlap_gemm.promising(invariant="batch"):
+        ReplicatedForward(module, None)(x)
+    assert len(calls) == len(promise) + 1
+
+
+def test_other_means_are_torchs():
+    x = torch.randn(4, 6, dtype=torch.float64)
+    with invariant.RowMeans():
+        results = [
+            x.mean(), x.mean(0), x.mean(-1), x.mean(0, keepdim=True),
+            torch.mean(x, -1, keepdim=True, dtype=x.dtype),
+        ]  # fmt: skip
+        of_rows = torch.mean(x, -1, keepdim=True), x.mean(dim=(-1,), keepdim=True), x.mean([-1], keepdim=True)
+    expected = [x.mean(), x.mean(0), x.mean(-1), x.mean(0, keepdim=True), x.mean(-1, keepdim=True)]
+    assert all(map(torch.equal, results, expected))
+    for mean in of_rows:
+        torch.testing.assert_close(mean, expected[-1], rtol=1e-14, atol=1e-14)
+
+
+def test_attention_leaves_out_kernels_that_divide_keys_by_the_size_of_the_batch():
+    enabled = torch.backends.cuda.flash_sdp_enabled
+    assert enabled()
+    with invariant.attention("batch", SimpleNamespace(is_cuda=True)):
+        assert not enabled()
+        assert torch.backends.cuda.cudnn_sdp_enabled()
+        # Where torch prefers cuDNN, it puts it first when a process first runs attention: so does the list.
+        assert torch._C._get_sdp_priority_order()[:2] == [int(one) for one in invariant.ATTENTION[:2]]
+    assert enabled()
+    for promise, on_gpu in ((None, True), ("batch", False)):
+        with invariant.attention(promise, SimpleNamespace(is_cuda=on_gpu)):
+            assert enabled()
