@@ -1,5 +1,8 @@
 """Norms and attention of parallelized models with `invariant=`: forms of torch whose rows stand alone."""
 
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -63,3 +66,26 @@ def test_attention_leaves_out_kernels_that_divide_keys_by_the_size_of_the_batch(
     for promise, on_gpu in ((None, True), ("batch", False)):
         with invariant.attention(promise, SimpleNamespace(is_cuda=on_gpu)):
             assert enabled()
+
+
+ONE_ROW = """
+import torch, overlap_gemm
+overlap_gemm.init()
+x, weight = torch.randn(130, 512), torch.randn(64, 512)
+print(torch.equal(overlap_gemm.gemm_all_reduce(x, weight)[:1], overlap_gemm.gemm_all_reduce(x[:1], weight)))
+overlap_gemm.finalize()
+"""
+
+
+@pytest.mark.parametrize(
+    ("value", "prints"),
+    [("batch", "True"), (None, "False"), ("rows", "OVERLAP_GEMM_INVARIANT must be none or batch")],
+    ids=["batch", "without", "another"],
+)
+def test_the_environment_is_the_default_of_all_calls(value, prints):
+    env = {key: one for key, one in os.environ.items() if key != "OVERLAP_GEMM_INVARIANT"}
+    env |= {} if value is None else {"OVERLAP_GEMM_INVARIANT": value}
+    done = subprocess.run(
+        [sys.executable, "-c", ONE_ROW], env=env, capture_output=True, text=True, check=False
+    )
+    assert prints in (done.stderr if value == "rows" else done.stdout), done.stderr
