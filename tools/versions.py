@@ -103,7 +103,7 @@ def row(run: dict[str, Any]) -> str:
     """Returns the row of a run in the page's table."""
     versions = run["versions"]
     columns = [run["for"], *(versions[name] for name in ("torch", "transformers", "peft"))]
-    columns += [f"{run['passed']} passed, {run.get('failed', 0)} failed"]
+    columns += [f"{run.get('passed', 0)} passed, {run.get('failed', 0)} failed"]
     return f"| {' | '.join(columns)} | {run['date']}, {run['commit']} |"
 
 
