@@ -3,17 +3,15 @@
 from dataclasses import replace
 
 import pytest
-import torch
 
-import overlap_gemm
 from cute_emulator.machine.inject import StoreFault
 from overlap_gemm.backends.fused import exchange_plans
 from overlap_gemm.backends.fused.launch_plan import Plan
 from overlap_gemm.exchange.geometry import CONTROL_BYTES, FLAG_BYTES
 from overlap_gemm.runtime.failures import CommTimeoutError
-from overlap_gemm.testing.emulated import poisoned_allocations
 from overlap_gemm.tuning.machine import machine_for
 from tests.support.emulated.gather_world import World
+from tests.support.emulated.list_cases import Layer
 
 
 @pytest.fixture(autouse=True)
@@ -30,62 +28,6 @@ def launched(monkeypatch):
 
     monkeypatch.setattr(Plan, "launch", noting)
     return seen
-
-
-class Layer:
-    """Projections of all ranks, gradients of their results, and the exact gradients in float64.
-
-    Args:
-        rows: Rows over all ranks.
-        widths: Columns of each weight.
-        heads: Heads of each weight; None: columns.
-        seed: Seed of the operands.
-    """
-
-    def __init__(self, rows, widths, heads=None, seed=0):
-        made = torch.Generator().manual_seed(seed)
-        self.x = torch.randn(rows, 72, generator=made).bfloat16()
-        self.weights = [torch.randn(n, 72, generator=made).bfloat16() / 8 for n in widths]
-        self.heads, self.made = heads, made
-
-    def columns(self, number, rank, ranks):
-        """Returns a rank's columns of a weight."""
-        width = len(self.weights[number])
-        if self.heads is not None and self.heads[number] < ranks:
-            size = width // self.heads[number]
-            first = rank * self.heads[number] // ranks * size
-            return slice(first, first + size)
-        return slice(rank * width // ranks, (rank + 1) * width // ranks)
-
-    def backward(self, names, with_weights):
-        """Queues the gradients on all ranks; `check` compares them."""
-        ranks, self.exact_x, self.grads = len(names), 0, []
-        self.exact = [0 for _ in self.weights]
-        for rank, group in enumerate(names):
-            upstream = []
-            for i, weight in enumerate(self.weights):
-                of = self.columns(i, rank, ranks)
-                grad = torch.randn(len(self.x), of.stop - of.start, generator=self.made).bfloat16()
-                self.exact_x = self.exact_x + grad.double() @ weight[of].double()
-                full = torch.zeros(weight.shape, dtype=torch.float64)
-                full[of] = grad.double().t() @ self.x.double()
-                self.exact[i] = self.exact[i] + full
-                upstream.append(grad)
-            local = self.x.chunk(ranks)[rank].clone().requires_grad_()
-            weights = [weight.clone().requires_grad_(with_weights) for weight in self.weights]
-            with poisoned_allocations():
-                outs = overlap_gemm.gemm_all_to_all(
-                    local, weights, heads=self.heads, rows=len(self.x), group=group, backend="fused"
-                )
-                needed = [local, *(weights if with_weights else ())]
-                self.grads.append(torch.autograd.grad(outs, needed, upstream))
-
-    def check(self):
-        grad_x = torch.cat([of_rank[0] for of_rank in self.grads]).double()
-        assert ((grad_x - self.exact_x).abs() <= 2**-8 * self.exact_x.abs() + 1e-3).all()
-        for _, *of_weights in self.grads:
-            for made, exact in zip(of_weights, self.exact, strict=False):
-                torch.testing.assert_close(made.double(), exact, rtol=0.02, atol=0.2)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import pytest
 
 from overlap_gemm.runtime.virtual import VirtualWorld
-from tests.support.emulated.list_cases import Operands, counted_launches
+from tests.support.emulated.list_cases import Layer, Operands, counted_launches
 
 
 @pytest.mark.parametrize("scaled", [False, True], ids=["16-bit", "8-bit"])
@@ -19,3 +19,17 @@ def test_a_list_is_one_launch(device, monkeypatch, ranks, rows, scaled):
             world.synchronize()
             case.check(outs)
             assert launches == [1] * ranks
+
+
+@pytest.mark.parametrize("rows", [30, 1000, 4096])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_gradient_of_a_list_is_one_launch(device, monkeypatch, ranks, rows):
+    launches = counted_launches(monkeypatch)
+    with VirtualWorld(ranks, device=device) as world:
+        for seed in range(4):
+            layer = Layer(rows, [1024 * ranks, 136 * ranks, 72 * ranks], seed=seed, device=device)
+            launches.clear()
+            layer.backward(world.names, with_weights=False)
+            world.synchronize()
+            layer.check()
+            assert launches == [1, 1] * ranks
