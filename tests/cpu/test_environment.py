@@ -2,7 +2,9 @@
 
 import pytest
 
-from overlap_gemm.runtime import environment
+from overlap_gemm.backends import group_measurements
+from overlap_gemm.runtime import agree, environment
+from overlap_gemm.runtime.compile_cache import cache_folder
 
 NAME = "OVERLAP_GEMM_ANYTHING"
 
@@ -71,3 +73,24 @@ def test_choices(monkeypatch):
     monkeypatch.setenv(NAME, "c")
     with pytest.raises(ValueError, match=f"{NAME} must be a or b; got 'c'"):
         environment.choice(NAME, ("a", "b"))
+
+
+@pytest.mark.parametrize(
+    ("variable", "read", "values"),
+    [
+        ("OVERLAP_GEMM_CHECK", agree.checking, {"1": True, "0": False, None: False}),
+        ("OVERLAP_GEMM_CACHE", lambda: cache_folder() is not None, {"1": True, "0": False, None: True}),
+        ("OVERLAP_GEMM_AUTOTUNE_SECONDS", group_measurements._seconds, {"0.5": 0.5, "0": 0.0, None: 60.0}),
+    ],
+)
+def test_variables_of_the_documentation(variable, read, values, monkeypatch):
+    for text, value in values.items():
+        monkeypatch.setattr(agree, "_checking", None)
+        monkeypatch.delenv(variable, raising=False)
+        if text is not None:
+            monkeypatch.setenv(variable, text)
+        assert read() == value
+    monkeypatch.setattr(agree, "_checking", None)
+    monkeypatch.setenv(variable, "yes")
+    with pytest.raises(ValueError, match=f"{variable} must be .*; got 'yes'"):
+        read()

@@ -21,7 +21,6 @@ device (`runtime.identity`): MismatchedCallsError, or CommTimeoutError if a rank
 """
 
 import hashlib
-import os
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -31,6 +30,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 
 from ..spec.sharding import Shards
+from . import environment
 from .group import Group
 from .ledger import ledger_of
 from .messages import exchange
@@ -107,10 +107,14 @@ def together(
 
 
 def checking() -> bool:
-    """Returns whether debug mode is on; the environment is read at the first call."""
+    """Returns whether debug mode is on; the environment is read at the first call.
+
+    Raises:
+        ValueError: The variable is neither 0 nor 1.
+    """
     global _checking
     if _checking is None:
-        _checking = os.environ.get(CHECK_VARIABLE, "0") not in ("", "0")
+        _checking = environment.choice(CHECK_VARIABLE, ("0", "1")) == "1"
     return _checking
 
 

@@ -54,7 +54,7 @@ from typing import Any
 import filelock
 import platformdirs
 
-from .environment import nbytes
+from .environment import choice, nbytes
 
 logger = logging.getLogger(__name__)
 
@@ -109,8 +109,12 @@ def host() -> str:
 
 
 def cache_folder() -> Path | None:
-    """Returns the folder of the disk cache, or None if it is disabled."""
-    if os.environ.get("OVERLAP_GEMM_CACHE", "1") == "0":
+    """Returns the folder of the disk cache, or None if it is disabled.
+
+    Raises:
+        ValueError: ``OVERLAP_GEMM_CACHE`` is neither 0 nor 1.
+    """
+    if choice("OVERLAP_GEMM_CACHE", ("1", "0")) == "0":
         return None
     if folder := os.environ.get("OVERLAP_GEMM_CACHE_DIR"):
         return Path(folder)
