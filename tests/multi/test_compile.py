@@ -1,5 +1,8 @@
 """torch.compile(fullgraph=True) over layers, and the fake kernels' shapes."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,6 +24,7 @@ from overlap_gemm.nn import (
     scatter_heads,
 )
 from overlap_gemm.parallel import OverlapColwiseParallel, OverlapRowwiseParallel, OverlapSharedGather
+from overlap_gemm.spec import OPS
 from overlap_gemm.spec.sharding import Shards
 
 
@@ -54,6 +58,25 @@ def compiled_layers(rank, size, backend):
         ),
     ):
         compare_compiled(module, x)
+
+
+FIRST_CALLS = """
+import torch, overlap_gemm
+from overlap_gemm.spec import OPS
+overlap_gemm.init()
+for name, op in OPS.items():
+    operands = [torch.randn(shape) for shape in op.shapes(8, 8, 8, int)]
+    call, said = getattr(overlap_gemm, name, None), op.arguments(8, 8, 8)
+    if call is not None:
+        torch.compile(lambda: call(*operands, **said), fullgraph=True, backend="eager")()
+        print(name)
+overlap_gemm.finalize()
+"""
+
+
+def test_the_first_call_of_a_process_may_be_a_compiled_one():
+    done = subprocess.run([sys.executable, "-c", FIRST_CALLS], capture_output=True, text=True, check=False)
+    assert done.stdout.split() == [name for name in OPS if hasattr(overlap_gemm, name)], done.stderr
 
 
 @pytest.mark.parametrize("world", [1, 2])

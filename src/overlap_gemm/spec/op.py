@@ -77,6 +77,8 @@ class OpSpec:
             if axis not in (None, *axes):
                 known = " or ".join(map(repr, (*axes, None)))
                 raise ValueError(f"{self.name}: {tensor} must be sharded along {known}, got {axis!r}")
+        # Dynamo cannot trace the first access of a cached property, which may be in a compiled call.
+        assert self.sent is not None and self.operand_is_sent is not None
 
     @cached_property
     def operand_move(self) -> Move | None:
