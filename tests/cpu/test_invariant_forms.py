@@ -54,6 +54,13 @@ def test_other_means_are_torchs():
         torch.testing.assert_close(mean, expected[-1], rtol=1e-14, atol=1e-14)
 
 
+def test_a_mean_has_the_dtype_of_its_rows(monkeypatch):
+    statistics = torch.zeros(4, 1)  # float32, as on GPUs of 16-bit rows
+    monkeypatch.setattr(torch, "native_layer_norm", lambda *_: (None, statistics, None))
+    with invariant.RowMeans():
+        assert torch.ones(4, 6).bfloat16().mean(-1, keepdim=True).dtype is torch.bfloat16
+
+
 def test_attention_leaves_out_kernels_that_divide_keys_by_the_size_of_the_batch():
     enabled = torch.backends.cuda.flash_sdp_enabled
     assert enabled()

@@ -54,7 +54,7 @@ class _RowMean(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.shape = x.shape
-        return torch.native_layer_norm(x, x.shape[-1:], None, None, 0.0)[1]
+        return torch.native_layer_norm(x, x.shape[-1:], None, None, 0.0)[1].to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
