@@ -102,7 +102,7 @@ def operands(draw, width, count=3):
 
 
 def agrees(text, columns, want, result, width):
-    """By lane; then lanes 0, 1 and 2 as what all hold, all operands or one of them."""
+    """By lane; then lanes 0, 1 and 2 as what all hold: all operands, one of them, or all of three but one."""
     dtype = DTYPES[width]
     kind = f"b{width}"
     expected = np.array([w & (1 << width) - 1 for w in want], dtype)
@@ -115,8 +115,11 @@ def agrees(text, columns, want, result, width):
         out = np.zeros(1, np.uint64)
         run(f"{' '.join(moves)} {text} st.global.{kind} [%d0], {result};", [out])
         assert int(out[0]) & (1 << width) - 1 == int(expected[lane]), (text, lane)
-        for n, move in enumerate(moves):
-            mixed = [np.full_like(c, c[lane]) if k == n else c for k, c in enumerate(columns)]
+        uniform = [{n} for n in range(len(columns))]
+        uniform += [{0, 1, 2} - one for one in uniform] if len(columns) == 3 else []
+        for held in uniform:
+            mixed = [np.full_like(c, c[lane]) if k in held else c for k, c in enumerate(columns)]
+            move = " ".join(moves[n] for n in sorted(held))
             both = [per_lane(prefix + text, mixed, dtype, result, kind) for prefix in ("", move)]
             np.testing.assert_array_equal(both[0], both[1], err_msg=f"{text} with {move}")
 

@@ -144,8 +144,7 @@ def mul_int(e: Emitter, ins: Instruction) -> None:
 @inline("mul24")
 def _mul24(e: Emitter, ins: Instruction) -> None:
     only(ins, "lo")
-    d, a, b = ins.operands
-    sign = _integer(ins)[1]
+    (d, a, b), (_, sign) = ins.operands, _integer(ins)
     x, y = (e.new(f"shr(shl({e.i(o, 32)}, 8, 32), 8, 32, {sign})") for o in (a, b))
     e.assign(d, e.wrapped(f"{x} * {y}", 32), 32)
 
@@ -162,17 +161,19 @@ def mad_int(e: Emitter, ins: Instruction) -> None:
     elif "hi" in ins.parts:
         e.assign(d, e.wrapped(f"mul_hi({x}, {y}, {width}, {sign}) + {e.i(c, width)}", width), width)
     else:
-        e.assign(d, e.wrapped(f"{x} * {y} + {e.i(c, width)}", width), width)
+        # The product alone first: of two uniform values it may have 64 bits, which no lanes' value can add.
+        product = e.new(e.wrapped(f"{x} * {y}", width))
+        e.assign(d, e.wrapped(f"{product} + {e.i(c, width)}", width), width)
 
 
 @inline("sad")
 def _sad(e: Emitter, ins: Instruction) -> None:
     only(ins)
-    width, sign = _integer(ins)
-    d, a, b, c = ins.operands
+    (width, sign), (d, a, b, c) = _integer(ins), ins.operands
     x, y = e.i(a, width), e.i(b, width)
     low, high = (e.new(f"extreme({x}, {y}, {width}, {sign}, {big})") for big in (False, True))
-    e.assign(d, f"({high} - {low} + {e.i(c, width)}) & {MASK[width]}", width)
+    between = e.new(e.wrapped(f"{high} - {low}", width))
+    e.assign(d, f"({between} + {e.i(c, width)}) & {MASK[width]}", width)
 
 
 @inline("shl")
