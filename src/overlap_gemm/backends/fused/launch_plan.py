@@ -41,7 +41,7 @@ class Product(NamedTuple):
 class SideStreamWork(Protocol):
     """Work on a second stream that sends data of this rank while the products run."""
 
-    def stage(self, executor: Executor, second: int, addresses: Any) -> None:
+    def stage(self, executor: Executor, second: int, addresses: tuple[int, ...]) -> None:
         """Queues the work that must precede the products.
 
         Copies within a GPU are kernels, which need SMs; the products occupy all of them.
@@ -52,7 +52,7 @@ class SideStreamWork(Protocol):
             addresses: Addresses of A, or of each part of a list, and of its scales (0 without scales).
         """
 
-    def send(self, executor: Executor, second: int, addresses: Any, exchange: Any) -> None:
+    def send(self, executor: Executor, second: int, addresses: tuple[int, ...], exchange: Any) -> None:
         """Queues the transfers, after the launch of the first product.
 
         Args:
@@ -76,7 +76,7 @@ class LocalShard(NamedTuple):
     scale_bytes: int = 0
     scales: int = 0
 
-    def copy(self, executor: Executor, stream: int, target: int, addresses: tuple[int, int]) -> None:
+    def copy(self, executor: Executor, stream: int, target: int, addresses: tuple[int, ...]) -> None:
         """Queues copies of rows and scales.
 
         Args:
@@ -108,10 +108,10 @@ class Copies:
     next_epoch: int
     shard: LocalShard
 
-    def stage(self, executor: Executor, second: int, addresses: tuple[int, int]) -> None:
+    def stage(self, executor: Executor, second: int, addresses: tuple[int, ...]) -> None:
         """Does nothing: the copies read x of the caller."""
 
-    def send(self, executor: Executor, second: int, addresses: tuple[int, int], exchange: Any) -> None:
+    def send(self, executor: Executor, second: int, addresses: tuple[int, ...], exchange: Any) -> None:
         """Queues for each peer the copy of the shard, then of the flag; see `SideStreamWork.send`."""
         for target, flag in self.places:
             self.shard.copy(executor, second, target, addresses)
@@ -137,12 +137,12 @@ class RelayKernel:
     place: int = 0
     shard: LocalShard | None = None
 
-    def stage(self, executor: Executor, second: int, addresses: tuple[int, int]) -> None:
+    def stage(self, executor: Executor, second: int, addresses: tuple[int, ...]) -> None:
         """Queues the copy of the local shard to `place`, if there is a shard; see `SideStreamWork.stage`."""
         if self.shard is not None:
             self.shard.copy(executor, second, self.place, addresses)
 
-    def send(self, executor: Executor, second: int, addresses: tuple[int, int], exchange: Any) -> None:
+    def send(self, executor: Executor, second: int, addresses: tuple[int, ...], exchange: Any) -> None:
         """Launches the relay kernel, which waits for the data itself; see `SideStreamWork.send`."""
         self.relay(OPS[self.op].code, self.puts, exchange, second)
 
@@ -244,10 +244,8 @@ class Plan:
                 if self.side_work is None:
                     failure = self._multiply(exchange, a, scales, operands, kept, stream)
                 else:
-                    side_work: Any = self.side_work
-                    addresses: tuple[int, ...] = (scales,)
-                    for part in reversed(a) if isinstance(a, tuple) else (a,):
-                        addresses = (part.data_ptr(), *addresses)
+                    parts, side_work = a if isinstance(a, tuple) else (a,), self.side_work
+                    addresses = *map(Tensor.data_ptr, parts), scales
                     with executor.fork(stream) as second:
                         side_work.stage(executor, second, addresses)
                         send = partial(side_work.send, executor, second, addresses, exchange)
