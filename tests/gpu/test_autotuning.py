@@ -28,14 +28,15 @@ def right(rank, size, op, folder):
     call, spec = getattr(overlap_gemm, op), OPS[op]
     for number, shape in enumerate(SHAPES):
         said = spec.arguments(*shape)
-        with begun_anew(Path(folder) / f"{number}.json"):
+        warnings = mock.patch.object(autotuning.logger, "warning")
+        with begun_anew(Path(folder) / f"{number}.json"), warnings as warned:
             overlap_gemm.warmup(op, shape)
+            warned.assert_not_called()  # no candidate is excluded by an error
             x, weight = operands(rank, size, op, shape)
             choice = overlap_gemm.explain(op, x, weight, **said)
             measured = choice.problem.measured
             assert measured is not None
-            # Compiling may take all the seconds that are allowed: then the first candidates are measured.
-            assert measured.candidates >= 2
+            assert measured.candidates >= 3
             assert {"fused", "torch"} <= set(measured.seconds(True)) & set(measured.seconds(False))
             truth = call(x.double(), weight.double(), backend="sequential", **said)
             rounding = (call(x, weight, backend="torch", **said).double() - truth).abs().max()

@@ -60,6 +60,33 @@ def explained(rank, size, op=OP, **how):
 never = mock.Mock(side_effect=AssertionError("measured"))
 
 
+def in_the_form_of_a_call(rank, size, folder, op):
+    """Checks that ops with lists of weights get lists, also without biases, and that nothing is excluded."""
+    passed, bind, lists = [], autotuning.bind_as, OPS[op].takes_lists
+
+    def recorded(*arguments):
+        run = bind(*arguments)
+        return lambda x, weight, bias, *scales: passed.append((weight, bias)) or run(x, weight, bias, *scales)
+
+    for number, (columns, bias) in enumerate([(N, False), (N, True), ([N, N], False)][: 2 + lists]):
+        passed.clear()
+        with (
+            begun_anew(Path(folder) / f"{number}.json"),
+            mock.patch.object(autotuning, "bind_as", recorded),
+            mock.patch.object(autotuning.logger, "warning") as warned,
+        ):
+            overlap_gemm.warmup(op, (M, columns, K), bias=bias, dtype=torch.float32, autotune="measure")
+        without = list if lists else type(None)
+        expected = (list if lists else torch.Tensor), (type(passed[0][0]) if bias else without)
+        assert {(type(weight), type(of_bias)) for weight, of_bias in passed} == {expected}
+        warned.assert_not_called()
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_candidates_are_called_as_the_op_calls_them(ranks, tmp_path, op):
+    ranks(2).run(in_the_form_of_a_call, str(tmp_path), op)
+
+
 def takes_the_fastest(rank, size, folder, op):
     for i, fast in enumerate(BACKENDS):
         with begun_anew(Path(folder) / f"{i}.json"):

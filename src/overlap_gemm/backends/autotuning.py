@@ -10,7 +10,8 @@ model's choice stays with it. Rank 0 writes the file. ``OVERLAP_GEMM_AUTOTUNE_SE
 compiling and starting the candidates of a kind; later ones are excluded.
 
 A candidate that cannot be compiled, launched or captured, or that runs out of memory, is excluded on all
-ranks. A candidate that ends the process is not tried again by the next process.
+ranks. The log has a warning with the reason. A candidate that ends the process is not tried again by the
+next process.
 """
 
 from __future__ import annotations
@@ -211,7 +212,7 @@ def _measured(
                 failure = _failure(call, device)
             reports = group.all_gather_object((failure, time.monotonic() - started))
             if failures := [theirs for theirs, _ in reports if theirs]:
-                logger.info("%s: %s is left out: %s", problem.kind, candidate.name, failures[0])
+                logger.warning("%s: %s is left out: %s", problem.kind, candidate.name, failures[0])
             else:
                 calls[candidate] = call
             if measurements.seconds and max(spent for _, spent in reports) > measurements.seconds:
@@ -256,15 +257,14 @@ def _candidates(problem: Problem, group: Group) -> Iterator[Candidate]:
 
 def _operands(problem: Problem, operands: CallOperands) -> list[tuple[Any, ...]]:
     """Returns sets of copies of the caller's tensors, with scales of 1, in the bound function's form."""
-    x, weight, bias, *_ = operands
+    x, (weights, biases) = operands.x, operands.lists(problem.spec)
+    several = problem.spec.takes_lists
 
     def copied(tensors: Any) -> Any:
         if isinstance(tensors, (list, tuple)):
             return [copied(one) for one in tensors]
         return tensors if tensors is None else tensors.detach().clone()
 
-    several = isinstance(weight, (list, tuple))
-    weights = weight if several else [weight]
     scales: tuple[Any, ...] = ()
     if problem.is_scaled:
         pairs = [unit_scales(tuple(x.shape), tuple(w.shape), problem.blocks, x.device) for w in weights]
@@ -272,8 +272,9 @@ def _operands(problem: Problem, operands: CallOperands) -> list[tuple[Any, ...]]
         if problem.blocks is None:
             of_x, of_weights = of_x.reshape(-1), [scale.reshape(-1) for scale in of_weights]
         scales = of_x, of_weights if several else of_weights[0]
+    passed = x, weights if several else weights[0], biases if several else next(iter(biases), None)
     sets = range(num_sets(sum(one.nbytes for one in (x, *weights)), x.device))
-    return [(copied(x), copied(weight), copied(bias), *scales) for _ in sets]
+    return [(*map(copied, passed), *scales) for _ in sets]
 
 
 def num_sets(nbytes: int, device: torch.device) -> int:
@@ -338,7 +339,8 @@ def _timed(calls: Mapping[Candidate, Callable[[], object]], device: torch.device
         graphs: dict[Candidate, Callable[[], object]] = {}
         for candidate, call in calls.items():
             failure = _failure(partial(_capture, graphs, candidate, call), device)
-            if any(group.all_gather_object(failure)):
+            if failures := list(filter(None, group.all_gather_object(failure))):
+                logger.warning("%s is left out of CUDA graphs: %s", candidate.name, failures[0])
                 graphs.pop(candidate, None)
         on_device = medians(graphs) if graphs else {}
         del graphs
