@@ -1,6 +1,7 @@
-"""Time of one kernel next to several: lists of weights, and epilogues of 8-bit operands with scales.
+"""Time of one kernel next to several: lists of weights, gradients of lists, epilogues of 8-bit operands.
 
     torchrun --standalone --nproc-per-node 2 benchmarks/one_kernel.py lists --json lists.json
+    torchrun --standalone --nproc-per-node 2 benchmarks/one_kernel.py gradients --json gradients.json
     torchrun --standalone --nproc-per-node 2 benchmarks/one_kernel.py epilogues --json epilogues.json
 
 Variants are interleaved, with operands in turn, as CUDA graphs; ratios are to the first variant.
@@ -49,6 +50,33 @@ def lists() -> Iterator[tuple[dict[str, Any], Variants]]:
                 "list": lambda i, x=xs, w=weights: lambda: fused(x[i], w[i]),
                 "torch": lambda i, x=xs, w=weights: lambda: exchange(x[i], w[i], backend="torch"),
             }  # fmt: skip
+
+
+def gradients() -> Iterator[tuple[dict[str, Any], Variants]]:
+    """Yields `gemm_all_to_all` of three weights and x's gradient: none, by one kernel, by three, by torch."""
+    exchange = overlap_gemm.gemm_all_to_all
+
+    def step(
+        x: Tensor, weights: list[Tensor], upstream: list[Tensor], backend: str = "fused", **options: Any
+    ):
+        def run() -> object:
+            outs = exchange(x, weights, backend=backend)
+            # with create_graph each weight's gradient is exchanged by a kernel of its own
+            return torch.autograd.grad(outs, x, upstream, **options)
+
+        return run
+
+    ranks, widths = dist.get_world_size(), (8192, 1024, 1024)
+    for rows in (128, 2048, 8192, 32768):
+        xs = [random(rows // ranks, K).requires_grad_() for _ in range(SETS)]
+        weights = [[random(width, K) for width in widths] for _ in range(SETS)]
+        upstream = [[random(rows, width // ranks) for width in widths] for _ in range(SETS)]
+        yield {"op": "gemm_all_to_all", "m": rows, "n": widths, "k": K}, {
+            "forward": lambda i, x=xs, w=weights: lambda: exchange(x[i].detach(), w[i], backend="fused"),
+            "one": lambda i, x=xs, w=weights, g=upstream: step(x[i], w[i], g[i]),
+            "three": lambda i, x=xs, w=weights, g=upstream: step(x[i], w[i], g[i], create_graph=True),
+            "torch": lambda i, x=xs, w=weights, g=upstream: step(x[i], w[i], g[i], backend="torch"),
+        }  # fmt: skip
 
 
 def in_8_bits(x: Tensor, weight: Tensor) -> OpTensors:
@@ -118,8 +146,19 @@ def scaled_epilogues() -> Iterator[tuple[dict[str, Any], Variants]]:
         )
 
 
+def ratios(variants: Variants, device: torch.device, rounds: int) -> dict[str, Any]:
+    """Returns times of the variants, and their ratios to the first; their graphs end with this call.
+
+    NCCL's groups cannot be destroyed while a graph holds their collectives.
+    """
+    graphs = {
+        name: captured(in_turn([variant(i) for i in range(SETS)])) for name, variant in variants.items()
+    }
+    return measure(graphs, device=device, rounds=rounds).summary(next(iter(variants)))
+
+
 def main(
-    what: Annotated[Literal["lists", "epilogues"], typer.Argument(help="Cases to measure.")],
+    what: Annotated[Literal["lists", "gradients", "epilogues"], typer.Argument(help="Cases to measure.")],
     rounds: Annotated[int, typer.Option(min=1, help="Samples per variant.")] = 7,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the results here.")] = None,
 ) -> None:
@@ -127,11 +166,9 @@ def main(
     world = overlap_gemm.init()
     torch.manual_seed(0)
     results = []
-    for case, variants in lists() if what == "lists" else scaled_epilogues():
-        graphs = {
-            name: captured(in_turn([variant(i) for i in range(SETS)])) for name, variant in variants.items()
-        }
-        case |= {"graph": measure(graphs, device=world.device, rounds=rounds).summary(next(iter(variants)))}
+    cases = {"lists": lists, "gradients": gradients, "epilogues": scaled_epilogues}
+    for case, variants in cases[what]():
+        case |= {"graph": ratios(variants, world.device, rounds)}
         results.append(case)
         if world.rank == 0:
             print(json.dumps(case))

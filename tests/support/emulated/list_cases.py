@@ -98,7 +98,8 @@ class Layer:
         """Queues the gradients on all ranks; `check` compares them."""
         ranks, self.exact_x, self.grads = len(names), 0, []
         self.exact = [0 for _ in self.weights]
-        for rank, group in enumerate(names):
+        operands, outs = [], []
+        for rank in range(ranks):
             upstream = []
             for i, weight in enumerate(self.weights):
                 of = self.columns(i, rank, ranks)
@@ -112,12 +113,18 @@ class Layer:
             weights = [weight.to(self.device, copy=True) for weight in self.weights]
             for weight in weights:
                 weight.requires_grad_(with_weights)
-            with poisoned_allocations():
-                outs = overlap_gemm.gemm_all_to_all(
-                    local, weights, heads=self.heads, rows=len(self.x), group=group, backend="fused"
+            operands.append((local, weights, upstream))
+        # A copy to a GPU would wait for kernels that wait for ranks that have not called yet.
+        with poisoned_allocations():
+            for group, (local, weights, _) in zip(names, operands, strict=True):
+                outs.append(
+                    overlap_gemm.gemm_all_to_all(
+                        local, weights, heads=self.heads, rows=len(self.x), group=group, backend="fused"
+                    )
                 )
+            for of_rank, (local, weights, upstream) in zip(outs, operands, strict=True):
                 needed = [local, *(weights if with_weights else ())]
-                self.grads.append(torch.autograd.grad(outs, needed, upstream))
+                self.grads.append(torch.autograd.grad(of_rank, needed, upstream))
 
     def check(self):
         grad_x = torch.cat([of_rank[0].cpu() for of_rank in self.grads]).double()
