@@ -64,19 +64,22 @@ def aligned_sum(a: F32, b: F32, c: F32, width: Width) -> F32:
         c: ``[rows, columns]``.
         width: Bits that the accumulation keeps.
     """
-    # Terms are integers of ``fraction + 2`` bits on the grid: fp32 adds 2 ** 7 such exactly.
+    # Terms are integers of ``fraction + 2`` bits on the grid: fp32 adds 2 ** 7 such exactly. K is the first
+    # axis, so that each step is one loop over all of D.
     kind = np.float32 if width.fraction <= 14 else np.float64
-    left, right, old = a.astype(kind)[:, None, :], b.astype(kind)[None], c.astype(kind)
-    largest = np.max(_power(left) * _power(right), axis=-1)
-    largest = np.maximum(np.maximum(largest, _power(old)), kind(_LEAST_POWER))
+    left, right = (np.ascontiguousarray(x.T, kind) for x in (a, b))
+    left, right, old = left[:, :, None], right[:, None], c.astype(kind)
+    terms = _power(left) * _power(right)
+    largest = np.maximum(np.maximum(terms.max(0), _power(old)), kind(_LEAST_POWER))
     grid = largest * kind(2.0**-width.fraction)
-    products = left * right
-    total = np.trunc(products / grid[..., None]).sum(-1) + np.trunc(old / grid)
+    np.multiply(left, right, out=terms)
+    np.trunc(np.divide(terms, grid, out=terms), out=terms)
+    total = terms.sum(0) + np.trunc(old / grid)
     step = np.maximum(_power(total) * kind(2.0**-width.kept), kind(1))
     result = (np.trunc(total / step) * step * grid).astype(np.float32)
     if all(np.isfinite(operand).all() for operand in (a, b, c)):
         return result
-    plain = products.sum(-1) + old
+    plain = (left * right).sum(0) + old
     return np.where(np.isfinite(plain), result, plain.astype(np.float32))
 
 
@@ -98,6 +101,6 @@ def add_steps(c: F32 | None, a: F32, b: F32, k: int, width: Width) -> F32:
 
 
 def _power(x: NDArray[np.floating]) -> NDArray[np.floating]:
-    """Returns the power of two of a finite number's leading bit; 0 for 0."""
-    fraction, exponent = np.frexp(x)
-    return np.where(fraction == 0, x.dtype.type(0), np.ldexp(x.dtype.type(0.5), exponent))
+    """Returns the power of two of a normal number's leading bit; 0 for 0 and for subnormal numbers."""
+    bits, exponent = (np.uint32, 0xFF << 23) if x.dtype == np.float32 else (np.uint64, 0x7FF << 52)
+    return (x.view(bits) & bits(exponent)).view(x.dtype)
