@@ -100,7 +100,10 @@ class Checks:
         mine = self.history(rank, stream)
         vector = {**mine.vector}
         merge(vector, other.vector)
-        self._histories[rank, stream] = History(mine.grids | other.grids, vector)
+        grids = mine.grids | other.grids
+        # Launches in `grids` are ordered with all their accesses: their warps' clocks order nothing more.
+        vector = {a: c for a, c in vector.items() if self.agents[a & OWN].warp.grid.number not in grids}
+        self._histories[rank, stream] = History(grids, vector)
 
     def cta_ended(self, cta: Cta) -> None:
         """Records the order that a CTA has observed to other launches."""

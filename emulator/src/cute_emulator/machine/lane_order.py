@@ -144,12 +144,11 @@ def add_doubts(agent: Agent, snapshot: Snapshot) -> None:
     """Updates an agent's doubts about stores, before it acquires a snapshot."""
     doubts = agent.doubts
     for store in {**doubts, **snapshot.unreleased}:
-        writer = store.warp.agent.id
-        if writer == agent.id:
+        if store.warp is agent.warp:
             continue
-        knew = agent.vector.get(writer, 0) >= store.clock
+        knew = _observed(agent, store)
         old = doubts.get(store, 0) if knew else -1
-        is_released = snapshot.vector.get(writer, 0) >= store.clock
+        is_released = _observed(snapshot, store)
         new = snapshot.unreleased.get(store, 0) if is_released else -1
         left = old & new & store.mask
         if left and (knew or is_released):
@@ -158,13 +157,19 @@ def add_doubts(agent: Agent, snapshot: Snapshot) -> None:
             doubts.pop(store, None)
 
 
+def _observed(state: Agent | Snapshot, store: LaneStore) -> bool:
+    """Returns whether the clock of a store, or the end of its launch, is in some state."""
+    warp = store.warp
+    return state.vector.get(warp.agent.id, 0) >= store.clock or warp.grid.number in state.grids
+
+
 def joint_unreleased(parts: list[Snapshot]) -> dict[LaneStore, int]:
     """Returns the stores that none of several releases publishes."""
     out: dict[LaneStore, int] = {}
     for store in {s for part in parts for s in part.unreleased}:
         left = store.mask
         for part in parts:
-            if part.vector.get(store.warp.agent.id, 0) >= store.clock:
+            if _observed(part, store):
                 left &= part.unreleased.get(store, 0)
         if left:
             out[store] = left

@@ -346,11 +346,12 @@ class Cta:
 
         Empty if there is none.
         """
-        program = self.grid.program
-        source = name(
-            program.module.original, program.entry.name, program.smem_symbols, self.grid.smem_bytes, at
-        )
-        return f" ({source})" if source else ""
+        program, end = self.grid.program, self.grid.smem_bytes
+        known = program.smem_names.get((end, at))
+        if known is None:
+            source = name(program.module.original, program.entry.name, program.smem_symbols, end, at)
+            known = program.smem_names[end, at] = f" ({source})" if source else ""
+        return known
 
     def rows(self, width: int, count: int) -> np.ndarray:
         """Returns shared memory as `[n]` elements of `width` bytes, or `[n, count]`."""

@@ -59,6 +59,7 @@ class Program:
         initial: Register file of a fresh warp.
         widths: Bits of each register (0: predicate).
         static_smem: Bytes of static shared memory; dynamic shared memory follows.
+        smem_names: The source's names of offsets in shared memory, by its end and the offset (`Cta.called`).
         base: Place in the register file of the first register of the function being translated.
         callees: The function that each item made for a call returns from.
     """
@@ -80,6 +81,7 @@ class Program:
         self._hammocks: dict[int, tuple[int, tuple[int, ...]]] = {}
         self.entry = self.module.functions[entry]
         self.smem_symbols, self.static_smem = self._shared(self.entry)
+        self.smem_names: dict[tuple[int, int], str] = {}
         self.local_symbols: dict[str, int] = {}
         self.local_bytes = 0
         self.param_symbols, self.param_bytes = self._params(self.entry)
