@@ -8,6 +8,7 @@ accumulator registers contain `POISON`, a NaN.
 from __future__ import annotations
 
 from functools import lru_cache
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -157,13 +158,15 @@ def _hand_over(
     """
     warp, R, state = group.warp, group.R, group.warp.wgmmas
     w, flying = warp.index % 4, slots in state.flying
-    touched = not flying and not (product.reads_d and all(state.returned.get(s) is R[s] for s in slots))
+    before = [] if flying else [R[s] for s in slots]
+    returned = product.reads_d and all(map(is_, before, map(state.returned.get, slots)))
+    touched = not flying and not returned
     if (touched or a is not None) and not state.fenced:
         warp.grid.checks.emit(WgmmaUnfenced(warp, line))
     if not flying:
         state.flying[slots] = product.accumulator
         if product.reads_d:
-            product.accumulator.parts[w] = rows_of([R[s] for s in slots])
+            product.accumulator.parts[w] = rows_of(before)
         for s in slots:
             R[s] = POISON
     product.a_parts[w] = a
@@ -261,7 +264,7 @@ def _wait(program: Any, f: Function, ins: Instruction) -> Op:
             if id(accumulator) in busy:
                 continue
             assert accumulator.matrix is not None
-            if any(_changed(group.R[s], POISON) for s in slots):
+            if any(group.R[s] is not POISON and _changed(group.R[s], POISON) for s in slots):
                 lines = [p.line for p in due if p.accumulator is accumulator]
                 line = lines[-1] if lines else ins.line
                 warp.grid.checks.emit(WgmmaChanged(warp, line, "D"))
