@@ -1,14 +1,16 @@
 """What the emulator may not change for the sake of speed."""
 
+import dataclasses
 import gc
 import time
 from functools import partial
 
 import pytest
 
+from cute_emulator.execution.launch import Machine
 from cute_emulator.machine.asyncq import AsyncEngine, Event
 
-from .handwritten import aligned, run
+from .handwritten import aligned, launch, module, run
 
 
 def event(log, name):
@@ -87,3 +89,28 @@ def test_what_a_grid_leaves_is_carried_out_without_looking_for_it_each_time(mode
     while engine.idle_step():
         pass
     assert len(set(happened)) == len(happened) == 3 * count
+
+
+def test_clocks_of_ended_launches_are_dropped():
+    # The vector clocks of warps that exchange flags do not grow with the number of launches.
+    sizes = []
+    for launches in (4, 12):
+        flags = [aligned(32), aligned(32)]
+        m = Machine("sm_100a", ranks=2)
+        m.ended = lambda m=m: sizes.append(max(len(agent.vector) for agent in m.checks.agents.values()))
+        for rank, flag in enumerate(flags):
+            m.memory.register(flag.ctypes.data, flag.nbytes, rank, "flag", "symmetric")
+        ptx = module(
+            """
+            cvt.u32.u64 %r0, %d2; st.release.sys.global.u32 [%d1], %r0;
+            W: ld.acquire.sys.global.u32 %r1, [%d0]; setp.lt.u32 %p0, %r1, %r0; @%p0 bra W;
+            """,
+            3,
+        )
+        for number in range(1, launches + 1):
+            for rank in range(2):
+                mine = launch(ptx, [flags[rank], flags[1 - rank], number])
+                m.submit(dataclasses.replace(mine, rank=rank))
+        m.run()
+        assert not m.report.findings and flags[0][0] == launches
+    assert sizes[0] == sizes[1]
