@@ -103,7 +103,9 @@ class Given:
 
 
 def workspace():
-    memory = SimpleNamespace(local=torch.zeros(64, dtype=torch.uint8))
+    memory = SimpleNamespace(
+        local=torch.zeros(64, dtype=torch.uint8), bases=torch.zeros(2, dtype=torch.int64)
+    )
     record = torch.zeros(RECORD_WORDS, dtype=torch.int32)
     return Workspace(Group("a", 0, 2), SizeClass(64, 64, 2, 2), memory, True, record)
 

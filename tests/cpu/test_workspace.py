@@ -64,6 +64,7 @@ class Block:
 
     def __init__(self, group, nbytes, device):
         self.local = torch.full((nbytes,), 255, dtype=torch.uint8)
+        self.bases = torch.full((group.size,), self.local.data_ptr())
 
     @classmethod
     def has_p2p(cls, group, device):

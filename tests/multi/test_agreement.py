@@ -22,6 +22,7 @@ class Block:
 
     def __init__(self, group, nbytes, device):
         self.local = torch.zeros(nbytes, dtype=torch.uint8)
+        self.bases = torch.zeros(group.size, dtype=torch.int64)
 
     @staticmethod
     def has_p2p(group, device):

@@ -112,7 +112,7 @@ def copies_of(
         chunk: Rows that share a flag.
         scale_bytes: Bytes of the scales of a full shard of the rows; 0 without scales.
     """
-    group, bases = workspace.group, workspace.memory.bases.tolist()
+    group, bases = workspace.group, workspace.addresses
     begins = [workspace.size.zeroed + region for region in regions_of(layouts)]
     scales_at = begins[0] + layouts[0].scales + group.rank * layouts[0].next_scales
     order, places = [(group.rank - i) % group.size for i in range(1, group.size)], []

@@ -319,7 +319,7 @@ def copies_of(workspace: Workspace, full: int, shard: LocalShard) -> Copies:
         full: Bytes from the start of a shard to the start of the next.
         shard: Layout of the local shard.
     """
-    group, bases = workspace.group, workspace.memory.bases.tolist()
+    group, bases = workspace.group, workspace.addresses
     offset, flag = workspace.size.zeroed + group.rank * full, CONTROL_BYTES + FLAG_BYTES * group.rank
     order = [(group.rank - i) % group.size for i in range(1, group.size)] if shard.row_bytes else []
     places = tuple((bases[peer] + offset, bases[peer] + flag) for peer in order)

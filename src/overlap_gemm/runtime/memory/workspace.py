@@ -95,6 +95,8 @@ class Workspace:
         record: `Executor.record`.
         captured: True if a CUDA graph may contain calls that use it.
         is_open: True until `close_workspaces` frees it.
+        addresses: `SymmetricMemory.bases` in host memory, for copy engines. A capture may need them, and
+            cannot read the device.
     """
 
     group: Group
@@ -104,9 +106,11 @@ class Workspace:
     record: Tensor
     captured: bool = False
     is_open: bool = True
+    addresses: list[int] = field(init=False, repr=False)
     _words: ctypes.Array[ctypes.c_uint32] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        self.addresses = self.memory.bases.tolist()
         self._words = (ctypes.c_uint32 * RECORD_WORDS).from_address(self.record.data_ptr())
 
     def raise_if_failed(self) -> None:
