@@ -20,8 +20,8 @@ must be ``Int32`` or ``Int64`` objects: the DSL packs a plain ``int`` there wron
     (rows, N) of ``config.out_dtype``, N contiguous, 16-byte aligned, row stride a multiple of 16 bytes.
     ``rows`` is M for a plain GEMM, else the number of rows that this rank owns. A rank without rows passes
     any valid tensor of one row; the kernel does not write to it.
-    With ``config.weights`` above 1, ``b`` and ``out`` are tuples of that many; for a kernel of
-    :func:`make_gather_kernel` ``a`` and ``b``, whose products are added.
+    With ``config.weights`` above 1, ``a`` and ``b`` are tuples of that many, whose products are added; for an
+    all-to-all of tiles ``b`` and ``out``.
 ``extras``
     Tuple of tensors, or None if there are none. First the two matrices of scales, if operands have scales of
     blocks (`mainloop.blocks`, `mx`). Then the operands of the epilogue's visitors, in the order of
@@ -52,6 +52,7 @@ from overlap_gemm.config.arch import arch_of
 from overlap_gemm.config.gemm_config import GemmConfig
 from overlap_gemm.config.scale_blocks import MX, NUM_MATRICES, Blocks
 from overlap_gemm.device.memory import DTYPES
+from overlap_gemm.exchange.all_to_all import AllToAll
 from overlap_gemm.exchange.arguments import Exchange
 from overlap_gemm.exchange.geometry import Puts
 from overlap_gemm.exchange.relay import Relay
@@ -174,12 +175,13 @@ def fake_arguments(kernel: FusedGemm) -> tuple[Any, ...]:
     out = matrix(cfg.out_dtype, True)
     if cfg.weights > 1:
         b = tuple(matrix(cfg.in_dtypes[1], cfg.b_major == "k") for _ in range(cfg.weights))
+        if isinstance(kernel.op, AllToAll):
+            out = tuple(matrix(cfg.out_dtype, True) for _ in range(cfg.weights))
+        else:
+            a = tuple(matrix(cfg.in_dtype, cfg.a_major == "k") for _ in range(cfg.weights))
         if isinstance(kernel.op, AllGather):
-            a = tuple(matrix(cfg.in_dtype, True) for _ in range(cfg.weights))
             later = [_fake_part_of_k(cfg, kernel.op.keep) for _ in range(1, cfg.weights)]
             exchange = exchange._replace(later=tuple(later))
-        else:
-            out = tuple(matrix(cfg.out_dtype, True) for _ in range(cfg.weights))
     return a, b, out, extras, exchange, Int32(1), make_fake_stream()
 
 

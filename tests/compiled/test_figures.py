@@ -86,10 +86,11 @@ def test_kernels_of_mx_types_exchange_slices_and_spill_nowhere(op):
     assert not check(CONFIGS["sm_100a_2cta_256x256_c2x1_e4m3_obf16_sbf16_b1x1x32"], op).findings
 
 
-def test_a_kernel_whose_k_is_a_list_spills_nothing():
+@pytest.mark.parametrize("op", ["A2A-GEMM sending", "GEMM-RS"])
+def test_a_kernel_whose_k_is_a_list_spills_nothing(op):
     """Loads of three matrices along K follow each other in the load warp, which has few registers."""
     config = replace(CONFIGS[QUICK[1]], weights=3, b_major="n")
-    assert not check(config, "A2A-GEMM sending").findings
+    assert not check(config, op).findings
 
 
 def test_the_inner_loop_is_the_shortest_that_multiplies():

@@ -173,7 +173,7 @@ def test_a_choice_without_k_costs_little(world, m, n, k):
 
 
 def test_facts_hold_no_rank():
-    names = {"op", "m", "n", "k", "dtype", "world", "shard", "blocks", "weights", "launches"}
+    names = {"op", "m", "n", "k", "dtype", "world", "shard", "blocks", "weights", "launches", "parts"}
     assert {field.name for field in fields(Facts)} == names
 
 

@@ -63,6 +63,17 @@ def test_auto_predicts_the_sum_of_the_kernels_of_a_list(op, captured):
     assert of_list.seconds["torch"] == predicted(joined).seconds["torch"]
 
 
+def test_only_portable_sums_of_a_list_along_k_take_copies():
+    facts = {"device_type": "cuda", "peer_access": PeerAccess("sm_90a", 132, None), "captured": True}
+    dual = problem("all_gather_gemm", 8192, 4096, 1024, num_weights=3, **facts).dual()
+    assert dual is not None and (dual.parts, dual.num_weights) == ((0, 0, 0), 1)
+    of_list, of_one = predicted(dual), predicted(replace(dual, parts=()))
+    machine, copies = of_list.machine, 2 * (8192 + 1024) * 2048 * 2
+    more = {name: seconds - of_one.seconds[name] for name, seconds in of_list.seconds.items()}
+    assert more.pop("fused") == 0 and len(more) == 3
+    assert list(more.values()) == pytest.approx([2 * machine.launch + copies / machine.memory_rate] * 3)
+
+
 def test_parts_of_k_that_tma_cannot_load_are_named():
     fitting = problem("all_to_all_gemm", 64, 72, 64, parts=(48, 16))
     assert Fused().why_no_kernel(fitting) is None

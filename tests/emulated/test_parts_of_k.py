@@ -1,4 +1,4 @@
-"""The gradient of x of a list of weights of `gemm_all_to_all`: one kernel, whose K is a list."""
+"""The gradient of x of a list of weights: one kernel, whose K is a list."""
 
 from dataclasses import replace
 
@@ -7,24 +7,27 @@ import pytest
 from cute_emulator.machine.inject import StoreFault
 from overlap_gemm.backends.fused import exchange_plans
 from overlap_gemm.backends.fused.launch_plan import Plan
+from overlap_gemm.backends.op_call import Joined
 from overlap_gemm.exchange.geometry import CONTROL_BYTES, FLAG_BYTES
+from overlap_gemm.kernel.operand_views import OperandViews
 from overlap_gemm.runtime.failures import CommTimeoutError
 from overlap_gemm.tuning.machine import machine_for
 from tests.support.emulated.gather_world import World
-from tests.support.emulated.list_cases import Layer
+from tests.support.emulated.list_cases import GatheredLayer, Layer
 
 
 @pytest.fixture(autouse=True)
 def launched(monkeypatch):
-    """Makes chunks of 128 rows; returns a list to which each launch appends its pattern and kernels."""
+    """Makes chunks of 128 rows; returns a list of the launches whose K is a list: (pattern, kernels)."""
     monkeypatch.setattr(
         exchange_plans, "constants", lambda arch: replace(machine_for(arch), copy_bytes=1 << 14)
     )
     seen, launch = [], Plan.launch
 
-    def noting(plan, *arguments):
-        seen.append((plan.pattern, len(plan.products)))
-        return launch(plan, *arguments)
+    def noting(plan, a, *arguments):
+        if isinstance(a, tuple):
+            seen.append((plan.pattern, len(plan.products)))
+        return launch(plan, a, *arguments)
 
     monkeypatch.setattr(Plan, "launch", noting)
     return seen
@@ -49,7 +52,7 @@ def test_the_gradient_of_a_list_is_one_launch(launched, arch, transport, ranks, 
         layer.backward(world.world.names, with_weights=heads is None)
         world.run()
     layer.check()
-    assert [one for one in launched if one[0] == "input_exchange"] == [("input_exchange", 1)] * ranks
+    assert launched == [("input_exchange", 1)] * ranks
 
 
 @pytest.mark.parametrize(
@@ -75,3 +78,59 @@ def test_a_lost_flag_of_a_list_is_named():
         with pytest.raises(CommTimeoutError) as caught:
             world.run()
     assert (caught.value.failure.rank, caught.value.failure.source, caught.value.failure.tile) == (1, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("arch", "ranks", "widths", "layouts"),
+    [
+        ("sm_90a", 2, (2 * 72, 2 * 8), ("rows",)),
+        ("sm_90a", 1, (72, 16), ("columns",)),
+        ("sm_100a", 3, (3 * 136, 3 * 72, 3 * 8), ("slice", "rows")),
+        pytest.param("sm_90a", 3, (3 * 72, 3 * 12, 2), ("columns", "rows"), marks=pytest.mark.slow),
+        pytest.param("sm_100a", 2, (2 * 72, 1), ("columns",), marks=pytest.mark.slow),
+    ],
+)
+def test_the_gradient_of_gathered_rows_is_one_launch(launched, monkeypatch, arch, ranks, widths, layouts):
+    """Parts of K end inside k tiles, rows are uneven; nothing that TMA can load is copied.
+
+    In the last two cases TMA cannot load some parts, and the first rank has no column of the last weight.
+    """
+    joined = []
+    monkeypatch.setattr(Joined, "side_by_side", lambda one: joined.append(one))
+    monkeypatch.setattr(GatheredLayer, "layouts", layouts)
+    layer = GatheredLayer(135 * ranks - 1, widths)
+    with World(arch, ranks, transport="copy_engine") as world:
+        layer.backward(world.world.names, with_weights=ranks == 1)
+        world.run()
+    layer.check()
+    assert launched == [("reduce_scatter", 1)] * ranks and not joined
+
+
+def test_sums_of_lists_and_of_one_weight_share_workspaces_with_a_rank_that_lags():
+    layers = [GatheredLayer(390, (3 * 72, 3 * 8), seed=seed) for seed in (1, 2)]
+    with World("sm_90a", 3, transport="copy_engine", mode="random", starved=2, sms=2) as world:
+        for layer in (*layers, layers[0]):
+            layer.backward(world.world.names, with_weights=False)
+            world.call(260, 72, 216, "gemm_reduce_scatter")
+        world.run()
+    for layer in layers:
+        layer.check()
+
+
+@pytest.mark.usefixtures("changed_kernels")
+def test_a_part_that_is_multiplied_with_the_weight_of_another_is_noticed(monkeypatch):
+    parts_of = OperandViews.parts_of_k.fget
+
+    def exchanged(views):
+        first, second = parts_of(views)
+        return first._replace(tma_a=second.tma_a, a=second.a), second._replace(tma_a=first.tma_a, a=first.a)
+
+    monkeypatch.setattr(
+        OperandViews, "parts_of_k", property(lambda one: exchanged(one) if one.later else parts_of(one))
+    )
+    layer = GatheredLayer(128, (2 * 72, 2 * 72))
+    with World("sm_90a", 2, transport="copy_engine") as world:
+        layer.backward(world.world.names, with_weights=False)
+        world.run()
+    with pytest.raises(AssertionError):
+        layer.check()

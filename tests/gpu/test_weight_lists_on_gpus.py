@@ -3,7 +3,7 @@
 import pytest
 
 from overlap_gemm.runtime.virtual import VirtualWorld
-from tests.support.emulated.list_cases import Layer, Operands, counted_launches
+from tests.support.emulated.list_cases import GatheredLayer, Layer, Operands, counted_launches
 
 
 @pytest.mark.parametrize("scaled", [False, True], ids=["16-bit", "8-bit"])
@@ -33,3 +33,18 @@ def test_the_gradient_of_a_list_is_one_launch(device, monkeypatch, ranks, rows):
             world.synchronize()
             layer.check()
             assert launches == [1, 1] * ranks
+
+
+@pytest.mark.parametrize("rows", [30, 1000, 4096])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_gradient_of_gathered_rows_of_a_list_is_one_launch(device, monkeypatch, ranks, rows):
+    launches = counted_launches(monkeypatch)
+    monkeypatch.setattr(GatheredLayer, "layouts", ("rows", "columns", "slice"))
+    with VirtualWorld(ranks, device=device) as world:
+        for seed in range(4):
+            layer = GatheredLayer(rows, [1024 * ranks, 136 * ranks, 72 * ranks], seed=seed, device=device)
+            launches.clear()
+            layer.backward(world.names, with_weights=False)
+            world.synchronize()
+            layer.check()
+            assert launches == [3, 1] * ranks

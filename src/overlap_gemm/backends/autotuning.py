@@ -21,6 +21,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import cycle
 from typing import Any, NamedTuple
@@ -38,7 +39,7 @@ from ..tuning.timing import captured, measure
 from .base import Backend, Problem
 from .fused.plan_cache import DTYPES
 from .group_measurements import GroupMeasurements, measurements_of, uses_measurements
-from .op_call import CallOperands
+from .op_call import CallOperands, Joined
 from .scales.scaling import FLOAT8, unit_scales
 from .select import BACKENDS, why_unfit
 
@@ -124,13 +125,15 @@ def measure_if_due(
     Returns:
         Whether a new measurement was made.
     """
-    if problem.parts or not uses_measurements(requested, group, problem.promises):
-        return False  # a list along K runs as its joined matrices were measured
+    is_exchanged = problem.spec.reshards_k and problem.parts  # runs as joined matrices were measured
+    if is_exchanged or not uses_measurements(requested, group, problem.promises):
+        return False
     measurements = measurements_of(group, operands.x.device)
     if problem.kind in measurements.kinds:
         return False
     is_due = requested == "auto" and not problem.captured and policy_of(problem, measurements) == "measure"
-    measured = _measured(problem, operands, shards, group, measurements) if is_due else None
+    one = replace(problem, parts=())  # a list along K is measured as its joined matrices
+    measured = _measured(one, operands, shards, group, measurements) if is_due else None
     measurements.kinds[problem.kind] = measured
     if measured is not None and group.rank == 0:
         keep(measurements.under, problem.kind, measured)
@@ -259,6 +262,8 @@ def _operands(problem: Problem, operands: CallOperands) -> list[tuple[Any, ...]]
     """Returns sets of copies of the caller's tensors, with scales of 1, in the bound function's form."""
     x, (weights, biases) = operands.x, operands.lists(problem.spec)
     several = problem.spec.takes_lists
+    if isinstance(x, Joined):
+        x, weights = x.side_by_side(), [weights[0].side_by_side()]
 
     def copied(tensors: Any) -> Any:
         if isinstance(tensors, (list, tuple)):

@@ -21,7 +21,7 @@ from .by_collective import run_by_collectives
 from .collectives import all_gather_rows
 from .epilogues import Applying
 from .group_measurements import measurements_of, uses_measurements
-from .op_call import FALLBACK, CallOperands, Joined, OpCall
+from .op_call import FALLBACK, CallOperands, OpCall, bind_joined, parts_of
 from .peer_access import PeerAccess, peer_access_of
 from .portable_arithmetic import Arithmetic, arithmetic_of
 from .scales.scaling import Operand, dequantised, with_scales
@@ -35,8 +35,7 @@ class Problem:
     """Facts on which the choice of a backend may depend: those of a call, its tensors and its ranks.
 
     All facts are equal on every rank, so that all ranks choose alike. Local extents, such as N_local of
-    all_gather_gemm, are therefore not included: with uneven shards they differ between ranks. Their sums over
-    the ranks are in `call`, if the caller passed them.
+    all_gather_gemm, may differ; their sums over the ranks are in `call`, if the caller passed them.
 
     Attributes:
         op: Public name of the op.
@@ -53,7 +52,7 @@ class Problem:
         measurements: Measurements of the group by kind of call (`autotuning`), the same on all ranks.
         input_dtypes: Dtypes of the epilogue's inputs, if there is an epilogue.
         widths: Rows of each weight, if every rank has all of them.
-        parts: K over all ranks of each part of a `Joined` x; else empty.
+        parts: K over all ranks of each part of a `Joined` x, 0 if unknown; else empty.
     """
 
     op: str
@@ -125,7 +124,7 @@ class Problem:
             measurements_of(group, x.device).kinds if is_measured else {},
             tuple([tensor.dtype for tensor in inputs]),
             tuple([len(one) for one in weights]) if weight is not None and OPS[op].weight is None else (),
-            weights[0].widths if isinstance(x, Joined) else (),
+            parts_of(OPS[op], weights),
         )
 
     @property
@@ -264,7 +263,8 @@ class Problem:
         if self.spec.dual not in OPS:
             return None
         call = self.call._replace(columns=self.k, k=self.n)
-        return replace(self, op=self.spec.dual, call=call, widths=(), parts=())
+        parts = (self.widths or (0,) * self.num_weights) if self.num_weights > 1 else ()
+        return replace(self, op=self.spec.dual, call=call, num_weights=1, widths=(), parts=parts)
 
     @property
     def bytes(self) -> int:
@@ -437,6 +437,8 @@ class Portable(ABC):
         self, problem: Problem, operands: CallOperands, shards: Shards, group: Group
     ) -> Callable[..., Any]:
         """Returns the op's method, with the arguments that do not change; see `Backend.bind`."""
+        if problem.parts and problem.spec.sums:
+            return bind_joined(self.bind, problem, operands, shards, group)
         how = arithmetic_of(problem.promises, group.size)
         method: Callable[..., Any] = self._by_collective(problem, shards, group, how)
         if hasattr(self, problem.op):

@@ -11,7 +11,8 @@ over all ranks. `OpCall` is then passed on unchanged, and has these uses:
 A new option of the ops is a new field here: all four uses then include it.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from numbers import Integral
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, get_type_hints
@@ -48,7 +49,7 @@ class CallOperands(NamedTuple):
     """Tensors of one call of any op, as the caller passes them or two-dimensional.
 
     Attributes:
-        x: `[M, ..., K]`; in `Backend.bind` of an op that exchanges columns of x also `Joined`.
+        x: `[M, ..., K]`; in `Backend.bind` of an op whose x has columns of K also `Joined`.
         weight: `[N, K]`; a list of weights if the op takes lists. If x is `Joined`, its weight is.
         bias: `[N]` or None; a list, which may be empty, if the op takes lists.
         scale_x: Scales of x; None without scales.
@@ -126,6 +127,17 @@ class Joined:
         """Returns the operand with contiguous parts."""
         return Joined(tuple([one.contiguous() for one in self.parts]))
 
+    def new_side_by_side(self) -> Tensor:
+        """Returns a new uninitialized tensor for `side_by_side`, contiguous in the first part's dimension."""
+        rows, depth = self.shape
+        if self.parts[0].stride(1) == 1:
+            return self.new_empty(rows, depth)
+        return self.new_empty(depth, rows).t()
+
+    def side_by_side(self) -> Tensor:
+        """Returns a copy of the parts in one tensor."""
+        return torch.cat(self.parts, 1, out=self.new_side_by_side())
+
     def times(self, weight: "Joined", bias: Tensor | None, out: Tensor | None) -> Tensor:
         """Returns the sum of the parts' products with those of `weight`, plus bias, in `out` if passed."""
         first, *others = zip(self.parts, weight.parts, strict=True)
@@ -133,6 +145,35 @@ class Joined:
         for part, of_part in others:
             total.addmm_(part, of_part.t())
         return total if bias is None else total.add_(bias)
+
+
+def parts_of(spec: OpSpec, weights: Sequence[Any]) -> tuple[int, ...]:
+    """Returns `Problem.parts` of a call: K over all ranks of each matrix, 0 if ranks have parts of it.
+
+    Args:
+        spec: Definition of the op.
+        weights: Weights of the call, one of which is `Joined` if x is.
+    """
+    if not isinstance(weights[0], Joined):
+        return ()
+    return (0,) * len(weights[0].parts) if spec.sums else weights[0].widths
+
+
+def bind_joined(
+    bind: Callable[..., Callable[..., Any]], problem: Any, operands: CallOperands, *where: Any
+) -> Callable[..., Any]:
+    """Returns the bound function of a sum of `Joined` operands, which copies them side by side in each call.
+
+    Args:
+        bind: `Backend.bind` of the problem of one matrix.
+        problem: Problem of the call.
+        operands: Operands of the call.
+        *where: Other arguments of `bind`.
+    """
+    x, weight, *others = operands
+    layouts = CallOperands(x.new_side_by_side(), weight.new_side_by_side(), *others)
+    run = bind(replace(problem, parts=()), layouts, *where)
+    return lambda x, weight, *others: run(x.side_by_side(), weight.side_by_side(), *others)
 
 
 class OpCall(NamedTuple):

@@ -20,6 +20,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 from ..spec.promises import NO_PROMISES, InvarianceError, Promises
 from ..spec.sharding import shard_rows
@@ -292,8 +293,8 @@ def _facts(problem: Problem) -> Facts | None:
         return None
     extents, ranks = (problem.m, problem.n, problem.k), problem.world_size
     weights = () if why_each(problem) else tuple(shard_rows(width, ranks) for width in problem.widths)
-    how = {"blocks": problem.blocks, "weights": weights, "launches": _launches(problem)}
-    return Facts(problem.op, *extents, kind, ranks, **how)  # type: ignore[arg-type]
+    how: dict[str, Any] = {"blocks": problem.blocks, "weights": weights, "launches": _launches(problem)}
+    return Facts(problem.op, *extents, kind, ranks, parts=len(problem.parts) or 1, **how)
 
 
 def _launches(problem: Problem) -> tuple[int, ...]:

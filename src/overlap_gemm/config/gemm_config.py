@@ -77,7 +77,8 @@ class GemmConfig:
         launch: Beginning of the kernel. ``"ordered"``: after the stream's preceding kernel has ended.
             ``"dependent"``: as its programmatic dependent (`kernel.dependent_launch`).
             ``"dependent_weights"``, swapped kernels only: it also reads B before that; nothing may write B.
-        weights: Number of matrices B, each with an output (`work.WeightColumns`).
+        weights: Number of matrices B: each with an output (`work.WeightColumns`), or each a part of K with a
+            matrix A.
     """
 
     arch: str = "sm_100a"

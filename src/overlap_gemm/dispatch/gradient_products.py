@@ -11,8 +11,8 @@ It is not used with ``create_graph=True``, nor for several weights whose sums ha
   the gather buffer of `all_gather_gemm`.
 - Otherwise x is gathered by a collective after the gradient of x.
 
-`SumOfExchanges` computes the gradient of x of a list of weights whose results were exchanged: by one exchange
-and, fused, one kernel for all weights.
+`SumOfParts` computes the gradient of x of a list of weights by one exchange and, fused, one kernel. This
+reads gradients and weights from their own memory.
 """
 
 from collections.abc import Sequence
@@ -70,15 +70,22 @@ def joined(parts: Sequence[Tensor], dim: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
 
 
+def of_list(parts: Sequence[Tensor], weights: Sequence[Tensor]) -> CallOperands:
+    """Returns the operands of a sum of products, each of a part `[M, K_i]` and a weight `[N, K_i]`."""
+    if len(parts) == 1:
+        return CallOperands(parts[0], weights[0])
+    return CallOperands(Joined(tuple(parts)), Joined(tuple(weights)))
+
+
 def _bind_all_gather_gemm_gradients(
     x: Tensor, grads: Sequence[Tensor], weights: Sequence[Tensor], *arguments: Any
 ) -> Run:
     call = OpCall(*arguments)
     ranks = resolve(call.group)
-    stacked, weight = joined(grads, 1), joined(weights, 0).t()
-    call = call.summed(GEMM_REDUCE_SCATTER, stacked.shape[1], ranks.size)
+    operands = of_list(grads, [weight.t() for weight in weights])
+    call = call.summed(GEMM_REDUCE_SCATTER, operands.x.shape[1], ranks.size)
     product = arithmetic_of(call.promises).product
-    name, scatter = chosen(GEMM_REDUCE_SCATTER, call, CallOperands(stacked, weight))
+    name, scatter = chosen(GEMM_REDUCE_SCATTER, call, operands)
     gather_call = call._replace(columns=call.k, k=call.columns, backend="decomposed")
     problem = Problem.of(ALL_GATHER_GEMM.name, gather_call, CallOperands(x, None), ranks)
     shards = problem.shards
@@ -90,7 +97,7 @@ def _bind_all_gather_gemm_gradients(
         shard = x.contiguous()
 
         def scattered() -> Tensor:
-            result: Tensor = scatter(joined(grads, 1), joined(weights, 0).t(), None)
+            result: Tensor = scatter(*of_list(grads, [weight.t() for weight in weights])[:3])
             return result
 
         if not alongside:
@@ -120,11 +127,11 @@ all_gather_gemm_gradients = Registered(
 )
 
 
-class SumOfExchanges(Registered):
+class SumOfParts(Registered):
     """Sum of an op's products over matrices side by side along K; returns [sum, exchanged matrices if kept].
 
     Args:
-        spec: Definition of the op, which exchanges columns of x for rows.
+        spec: Definition of the op, whose ranks have columns of x and get rows of the sum.
     """
 
     def __init__(self, spec: OpSpec) -> None:
@@ -148,7 +155,7 @@ class SumOfExchanges(Registered):
             call: Call of the dual.
             keep: Whether to return the exchanged gradients.
         """
-        depth = sum([len(weight) for weight in weights])
+        depth = call.columns if self.spec.sums else sum([len(weight) for weight in weights])
         how = call.backward(columns=weights[0].shape[1], k=depth, keep=keep)
         operands = grads[0], grads[1:], [weight.t() for weight in weights]
         grad_x, *moved = self.call(operands, how)
@@ -156,11 +163,16 @@ class SumOfExchanges(Registered):
 
     def _bind(self, x: Tensor, others: Sequence[Tensor], weights: Sequence[Tensor], *arguments: Any) -> Run:
         call = OpCall(*arguments)
-        operands = CallOperands(Joined((x, *others)), [Joined(tuple(weights))])
+        operands, takes_lists = of_list((x, *others), weights), self.spec.takes_lists
+        if takes_lists:
+            operands = operands._replace(weight=[operands.weight])
         run_op = chosen(self.spec, call, operands).run
 
         def run(x: Tensor, others: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
-            moved, (total,) = run_op(Joined((x, *others)), [Joined(tuple(weights))], ())
+            parts, weight, _, *_ = of_list((x, *others), weights)
+            if not takes_lists:
+                return [run_op(parts, weight, None)]
+            moved, (total,) = run_op(parts, [weight], ())
             return [total, *(moved.parts if call.keep else ())]
 
         return run

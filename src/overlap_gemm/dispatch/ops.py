@@ -40,7 +40,7 @@ from ..spec import (
 from ..spec.promises import InvarianceError
 from ..spec.sharding import Shards
 from .choosing import chosen
-from .gradient_products import SumOfExchanges, all_gather_gemm_gradients, along_rows, joined, sum_of_rows
+from .gradient_products import SumOfParts, all_gather_gemm_gradients, along_rows, joined, sum_of_rows
 from .registered import Registered, Run
 from .shard_ops import (
     all_gather_rows,
@@ -66,7 +66,7 @@ class GemmOp(Registered):
 
     Attributes:
         with_epilogue: The op with an epilogue (`with_epilogue.EpilogueOp`, which sets it).
-        of_parts: The op of a list along K; None if it does not exchange columns of x.
+        of_parts: The op of a list along K (`SumOfParts`); None unless x is cut along K and the sum along M.
 
     Args:
         spec: Definition of the op.
@@ -75,7 +75,7 @@ class GemmOp(Registered):
     """
 
     with_epilogue: Registered
-    of_parts: SumOfExchanges | None
+    of_parts: Any
 
     def __init__(self, spec: OpSpec, backward: Any = None) -> None:
         self.spec, self.takes_lists = spec, spec.takes_lists
@@ -91,7 +91,7 @@ class GemmOp(Registered):
             backward=backward,
             named=OpCall,
         )
-        self.of_parts = SumOfExchanges(spec) if spec.reshards_k else None
+        self.of_parts = SumOfParts(spec) if (spec.x, spec.out) == ("k", "m") else None
         GEMM_OPS[spec.name] = self
 
     def _bind(self, x: Tensor, weight: Any, bias: Any, *rest: Any) -> Run:
@@ -157,7 +157,7 @@ class GemmOp(Registered):
         """Returns the gradients of x, weights and biases, for ops whose weight every rank has in full.
 
         The dual op of the result's gradient and the weight returns the gradient of x. Of several weights it
-        exchanges all gradients at once (`SumOfExchanges`). With second derivatives, and where no columns are
+        exchanges all gradients at once (`SumOfParts`). With second derivatives, and where no columns are
         exchanged, each further call adds to it, by an epilogue; with `invariant` torch adds.
         Gradients of weights and biases are summed over the ranks by all-reduces, so every rank gets the full
         ones.
@@ -328,6 +328,8 @@ def _backward_all_gather_gemm(
             gemm_reduce_scatter.call((grad, weight.t(), None), dual._replace(k=None))
             for grad, weight in of_each
         )
+    elif needs_x and grad_gathered is None and len(weights) > 1 and not torch.is_grad_enabled():
+        grad_x, _ = gemm_reduce_scatter.of_parts.gradient_of_x(grad_outs, weights, call, keep=False)
     elif needs_x:
         stacked, weight = joined(grad_outs, 1), joined(weights, 0)
         if grad_gathered is None:

@@ -57,7 +57,7 @@ class TileExchange(ABC):
         """Returns this rank's share of the product; see `protocols.KernelOp.share`."""
 
     @final
-    def view_of_b(self, b: cute.Tensor, exchange: Any) -> cute.Tensor:
+    def view_of_b(self, b: cute.Tensor, exchange: Any, part: int) -> cute.Tensor:
         """Returns B."""
         return b
 

@@ -89,9 +89,10 @@ class InputExchange(GatherToOneShard):
             return None
         return SliceRole(self.config, self.transport, self.push, self.keep)
 
-    def view_of_b(self, b: cute.Tensor, gathering: Gathering) -> cute.Tensor:
+    def view_of_b(self, b: cute.Tensor, gathering: Gathering, part: int) -> cute.Tensor:
         """Returns B cut into the ranks' slices: loads after the end of a slice, too, are zeros."""
-        depth, world = cute.size(gathering.gathered, mode=[1]), gathering.exchange.world
+        gathered, world = gathering.part_of_k(part).gathered, gathering.exchange.world
+        depth = cute.size(gathered, mode=[1])
         between = cute.assume(Int64(depth) * b.stride[1], divby=128 // b.element_type.width)
         layout = cute.make_layout((cute.size(b, mode=[0]), depth, world), stride=(*b.stride, between))
         return cute.make_tensor(b.iterator, layout)

@@ -46,7 +46,7 @@ def load_weights_early(mainloop: Mainloop, op: KernelOp, res: Any, ops: Any, wor
     place = work.place(op.order, 0)
     column = place.n * mainloop.config.cluster_tile[1]
     col = place.shard * work.shards.col_step + column
-    if cutlass.const_expr(mainloop.config.weights > 1):
+    if cutlass.const_expr(ops.others is not None):
         weights = work.shards.weights
         for i in cutlass.range_constexpr(len(weights)):
             begin, columns = weights[i]
@@ -55,7 +55,7 @@ def load_weights_early(mainloop: Mainloop, op: KernelOp, res: Any, ops: Any, wor
                 _, b, first, _ = mainloop.loads(res, ops.of_weight(i), Int32(0), col)
                 load_first_weights(res.ab, mainloop.load_state(), b, first, num_early(mainloop.config, ops.b))
     elif work.num_tiles > 0:
-        _, b, first, _ = mainloop.loads(res, ops, Int32(0), col)
+        _, b, first, _ = mainloop.loads(res, ops.parts_of_k[0], Int32(0), col)
         load_first_weights(res.ab, mainloop.load_state(), b, first, num_early(mainloop.config, ops.b))
 
 

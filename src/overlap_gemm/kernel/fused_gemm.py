@@ -75,7 +75,7 @@ class FusedGemm:
         if cutlass.const_expr(cfg.weights > 1 and later is None):
             further = [self.mainloop.operands(a, other, extras) for other in b[1:]]
             b, others = b[0], tuple([(views.tma_b, views.b) for views in further])
-        b = self.op.view_of_b(b, exchange)
+        b = self.op.view_of_b(b, exchange, 0)
         ops = self.mainloop.operands(a, b, extras)
         ops = ops._replace(is_swapped=is_swapped, others=others, later=later)
         more = self.op.more_sources(self.mainloop, exchange)
@@ -93,7 +93,7 @@ class FusedGemm:
         """Returns A and B of the first part of K, and `OperandViews.later` of the others."""
         later = []
         for i in range(1, len(a)):
-            of_part = self.op.view_of_b(b[i], exchange.part_of_k(i))
+            of_part = self.op.view_of_b(b[i], exchange, i)
             views = self.mainloop.operands(a[i], of_part, extras)
             later.append((views.tma_a, views.a, views.tma_b, views.b))
         return a[0], b[0], tuple(later)

@@ -39,10 +39,10 @@ class OperandViews(NamedTuple):
 
     @property
     def parts_of_k(self) -> tuple[OperandViews, ...]:
-        """Returns the views of each part of K; of these alone, if K is in one matrix."""
-        fields = "tma_a", "a", "tma_b", "b"
-        later = [self._replace(**dict(zip(fields, part, strict=True))) for part in self.later or ()]
-        return self, *later
+        """Returns the views of each part of K; these, if K is in one matrix."""
+        fields, first = ("tma_a", "a", "tma_b", "b"), self._replace(later=None)
+        later = [first._replace(**dict(zip(fields, part, strict=True))) for part in self.later or ()]
+        return first, *later
 
     @property
     def columns(self) -> Any:

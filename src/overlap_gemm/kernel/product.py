@@ -42,7 +42,7 @@ class OutputOp:
         """Returns the order of the tiles: linear, all tiles of this rank as one shard."""
         return LinearOrder(self.config.raster_group)
 
-    def view_of_b(self, b: cute.Tensor, exchange: Any) -> cute.Tensor:
+    def view_of_b(self, b: cute.Tensor, exchange: Any, part: int) -> cute.Tensor:
         """Returns B."""
         return b
 

@@ -135,8 +135,11 @@ class KernelOp(Protocol):
         ``rows`` and ``cols`` are those of A and B; of several matrices B ``cols`` and ``out`` are tuples.
         """
 
-    def view_of_b(self, b: cute.Tensor, exchange: Any) -> cute.Tensor:
-        """Returns B, or B cut along K for the gate, ``(N, K of a slice, slices)``; on the host."""
+    def view_of_b(self, b: cute.Tensor, exchange: Any, part: int) -> cute.Tensor:
+        """Returns B, or B cut along K for the gate, ``(N, K of a slice, slices)``; on the host.
+
+        ``part``: Number of the matrix along K (`OperandViews.parts_of_k`).
+        """
 
     def more_sources(self, mainloop: Mainloop, exchange: Any) -> Any:
         """Returns sources of the gate in addition to A; on the host."""

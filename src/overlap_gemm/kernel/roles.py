@@ -45,16 +45,37 @@ def load_role(mainloop: Mainloop, op: KernelOp, res: Any, ops: Any, more: Any, w
             row = place.shard * work.shards.row_step + place.m * tile_m
             col = place.shard * work.shards.col_step + place.n * tile_n
             operands = ops.of_shard(place.shard, work)
-            if cutlass.const_expr(mainloop.config.weights > 1):
+            if cutlass.const_expr(ops.others is not None):
                 at = place.shard, row, place.n * tile_n
                 state = load_of_weight(mainloop, res, ops, state, work.shards.weights, at, early)
             else:
-                state = load_k_tiles(res.ab, state, *mainloop.loads(res, operands, row, col), early)
+                state = load_parts(mainloop, res, operands, state, row, col, early)
         if cutlass.const_expr(early is not None):
             early = Int32(0)
     mainloop.load_tail(res, state)
     if cutlass.const_expr(gate is not None):
         gate.end(call)
+
+
+@cute.jit
+def load_parts(
+    mainloop: Mainloop,
+    res: Any,
+    ops: Any,
+    state: pipeline.PipelineState,
+    row: Int32,
+    col: Int32,
+    early: Any,
+) -> pipeline.PipelineState:
+    """Loads the cluster tile at ``row`` of A and ``col`` of B, of one matrix along K after the other.
+
+    B's first ``early`` k tiles, which are in flight as in `load_k_tiles`, are of the first matrix.
+    """
+    parts = ops.parts_of_k
+    for i in cutlass.range_constexpr(len(parts)):
+        state = load_k_tiles(res.ab, state, *mainloop.loads(res, parts[i], row, col), early)
+        early = None
+    return state
 
 
 @cute.jit

@@ -96,6 +96,14 @@ def after_first(time: FusedTime, spec: OpSpec) -> float:
     return replace(time, link=0.0, tail=0.0, receive=0.0).total if spec.operand_is_sent else time.total
 
 
+def joining_seconds(facts: Facts, machine: Machine) -> float:
+    """Returns the time in which other backends than "fused" copy a list along K side by side, to sum it."""
+    if facts.parts == 1 or not facts.spec.sums:
+        return 0.0
+    m, n, k = facts.local
+    return 2 * (machine.launch + (m + n) * k * DTYPE_BYTES[facts.dtype] / machine.memory_rate)
+
+
 @lru_cache(maxsize=4096)
 def _predict(facts: Facts, machine: Machine, arch: str, sms: int, captured: bool, _: Settings) -> Prediction:
     """Returns the prediction; cached, with the settings as part of the key."""
@@ -108,10 +116,11 @@ def _predict(facts: Facts, machine: Machine, arch: str, sms: int, captured: bool
         config, fused = launches[0]
         times["fused"] = fused.total + sum(after_first(time, facts.spec) for _, time in launches[1:])
         calls = 1 if facts.spec.operand_is_sent else len(launches)
-    times |= {"torch": product + torch, "sequential": product + ordered}
+    joining = joining_seconds(facts, machine)
+    times |= {"torch": joining + product + torch, "sequential": joining + product + ordered}
     host = {**machine.host, "fused": calls * machine.host["fused"] + copies_seconds(facts, machine)}
     if not facts.spec.gathers_operand:
-        times["decomposed"] = (facts.world - 1) * machine.step + max(product, ordered)
+        times["decomposed"] = joining + (facts.world - 1) * machine.step + max(product, ordered)
     elif facts.world <= machine.copies_world:
         times["decomposed"] = by_shards_seconds(facts, machine, sms)
         host["decomposed"] = facts.world * machine.shard_host

@@ -56,6 +56,7 @@ class Facts:
         blocks: Blocks of the scales of 8-bit operands; None: scales per row.
         weights: `ExchangeShape.weights`.
         launches: N of the kernel of each weight of a list; empty if one kernel multiplies all columns.
+        parts: Number of matrices along K.
     """
 
     op: str
@@ -68,6 +69,7 @@ class Facts:
     blocks: Blocks | None = None
     weights: tuple[int, ...] = ()
     launches: tuple[int, ...] = ()
+    parts: int = 1
 
     @cached_property
     def spec(self) -> OpSpec:

@@ -184,7 +184,7 @@ class Fused:
         if problem.spec.gathers_operand:
             return gather.bind(problem, operands, shards, group)
         if problem.parts:
-            return parts_of_k.bind(shards, group, problem.keep)
+            return parts_of_k.bind(problem, operands, shards, group)
         if problem.spec.operand_is_sent:
             return exchange.bind(problem, operands, shards, group)
         if problem.spec.takes_lists:

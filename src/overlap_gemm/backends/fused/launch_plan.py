@@ -215,7 +215,7 @@ class Plan:
         reused before the kernels end.
 
         Args:
-            a: A `[M, K]` as from `tma_operands.aligned`. If x is sent: the local part, of at least one row; a
+            a: A `[M, K]` as from `tma_operands.aligned`. If x is sent: the local part, of at least one row. A
                 tuple for a list along K (`parts_of_k`), whose weights are a tuple, too.
             weights: Weights that this rank multiplies, aligned like `a`, one (or a pair) for each product.
             outs: Destination of each product, at least one row, with a row pitch that is a multiple of 16
@@ -287,10 +287,12 @@ class Plan:
         """
         assert self.workspace is not None
         arguments, last = exchange, len(self.products) - 1
-        if isinstance(a, tuple):
+        if self.gathering is None:
+            pass
+        elif isinstance(a, tuple):
             flats = None if kept is None else [one.view(-1) for one in kept]
             arguments = self.gathering.of_parts(exchange, [one.data_ptr() for one in a], flats)
-        elif self.gathering is not None:
+        else:
             flat = None if kept is None else kept.view(-1)
             arguments = self.gathering.of_call(exchange, a.data_ptr(), flat, scales)
         is_launched = False

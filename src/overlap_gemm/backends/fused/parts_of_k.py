@@ -1,7 +1,8 @@
-"""Calls of `all_to_all_gemm` with a list along K, whose products are added: one launch and one exchange.
+"""Calls with a list along K, whose products are added: one launch and one exchange.
 
-The gradient of x of a list of weights is such a call (`gradient_products.SumOfExchanges`). The kernel reads
-every matrix from its own memory; none is copied to join them.
+The gradient of x of a list of weights is such a call, by `all_to_all_gemm` or `gemm_reduce_scatter`
+(`gradient_products.SumOfParts`). The kernel reads every matrix from its own memory; only those that TMA
+cannot load are copied.
 """
 
 from __future__ import annotations
@@ -13,25 +14,91 @@ from torch import Tensor
 from ...runtime.group import Group
 from ...spec.sharding import Shards
 from ...tuning.settings import late_weights, settings, within
-from ..op_call import Joined
-from ..scales.tma_operands import aligned, major, padded
-from .exchange_plans import plan_for
+from ..base import Problem
+from ..op_call import CallOperands, Joined
+from ..scales.tma_operands import ROW_BYTES, aligned, major, padded
+from .exchange_plans import plan_for as exchange_plan_for
+from .extents import sizes
 from .gather_calls import first_columns
+from .launch_plan import Plan
+from .plan_cache import plan_for
 
 
-def bind(shards: Shards, group: Group, keep: bool) -> Callable[..., tuple[Joined, list[Tensor]]]:
+def bind(
+    problem: Problem, operands: CallOperands, shards: Shards, group: Group
+) -> Callable[..., tuple[Joined, list[Tensor]]] | Callable[..., Tensor]:
     """Returns the bound function of a list along K; the settings are those of the caller.
 
     Args:
-        shards: Division of the rows; each rank has some.
-        group: Ranks that take part, more than one.
-        keep: Whether the function returns this rank's rows of every rank's columns.
+        problem: Problem of the call.
+        operands: Operands, of which x and the weight are lists.
+        shards: Division of the rows.
+        group: Ranks that take part.
     """
+    if problem.spec.sums:
+        return _bind_sum(problem, operands, shards, group)
 
     def run(x: Joined, weights: Sequence[Joined], biases: Sequence[Tensor]) -> tuple[Joined, list[Tensor]]:
-        return exchanged_sum(x, weights[0], shards, group, keep)
+        return exchanged_sum(x, weights[0], shards, group, problem.keep)
 
     return within(settings(), run)
+
+
+def _bind_sum(
+    problem: Problem, operands: CallOperands, shards: Shards, group: Group
+) -> Callable[..., Tensor]:
+    """Returns the bound function of an op that sums over ranks; it launches the plan if nothing is copied.
+
+    x has the local columns of all rows, `[M, K_i]`, and the weight the local `[N, K_i]`. A matrix without
+    columns is replaced by zeros, so that all ranks have kernels of equally many.
+    """
+    extents = sizes(problem.spec, operands.x, operands.weight, shards, group)
+    shape, _, (rows, columns) = extents
+
+    def plan_of(a: Sequence[Tensor], b: Sequence[Tensor]) -> Plan:
+        majors = major(a[0], "m"), major(b[0], "n")
+        with late_weights():
+            return plan_for(group, a[0].device, a[0].dtype, shape, *majors, (), problem.k, parts=len(a))
+
+    def launch(plan: Plan, a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> Tensor:
+        written, result = extents.made_by(plan)
+        out = a[0].new_empty(written, columns)
+        plan.launch(a, (b,), (out,), (None,))
+        return out[result]
+
+    def loaded(x: Joined, weight: Joined) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        return _loaded(x.parts, "m", extents.shard), _loaded(weight.parts, "n")
+
+    if shape.rows == 0 or columns == 0:
+        return lambda x, weight, bias: x.new_empty(rows, columns)
+    a, b = loaded(operands.x, operands.weight)
+    plan = plan_of(a, b)  # on all ranks now, whichever of them must copy
+    passed = *operands.x.parts, *operands.weight.parts
+    is_copied = any(one is not other for one, other in zip((*a, *b), passed, strict=True))
+
+    def run(x: Joined, weight: Joined, bias: None) -> Tensor:
+        a, b = loaded(x, weight)
+        return launch(plan_of(a, b), a, b)
+
+    run = within(settings(), run)  # later calls use the settings of this one
+
+    def run_as_planned(x: Joined, weight: Joined, bias: None) -> Tensor:
+        addresses = 0
+        for one in (*x.parts, *weight.parts):
+            addresses |= one.data_ptr()
+        if addresses % ROW_BYTES or not plan.is_open:
+            return run(x, weight, bias)
+        return launch(plan, x.parts, weight.parts)
+
+    return run if is_copied else run_as_planned
+
+
+def _loaded(parts: Sequence[Tensor], other: str, shard: int = 0) -> tuple[Tensor, ...]:
+    """Returns matrices that TMA can load, of one major (`tma_operands.major`); the others are copied."""
+    loaded = [aligned(one, shard) for one in parts]
+    if len({major(one, other) for one in loaded}) > 1:
+        loaded = [aligned(one.contiguous()) for one in loaded]
+    return tuple(loaded)
 
 
 def exchanged_sum(
@@ -54,13 +121,11 @@ def exchanged_sum(
     if not shards.total:
         return x, [x.new_empty(0, columns)]
     local = tuple([aligned(one.contiguous()) for one in x.parts])
-    matrices = [aligned(one) for one in weight.parts]
-    if len({major(one, "n") for one in matrices}) > 1:
-        matrices = [aligned(one.contiguous()) for one in matrices]
+    matrices = _loaded(weight.parts, "n")
     out, kept = x.new_empty(rows, padded(columns)), None
     if keep:
         kept = tuple([x.new_empty(rows, width * group.size) for width in x.widths])
     with late_weights():
-        plan = plan_for(group, local, matrices[:1], (), shards, keep)
-    plan.launch(local, (tuple(matrices),), (out[:, :columns],), (None,), kept)
+        plan = exchange_plan_for(group, local, matrices[:1], (), shards, keep)
+    plan.launch(local, (matrices,), (out[:, :columns],), (None,), kept)
     return x if kept is None else Joined(kept), [first_columns(out, columns, group)]

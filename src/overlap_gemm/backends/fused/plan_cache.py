@@ -70,6 +70,7 @@ def plan_for(
     out_dtype: torch.dtype | None = None,
     blocks: Blocks | None = None,
     weight_dtype: torch.dtype | None = None,
+    parts: int = 1,
 ) -> Plan:
     """Returns the plan of a call that exchanges tiles, or of a plain GEMM in a group of one.
 
@@ -88,6 +89,7 @@ def plan_for(
         out_dtype: Dtype of slots, result and bias if the operands have scales; else None.
         blocks: Blocks that share a scale; None: rows, or no scales.
         weight_dtype: Dtype of B if the operands have scales; None: that of A.
+        parts: Number of matrices along K, the same on all ranks (`parts_of_k`).
 
     Raises:
         DisagreementError, SymmetricMemoryError: On every rank, if one of them cannot make the plan.
@@ -96,13 +98,13 @@ def plan_for(
         RuntimeError: Puts are needed or configured, and NVSHMEM cannot be linked.
     """
     peers, requested = peers_for(group, device), settings()
-    operands = dtype, a_major, b_major, out_dtype, blocks, weight_dtype
+    operands = dtype, a_major, b_major, out_dtype, blocks, weight_dtype, parts
     key = (shape, epilogue, depth, operands, requested, group.signed)
     plan: Plan | None = peers.plans.get(key)
     if plan is not None:
         return plan
     agreed, (kind, fields) = peers.agreed, kind_of(dtype, out_dtype, epilogue, blocks, weight_dtype)
-    fields |= {"a_major": a_major, "b_major": b_major, "weights": len(shape.weights) or 1}
+    fields |= {"a_major": a_major, "b_major": b_major, "weights": len(shape.weights) or parts}
     shape = _with_pattern(peers, kind, shape, depth, blocks, epilogue)
     config = default_config(agreed.arch, kind, shape, agreed.num_sms, depth, **fields)
     reserve = reserve_of(peers)
