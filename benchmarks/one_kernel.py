@@ -53,30 +53,44 @@ def lists() -> Iterator[tuple[dict[str, Any], Variants]]:
 
 
 def gradients() -> Iterator[tuple[dict[str, Any], Variants]]:
-    """Yields `gemm_all_to_all` of three weights and x's gradient: none, by one kernel, by three, by torch."""
-    exchange = overlap_gemm.gemm_all_to_all
+    """Yields the cases of `gradients_of` for q, k, v, and for gate and up."""
+    qkv = 8192, 1024, 1024
+    yield from gradients_of(overlap_gemm.gemm_all_to_all, "three", qkv)
+    yield from gradients_of(overlap_gemm.all_gather_gemm, "joined", qkv, (28672, 28672))
+
+
+def gradients_of(
+    op: Callable[..., Any], before: str, *lists: tuple[int, ...]
+) -> Iterator[tuple[dict[str, Any], Variants]]:
+    """Yields calls of several weights and x's gradient: none, by one kernel, as before, by torch.
+
+    Before, `gemm_all_to_all` exchanged the gradient of each weight ("three"), and `all_gather_gemm` copied
+    gradients and weights side by side ("joined"); with ``create_graph`` they still do.
+    """
 
     def step(
         x: Tensor, weights: list[Tensor], upstream: list[Tensor], backend: str = "fused", **options: Any
     ):
         def run() -> object:
-            outs = exchange(x, weights, backend=backend)
-            # with create_graph each weight's gradient is exchanged by a kernel of its own
+            outs = op(x, weights, backend=backend)
             return torch.autograd.grad(outs, x, upstream, **options)
 
         return run
 
-    ranks, widths = dist.get_world_size(), (8192, 1024, 1024)
-    for rows in (128, 2048, 8192, 32768):
-        xs = [random(rows // ranks, K).requires_grad_() for _ in range(SETS)]
-        weights = [[random(width, K) for width in widths] for _ in range(SETS)]
-        upstream = [[random(rows, width // ranks) for width in widths] for _ in range(SETS)]
-        yield {"op": "gemm_all_to_all", "m": rows, "n": widths, "k": K}, {
-            "forward": lambda i, x=xs, w=weights: lambda: exchange(x[i].detach(), w[i], backend="fused"),
-            "one": lambda i, x=xs, w=weights, g=upstream: step(x[i], w[i], g[i]),
-            "three": lambda i, x=xs, w=weights, g=upstream: step(x[i], w[i], g[i], create_graph=True),
-            "torch": lambda i, x=xs, w=weights, g=upstream: step(x[i], w[i], g[i], backend="torch"),
-        }  # fmt: skip
+    ranks = dist.get_world_size()
+    for widths in lists:
+        for rows in (128, 2048, 8192, 32768):
+            xs = [random(rows // ranks, K).requires_grad_() for _ in range(SETS)]
+            local = [width // ranks for width in widths]
+            passed = local if before == "joined" else widths
+            weights = [[random(width, K) for width in passed] for _ in range(SETS)]
+            upstream = [[random(rows, width) for width in local] for _ in range(SETS)]
+            yield {"op": op.__name__, "m": rows, "n": widths, "k": K}, {
+                "forward": lambda i, x=xs, w=weights: lambda: op(x[i].detach(), w[i], backend="fused"),
+                "one": lambda i, x=xs, w=weights, g=upstream: step(x[i], w[i], g[i]),
+                before: lambda i, x=xs, w=weights, g=upstream: step(x[i], w[i], g[i], create_graph=True),
+                "torch": lambda i, x=xs, w=weights, g=upstream: step(x[i], w[i], g[i], backend="torch"),
+            }  # fmt: skip
 
 
 def in_8_bits(x: Tensor, weight: Tensor) -> OpTensors:
