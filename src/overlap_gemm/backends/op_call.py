@@ -136,7 +136,9 @@ class Joined:
 
     def side_by_side(self) -> Tensor:
         """Returns a copy of the parts in one tensor."""
-        return torch.cat(self.parts, 1, out=self.new_side_by_side())
+        if self.parts[0].stride(1) == 1:
+            return torch.cat(self.parts, 1)
+        return torch.cat([one.t() for one in self.parts]).t()  # contiguous copies
 
     def times(self, weight: "Joined", bias: Tensor | None, out: Tensor | None) -> Tensor:
         """Returns the sum of the parts' products with those of `weight`, plus bias, in `out` if passed."""
