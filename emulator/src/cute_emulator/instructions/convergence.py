@@ -106,25 +106,27 @@ def _without_absent(group: Group, mask: int, want: int, ins: Instruction, values
 
 def _shuffle(mode: str, a: Any, b: Any, c: Any) -> tuple[Any, Any, Any]:
     """Returns each lane's value, whether its source is in range, and the source."""
-    lane, amount = _LANES, as_array(b, 32).astype(np.int64) & 31
-    control = as_array(c, 32).astype(np.int64)
+    key = [x if x.__class__ is int else x.tobytes() for x in (b, c)]
+    valid, source = _sources(mode, *key)
+    return as_array(a, 32)[source], valid, source
+
+
+@lru_cache(maxsize=1024)
+def _sources(mode: str, amounts: int | bytes, controls: int | bytes) -> tuple[Any, Any]:
+    """Returns whether each lane's source is in range, and the source."""
+    b, c = (
+        np.frombuffer(x, np.uint32) if isinstance(x, bytes) else as_array(x, 32) for x in (amounts, controls)
+    )
+    lane, amount, control = _LANES, b.astype(np.int64) & 31, c.astype(np.int64)
     clamp, segment = control & 31, control >> 8 & 31
     low = lane & segment
     high = low | (clamp & ~segment)
-    if mode == "idx":
-        source = low | (amount & ~segment)
-        valid = source <= high
-    elif mode == "up":
-        source = lane - amount
-        valid = source >= high
-    elif mode == "down":
-        source = lane + amount
-        valid = source <= high
-    else:
-        source = lane ^ amount
-        valid = source <= high
+    source = {"idx": low | (amount & ~segment), "up": lane - amount, "down": lane + amount}.get(mode)
+    source = lane ^ amount if source is None else source
+    valid = source >= high if mode == "up" else source <= high
     source = np.where(valid, source, lane)
-    return as_array(a, 32)[source], valid, source
+    valid.setflags(write=False)
+    return valid, source
 
 
 @instruction("vote.sync")

@@ -6,6 +6,7 @@ An entry is one access in one integer: party, clock, PTX line, whether it was st
 from __future__ import annotations
 
 import struct
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -131,7 +132,7 @@ class SharedCells(Cells):
         factor = 1 << self.shift - shift
         old, self.shift = self.raw, shift
         super().__init__(len(old) * factor)
-        used = np.flatnonzero(old.view(np.int64).reshape(-1, 1 + READS).any(1))
+        used = np.flatnonzero(reduce(np.bitwise_or, old.view(np.int64).reshape(-1, 1 + READS).T))
         self.raw.reshape(-1, factor)[used] = old[used, None]
 
     def of_chunks(self, chunks: Where) -> Where:

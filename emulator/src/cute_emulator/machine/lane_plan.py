@@ -38,14 +38,14 @@ class Lanes(NamedTuple):
     """
 
     mask: int
-    offsets: NDArray[np.int64]
+    offsets: NDArray[np.int64] | int
     size: int
 
     def at(self, low: int, end: int) -> str:
         """Returns the first lane that accesses some bytes, as ` lane 3`."""
-        hit = (self.offsets < end) & (self.offsets + self.size > low)
-        lanes = lane_list(self.mask)
-        number = int(hit.argmax()) if len(self.offsets) == len(lanes) else 0
+        offsets, lanes = np.atleast_1d(self.offsets), lane_list(self.mask)
+        hit = (offsets < end) & (offsets + self.size > low)
+        number = int(hit.argmax()) if len(offsets) == len(lanes) else 0
         return f" lane {lanes[number]}"
 
 

@@ -52,7 +52,7 @@ class Footprint:
         """
         threads = -(-threads // 32) * 32
         each = entry.directives.get("maxnreg", (0,))[0]
-        if not each and any(ins.parts[0] == "setmaxnreg" for ins in entry.instructions):
+        if not each and entry.pools_registers:
             at_once = entry.directives.get("minnctapersm", (1,))[0]
             each = REGISTERS_PER_SM // (threads * at_once) // 8 * 8
         return Footprint(threads, smem + SMEM_BASE, each * threads)

@@ -189,7 +189,7 @@ class SharedRaces:
         mask: int = 1,
     ) -> None:
         """Records an access of `size` bytes by one lane, or by all at one address."""
-        cells, self._lanes = cta.cells, Lanes(mask, np.array([offset]), size)
+        cells, self._lanes = cta.cells, Lanes(mask, offset, size)
         if cells.regions:
             cells.dissolve(offset, offset + size)
         if size >= 16:
@@ -221,7 +221,7 @@ class SharedRaces:
         for place in places:
             entries = cta.cells.words[place]
             for slot, entry in enumerate(entries if store else entries[:1]):
-                if entry:
+                if entry and not self.knows(agent, entry):
                     verb = "write" if store else "read"
                     self._judge(agent, cta, entry, verb, slot == WRITE, line, strong, place, only_async)
 

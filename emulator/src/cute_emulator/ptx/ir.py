@@ -136,6 +136,11 @@ class Function:
     directives: dict[str, tuple[int, ...]]
     line: int
 
+    @cached_property
+    def pools_registers(self) -> bool:
+        """Returns whether it contains `setmaxnreg`."""
+        return any(ins.parts[0] == "setmaxnreg" for ins in self.instructions)
+
 
 @dataclass(frozen=True)
 class Module:
