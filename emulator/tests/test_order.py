@@ -8,7 +8,7 @@ from cute_emulator.execution.launch import Machine
 from cute_emulator.execution.scheduler import Schedule
 from cute_emulator.machine.asyncq import MODES
 
-from .handwritten import aligned, launch, module
+from .handwritten import aligned, launch, module, run
 
 
 def exchange(
@@ -400,3 +400,18 @@ ld.shared.b32 %r3, [%r11]; st.shared.b32 [%r10+256], %r1; st.global.b32 [%d10], 
 def test_a_fence_covers_only_what_lies_before_it_in_shared_memory(late, want, mode):
     kinds, text, _ = exchange(WITHIN.format(late=late), "", ranks=1, block=64, mode=mode)
     assert kinds == want, text
+
+
+@pytest.mark.parametrize("fence", ["fence.acq_rel.gpu;", ""])
+def test_the_last_of_many_ctas_to_count_observes_all_of_them(fence):
+    parts, count = aligned(80), aligned(32)
+    body = f"""
+    mov.u32 %r0, %ctaid.x; mul.wide.u32 %d4, %r0, 4; add.s64 %d4, %d0, %d4; st.global.u32 [%d4], %r0;
+    {fence} atom.global.add.u32 %r1, [%d1], 1; setp.ne.u32 %p0, %r1, 79; @%p0 bra END;
+    fence.acq_rel.gpu; mov.u32 %r4, 0;
+    L: mul.wide.u32 %d6, %r4, 4; add.s64 %d6, %d0, %d6; ld.global.u32 %r5, [%d6];
+    add.u32 %r4, %r4, 1; setp.lt.u32 %p1, %r4, 80; @%p1 bra L;
+    END:
+    """
+    m = run(body, [parts, count], grid=(80, 1, 1), block=(1, 1, 1))
+    assert count[0] == 80 and {f.kind for f in m.report.findings} == (set() if fence else {"race"})

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from cute_emulator.machine.order import Agent, Released, includes
+from cute_emulator.machine.order import STRONG, Agent, Released, Snapshot, includes, merge
+
+MOST = 64
+"""Heads of a location that are kept apart."""
 
 
 class SyncVariables:
@@ -29,7 +32,7 @@ class SyncVariables:
             snapshot, fenced = agent.fenced
             heads.append(Released(agent.released_by(snapshot, lanes), min(scope, fenced), agent.strong))
         if heads:
-            self._heads[place] = heads[-64:]
+            self._heads[place] = heads if len(heads) <= MOST else _condensed(heads)
         else:
             self._heads.pop(place, None)
 
@@ -51,3 +54,21 @@ class SyncVariables:
         self._heads.clear()
         self._older.clear()
         self._last.clear()
+
+
+def _condensed(heads: list[Released]) -> list[Released]:
+    """Returns heads in which those of one scope, released in one instance of it, are joined to one.
+
+    Whoever reads with that scope or a wider one observes all of them, or none.
+    """
+    groups: dict[tuple[int, Any], list[Released]] = {}
+    for head in heads:
+        warp = head.snapshot.agent.warp
+        instance = (warp.cta, warp.cta.cluster, warp.grid.launch.rank, None)[head.scope]
+        groups.setdefault((head.scope, instance), []).append(head)
+    out = []
+    for same in groups.values():
+        joint = Snapshot.joined(head.snapshot for head in same)
+        merge(joint.vector, {head.snapshot.agent.id + STRONG: head.store for head in same})
+        out.append(Released(joint, same[0].scope, same[0].store))
+    return out
