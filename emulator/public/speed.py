@@ -4,8 +4,10 @@
 
     OPENBLAS_NUM_THREADS=1 python emulator/public/speed.py [--rounds 5] [--json FILE]
 
-Prints, of each kernel, warp instructions per second of CPU time with the default checks and with none: the
-best of so many rounds, which other jobs on the machine disturb least. It needs this distribution alone.
+Prints, of each kernel, warp instructions per second of CPU time with the default checks and with none: of its
+recorded launch of a few CTAs, where the launch itself takes much of the time, and of one with 16 times the
+CTAs, most of whose time is spent on instructions. Each is the best of so many rounds, which other jobs on the
+machine disturb least. It needs this distribution alone.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import tempfile
 import time
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import numpy
 
@@ -26,8 +29,12 @@ from cute_emulator.host.kernels import device_of
 from cute_emulator.host.launch_files import run_file
 
 KERNELS = Path(__file__).parents[1] / "tests" / "data" / "ptx"
-LAUNCHES = 20
-"""Of a kernel in a round, in one emulator."""
+FACTOR = 16
+GROWS = {
+    "cuda-sum": (10000, 8), "cuda-transpose": (64,), "triton-add": (1000,), "triton-matmul": (128,),
+    "triton-matmul_tma": (128, 768), "triton-softmax": (4,),
+}  # fmt: skip
+"""Extents and arguments of a kernel's launch that grow with its grid."""
 
 
 def processor() -> str:
@@ -37,19 +44,40 @@ def processor() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def rate(kernel: Path, folder: Path, rounds: int, **checks: tuple[str, ...]) -> int:
-    """Warp instructions per second of CPU time."""
-    text = kernel.read_text()
-    (folder / "k.ptx").write_text(text)
-    launch = KERNELS / f"{kernel.stem.rpartition('-')[0]}.json"
-    (folder / "launch.json").write_text(launch.read_text())
+def larger(name: str, launch: dict[str, Any]) -> dict[str, Any]:
+    """Returns a launch of a kernel with `FACTOR` times the CTAs."""
+
+    def grown(value: Any) -> Any:
+        if isinstance(value, list):
+            return [grown(extent) for extent in value]
+        if isinstance(value, dict):
+            return value | {"shape": grown(value["shape"])}
+        return value * FACTOR if value in GROWS[name] else value
+
+    *others, last = [launch["grid"]] if isinstance(launch["grid"], int) else launch["grid"]
+    grid = [*others, last * FACTOR] if name == "cuda-transpose" else [FACTOR * (others or [last])[0], 1, 1]
+    return launch | {"grid": grid, "args": {key: grown(value) for key, value in launch["args"].items()}}
+
+
+def rate(text: str, launch: dict[str, Any], count: int, rounds: int, **checks: tuple[str, ...]) -> int:
+    """Warp instructions per second of CPU time, of `count` launches in one emulator.
+
+    Raises:
+        RuntimeError: The emulator reports something.
+    """
     best = 0.0
-    for _ in range(rounds + 1):  # the first translates the kernel
-        emulator = Emulator(device_of(text), collect=True, **checks)
-        begin = time.process_time()
-        for _ in range(LAUNCHES):
-            run_file(emulator, str(folder / "k.ptx"), str(folder / "launch.json"))
-        best = max(best, emulator.report.instructions / (time.process_time() - begin))
+    with tempfile.TemporaryDirectory() as name:
+        kernel, file = Path(name) / "k.ptx", Path(name) / "launch.json"
+        kernel.write_text(text)
+        file.write_text(json.dumps(launch))
+        for _ in range(rounds + 1):  # the first translates the kernel
+            emulator = Emulator(device_of(text), collect=True, **checks)
+            begin = time.process_time()
+            for _ in range(count):
+                run_file(emulator, str(kernel), str(file))
+            best = max(best, emulator.report.instructions / (time.process_time() - begin))
+            if emulator.report.findings:
+                raise RuntimeError(str(emulator.report))
     return round(best)
 
 
@@ -60,13 +88,22 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     results = []
-    with tempfile.TemporaryDirectory() as name:
-        for kernel in sorted(KERNELS.glob("*.ptx")):
-            checked, bare = (
-                rate(kernel, Path(name), options.rounds, **checks) for checks in ({}, {"checks": ()})
-            )
-            results.append({"kernel": kernel.stem, "per_second": checked, "per_second_unchecked": bare})
-            print(f"{kernel.stem:28} {checked:>9,} {bare:>9,} warp instructions a second", flush=True)
+    for kernel in sorted(KERNELS.glob("*.ptx")):
+        name, text = kernel.stem.rpartition("-")[0], kernel.read_text()
+        launch = json.loads((KERNELS / f"{name}.json").read_text())
+        for described in launch["args"].values():
+            if isinstance(described, dict):
+                described.pop("save", None)  # files are no part of the measurement
+        row: dict[str, Any] = {"kernel": kernel.stem}
+        for size, wanted, count in (("", launch, 20), ("_large", larger(name, launch), 1)):
+            row[f"per_second{size}"] = rate(text, wanted, count, options.rounds)
+            row[f"per_second{size}_unchecked"] = rate(text, wanted, count, options.rounds, checks=())
+        results.append(row)
+        print(
+            f"{kernel.stem:24}",
+            *[f"{value:>9,}" for value in row.values() if value != kernel.stem],
+            flush=True,
+        )
     machine = {
         "processor": processor(),
         "load": round(os.getloadavg()[0], 1),
@@ -74,7 +111,10 @@ def main() -> None:
         "numpy": numpy.__version__,
         "date": date.today().isoformat(),
     }
-    print(f"{machine['processor']}, load {machine['load']}, {machine['date']}: with default checks, and none")
+    print(
+        "warp instructions a second of small launches with default checks and none, of larger ones likewise; "
+        f"{machine['processor']}, load {machine['load']}, {machine['date']}"
+    )
     if options.json is not None:
         options.json.write_text(json.dumps({"machine": machine, "kernels": results}, indent=1) + "\n")
 
