@@ -5,15 +5,16 @@
     OPENBLAS_NUM_THREADS=1 python emulator/public/speed.py [--rounds 5] [--json FILE]
 
 Prints, of each kernel, warp instructions per second of CPU time with the default checks and with none: of its
-recorded launch of a few CTAs, where the launch itself takes much of the time, and of one with 16 times the
-CTAs, most of whose time is spent on instructions. Each is the best of so many rounds, which other jobs on the
-machine disturb least. It needs this distribution alone.
+recorded launch of a few CTAs, and of one with 16 times as many. Then it prints nanoseconds of CPU time of
+single instructions. Each is the best of so many rounds, which other jobs on the machine disturb least. It
+needs this distribution alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import tempfile
@@ -25,6 +26,8 @@ from typing import Any
 import numpy
 
 from cute_emulator import Emulator
+from cute_emulator.conformance.kernel import aligned, launch, module
+from cute_emulator.execution.launch import Machine
 from cute_emulator.host.kernels import device_of
 from cute_emulator.host.launch_files import run_file
 
@@ -37,6 +40,25 @@ GROWS = {
 """Extents and arguments of a kernel's launch that grow with its grid."""
 
 
+TURNS = 200
+SETUP = """
+mov.u32 %r0, %tid.x; shl.b32 %r1, %r0, 2; cvt.u64.u32 %d5, %r1; add.s64 %d4, %d0, %d5; mov.u32 %r2, 0;
+mov.u32 %r3, 5; mov.u32 %r4, %r0; mov.u32 %r5, buf; add.u32 %r6, %r5, %r1;
+"""
+LOOP = f"add.u32 %r2, %r2, 1; setp.lt.u32 %p0, %r2, {TURNS}; @%p0 bra L;"
+COSTS = {
+    "add of equal lanes": ("add.u32 %r3, %r3, %r2;", 16),
+    "add by lane": ("add.u32 %r4, %r4, %r0;", 16),
+    "shfl": ("shfl.sync.bfly.b32 %r4, %r4, 1, 31, -1;", 4),
+    "ld.shared by lane": ("ld.shared.b32 %r7, [%r6];", 4),
+    "st.shared by lane": ("st.shared.b32 [%r6], %r4;", 4),
+    "ld.global by lane": ("ld.global.b32 %r7, [%d4];", 4),
+    "st.global by lane": ("st.global.b32 [%d4], %r4;", 4),
+    "bar.sync": ("bar.sync 0;", 4),
+}
+"""Instructions whose cost is measured by itself, with their number in a turn of the loop."""
+
+
 def processor() -> str:
     """The CPU's name."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
@@ -44,7 +66,7 @@ def processor() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def larger(name: str, launch: dict[str, Any]) -> dict[str, Any]:
+def larger(name: str, small: dict[str, Any]) -> dict[str, Any]:
     """Returns a launch of a kernel with `FACTOR` times the CTAs."""
 
     def grown(value: Any) -> Any:
@@ -54,12 +76,12 @@ def larger(name: str, launch: dict[str, Any]) -> dict[str, Any]:
             return value | {"shape": grown(value["shape"])}
         return value * FACTOR if value in GROWS[name] else value
 
-    *others, last = [launch["grid"]] if isinstance(launch["grid"], int) else launch["grid"]
+    *others, last = [small["grid"]] if isinstance(small["grid"], int) else small["grid"]
     grid = [*others, last * FACTOR] if name == "cuda-transpose" else [FACTOR * (others or [last])[0], 1, 1]
-    return launch | {"grid": grid, "args": {key: grown(value) for key, value in launch["args"].items()}}
+    return small | {"grid": grid, "args": {key: grown(value) for key, value in small["args"].items()}}
 
 
-def rate(text: str, launch: dict[str, Any], count: int, rounds: int, **checks: tuple[str, ...]) -> int:
+def rate(text: str, described: dict[str, Any], count: int, rounds: int, **checks: tuple[str, ...]) -> int:
     """Warp instructions per second of CPU time, of `count` launches in one emulator.
 
     Raises:
@@ -69,7 +91,7 @@ def rate(text: str, launch: dict[str, Any], count: int, rounds: int, **checks: t
     with tempfile.TemporaryDirectory() as name:
         kernel, file = Path(name) / "k.ptx", Path(name) / "launch.json"
         kernel.write_text(text)
-        file.write_text(json.dumps(launch))
+        file.write_text(json.dumps(described))
         for _ in range(rounds + 1):  # the first translates the kernel
             emulator = Emulator(device_of(text), collect=True, **checks)
             begin = time.process_time()
@@ -81,6 +103,25 @@ def rate(text: str, launch: dict[str, Any], count: int, rounds: int, **checks: t
     return round(best)
 
 
+def cost(body: str, count: int, rounds: int, **checks: tuple[str, ...]) -> int:
+    """Nanoseconds of CPU time of an instruction in a loop of four warps, in which it is repeated."""
+
+    def seconds(repeats: int) -> float:
+        out = aligned(128)
+        text = module(f"{SETUP} L: {body * repeats} {LOOP}", 1, ".shared .align 128 .b8 buf[512];")
+        best = math.inf
+        for _ in range(rounds + 1):
+            machine = Machine("sm_100a", **checks)
+            machine.memory.register(out.ctypes.data, out.nbytes)
+            machine.submit(launch(text, [out], block=(128, 1, 1)))
+            begin = time.process_time()
+            machine.run()
+            best = min(best, time.process_time() - begin)
+        return best
+
+    return round((seconds(count) - seconds(0)) / (4 * TURNS * count) * 1e9)
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -90,12 +131,12 @@ def main() -> None:
     results = []
     for kernel in sorted(KERNELS.glob("*.ptx")):
         name, text = kernel.stem.rpartition("-")[0], kernel.read_text()
-        launch = json.loads((KERNELS / f"{name}.json").read_text())
-        for described in launch["args"].values():
+        small = json.loads((KERNELS / f"{name}.json").read_text())
+        for described in small["args"].values():
             if isinstance(described, dict):
                 described.pop("save", None)  # files are no part of the measurement
         row: dict[str, Any] = {"kernel": kernel.stem}
-        for size, wanted, count in (("", launch, 20), ("_large", larger(name, launch), 1)):
+        for size, wanted, count in (("", small, 20), ("_large", larger(name, small), 1)):
             row[f"per_second{size}"] = rate(text, wanted, count, options.rounds)
             row[f"per_second{size}_unchecked"] = rate(text, wanted, count, options.rounds, checks=())
         results.append(row)
@@ -104,6 +145,11 @@ def main() -> None:
             *[f"{value:>9,}" for value in row.values() if value != kernel.stem],
             flush=True,
         )
+    costs = []
+    for name, (body, count) in COSTS.items():
+        checked, bare = (cost(body, count, options.rounds, **checks) for checks in ({}, {"checks": ()}))
+        costs.append({"instruction": name, "ns": checked, "ns_unchecked": bare})
+        print(f"{name:24} {checked:>9,} {bare:>9,} ns", flush=True)
     machine = {
         "processor": processor(),
         "load": round(os.getloadavg()[0], 1),
@@ -116,7 +162,9 @@ def main() -> None:
         f"{machine['processor']}, load {machine['load']}, {machine['date']}"
     )
     if options.json is not None:
-        options.json.write_text(json.dumps({"machine": machine, "kernels": results}, indent=1) + "\n")
+        options.json.write_text(
+            json.dumps({"machine": machine, "kernels": results, "costs": costs}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":
