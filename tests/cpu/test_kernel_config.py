@@ -66,6 +66,7 @@ def test_names_are_unique():
         ({"arch": "sm_90a", "mma": "swap_ab", "tile": (16, 64), "slot_dtype": "f32"}, "swap_ab.*f32"),
         ({"arch": "sm_90a", "mma": "swap_ab", "tile": (128, 64), "k_split": 2}, "k_split.*128"),
         ({"k_split": 2}, "k_split"),
+        ({"weights": 9}, "weights must be 1 to 8 in one kernel, got 9"),
         ({"weights": 3, "leaves": 2, "slot_dtype": "f32"}, "weights=3 is for .* got leaves=2, blocks=None"),
         ({"raster_group": 0}, "raster_group=0"),
         ({"tile": (128, 256), "out_dtype": "f32", "ring_stages": 10}, "at least 2"),

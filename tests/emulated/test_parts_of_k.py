@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from cute_emulator.machine.inject import StoreFault
 from overlap_gemm.backends.fused import exchange_plans
@@ -104,6 +105,18 @@ def test_the_gradient_of_gathered_rows_is_one_launch(launched, monkeypatch, arch
         world.run()
     layer.check()
     assert launched == [("reduce_scatter", 1)] * ranks and not joined
+
+
+@pytest.mark.parametrize("kind", [GatheredLayer, pytest.param(Layer, marks=pytest.mark.slow)])
+def test_lists_of_more_matrices_than_a_kernel_takes_are_no_list(launched, kind):
+    """Descriptors of nine matrices along K would not fit into the kernel's parameters."""
+    layer = kind(128, (16,) * 9)
+    with World("sm_90a", 2, transport="copy_engine") as world:
+        layer.backward(world.world.names, with_weights=False)
+        world.run()
+    grad_x = torch.cat([of_rank[0] for of_rank in layer.grads]).double()
+    torch.testing.assert_close(grad_x, layer.exact_x, rtol=0.02, atol=0.06)  # up to nine sums are rounded
+    assert not launched
 
 
 def test_sums_of_lists_and_of_one_weight_share_workspaces_with_a_rank_that_lags():

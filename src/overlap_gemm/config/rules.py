@@ -9,7 +9,7 @@
 | a_major, b_major | any; 8-bit operands on sm_90a: "k" |
 | k_split | 1; 2 and 4 for swap_ab with tiles of at most 64 rows |
 | leaves | 0; 1, 2, 4, 8 with slot_dtype f32, not swap_ab; 8-bit operands: with blocks |
-| weights | 1; more without pairs, leaves and blocks |
+| weights | 1 to `MOST_WEIGHTS`; more than 1 without pairs, leaves and blocks |
 | launch | "ordered", "dependent"; "dependent_weights" for swap_ab |
 | inflight | 1 to ring_stages - 1 (`EpilogueRing` itself also takes 0) |
 | ring_stages | at most 63 ring and A/B stages together (`BARRIER_BYTES`); at least 2 A/B stages fit |
@@ -45,6 +45,11 @@ CONTROL_WORDS = 16
 """Limit of the other 8-byte words in `BARRIER_BYTES`: `shared_words.CtaCounters`, turns, TMEM.
 
 Each A/B stage and each ring stage has two words (full, empty); the ranks' addresses have `MAX_WORLD` + 1."""
+
+MOST_WEIGHTS = 8
+"""Largest number of matrices B of a kernel, each with up to three TMA descriptors.
+
+Descriptors are kernel parameters of 128 bytes, of 4 KiB in all."""
 
 MAX_WORLD = 112
 """Largest number of ranks of a workspace, and of a kernel's table of addresses."""
@@ -111,6 +116,8 @@ def check(config: GemmConfig) -> None:
     splits = K_SPLITS if may_split(config.mma, config.tile) else (1,)
     _require_in(f"k_split for mma={config.mma!r}, tile={config.tile}", config.k_split, splits)
     _check_leaves(config)
+    if not 1 <= config.weights <= MOST_WEIGHTS:
+        raise ValueError(f"weights must be 1 to {MOST_WEIGHTS} in one kernel, got {config.weights}")
     if config.weights > 1 and (config.has_pairs or config.leaves or config.blocks):
         raise ValueError(
             f"weights={config.weights} is for kernels without pairs of columns, leaves and scales of blocks; "

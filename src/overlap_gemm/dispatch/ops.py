@@ -27,6 +27,7 @@ from torch import Tensor
 from ..backends.op_call import SCHEMA, CallOperands, OpCall
 from ..backends.portable_arithmetic import arithmetic_of
 from ..backends.scales.scaling import Scaled, dequantised, why_no_product, with_scales
+from ..config.rules import MOST_WEIGHTS
 from ..epilogues.library import add_residual
 from ..runtime.group import group_size, resolve
 from ..spec import (
@@ -157,8 +158,8 @@ class GemmOp(Registered):
         """Returns the gradients of x, weights and biases, for ops whose weight every rank has in full.
 
         The dual op of the result's gradient and the weight returns the gradient of x. Of several weights it
-        exchanges all gradients at once (`SumOfParts`). With second derivatives, and where no columns are
-        exchanged, each further call adds to it, by an epilogue; with `invariant` torch adds.
+        exchanges all gradients at once (`SumOfParts`). With second derivatives, more than `MOST_WEIGHTS`, and
+        where no columns are exchanged, each further call adds to it, by an epilogue; with `invariant` torch.
         Gradients of weights and biases are summed over the ranks by all-reduces, so every rank gets the full
         ones.
         """
@@ -183,8 +184,11 @@ class GemmOp(Registered):
             if grad is None:
                 of_results[i] = x.new_zeros(rows, result_extents(self.spec, call, weight)[1])
         grad_x, grad_weights, grad_biases = None, [], []
-        adds = len(weights) == 1 or call.promises.invariant is None
-        of_parts = dual_of(self.spec).of_parts if len(weights) > 1 and needs_x and adds else None
+        adds, is_one_sum = (
+            len(weights) == 1 or call.promises.invariant is None,
+            1 < len(weights) <= MOST_WEIGHTS,
+        )
+        of_parts = dual_of(self.spec).of_parts if is_one_sum and needs_x and adds else None
         moved: Any = None
         if of_parts is not None and group_size(call.group) > 1 and not torch.is_grad_enabled():
             keep = any(needs_weights) or any(needs_biases)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ...config.arch import ARCHS, arch_of_capability
 from ...config.gemm_config import TILE_K_BYTES
+from ...config.rules import MOST_WEIGHTS
 from ...config.scale_blocks import BLOCKS, PROMOTED, Blocks, in_words
 from ...config.visitors import Visitor
 from ...exchange.geometry import MAX_WORLD
@@ -35,7 +36,7 @@ from ..epilogues import (
     written_by_kernel,
     written_without_kernel,
 )
-from ..op_call import CallOperands
+from ..op_call import CallOperands, bind_joined
 from ..scales.block_scales import layout_of
 from ..scales.tma_operands import ROW_BYTES, ROW_ELEMENTS, aligned, aligned_vector, has_tma_strides, major
 from . import exchange_plans as exchange
@@ -183,6 +184,8 @@ class Fused:
         """Binds by the helper for the op: gathered x, exchanged x, several weights, or one weight."""
         if problem.spec.gathers_operand:
             return gather.bind(problem, operands, shards, group)
+        if problem.spec.sums and len(problem.parts) > MOST_WEIGHTS:
+            return bind_joined(self._bind, problem, operands, shards, group)
         if problem.parts:
             return parts_of_k.bind(problem, operands, shards, group)
         if problem.spec.operand_is_sent:

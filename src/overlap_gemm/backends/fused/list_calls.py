@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...config.rules import MOST_WEIGHTS
 from ...exchange.geometry import ExchangeShape
 from ...runtime.group import Group
 from ...spec import PATTERNS, patterns_of
@@ -33,6 +34,8 @@ def why_each(problem: Problem) -> str | None:
     patterns = patterns_of(problem.op)
     if not all(PATTERNS[name].takes_lists for name in patterns):
         return f"kernels of {problem.op} multiply one weight"
+    if problem.num_weights > MOST_WEIGHTS:
+        return f"a kernel multiplies at most {MOST_WEIGHTS} weights"
     if problem.world_size == 1:
         return "a group of one exchanges nothing"
     if problem.blocks:
