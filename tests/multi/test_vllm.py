@@ -20,6 +20,7 @@ from torch import nn
 
 from overlap_gemm import quantize_rows
 from overlap_gemm.backends.decomposed import Decomposed
+from overlap_gemm.integrations import torch_symm_mem
 from overlap_gemm.integrations import vllm as plugin
 
 NAMES = {
@@ -202,6 +203,14 @@ def serves(rank, size):
             assert layer(own)[0] == "vLLM's"
             assert calls == ["own"]
             said.assert_called_once_with("vLLM's own forward of RowParallelLinear runs: %s", name)
+        assert not torch_symm_mem.installed()
+        passes = settings.compilation_config.pass_config
+        for enabled in (False, True):  # vLLM's passes fuse products with the collectives between layers
+            with mock.patch.multiple(passes, create=True, enable_sp=enabled, fuse_gemm_comms=True):
+                layer_class(weight, bias)
+                layer_class(weight, bias)
+            assert torch_symm_mem.installed() == enabled
+        torch_symm_mem.uninstall()
         opcheck(own, weight, bias)
 
 

@@ -16,5 +16,4 @@ def register() -> None:
         return
     from . import torch_symm_mem
 
-    if not torch_symm_mem.installed():
-        torch_symm_mem.install()
+    torch_symm_mem.install_once()

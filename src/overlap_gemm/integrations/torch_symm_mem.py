@@ -88,6 +88,12 @@ def install(*, backend: BackendName = "auto") -> None:
     logger.info("torch.ops.symm_mem.fused_* use overlap_gemm, backend=%r", backend)
 
 
+def install_once() -> None:
+    """Calls `install()` unless our implementations are installed, for plug-ins that are loaded repeatedly."""
+    if not installed():
+        install()
+
+
 def uninstall() -> None:
     """Restores torch's implementations; does nothing if ours are not installed."""
     global _installed

@@ -12,7 +12,8 @@ tokens would make bits depend on it. vLLM's mode makes its own products and NCCL
 batch, in another order.
 
 vLLM's own forward runs for all layers with a `linear_backend` other than "auto" or the pass `enable_sp`. The
-logger reports it once.
+logger reports it once. With `fuse_gemm_comms`, which needs `enable_sp`, vLLM's graphs call torch's fused
+symmetric-memory ops for column-parallel and row-parallel products: these are then ours (`torch_symm_mem`).
 
 vLLM 0.24 is the oldest that is supported. Tested in 0.32 on CPUs; written against the sources of 0.24 to
 0.33. The disadvantage: vLLM can fuse an all-reduce with RMSNorm, but not one within an opaque op.
@@ -34,6 +35,7 @@ from ..backends.select import choose
 from ..runtime.group import find
 from ..spec import GEMM_ALL_REDUCE
 from ..spec.promises import Invariant
+from . import torch_symm_mem
 
 logger = logging.getLogger(f"vllm.{__name__}")  # vLLM shows messages of its own loggers only
 
@@ -82,9 +84,12 @@ def _register() -> type:
 
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **options)
-            why = _why_not(get_current_vllm_config_or_none())
+            config = get_current_vllm_config_or_none()
+            why = _why_not(config)
             if why is not None:
                 _log_fallback(why)
+            if why == "enable_sp" and getattr(_passes(config), "fuse_gemm_comms", False):
+                torch_symm_mem.install_once()
             self._uses_vllm_forward = why is not None
             self._scaled = _kernel_of(self, FP8ScaledMMLinearKernel)
             if envs.VLLM_BATCH_INVARIANT and self._scaled is not None and not _quantizes_rows(self._scaled):
@@ -166,10 +171,14 @@ def _why_not(config: Any) -> str | None:
     """
     options = {
         "linear_backend": config is not None and config.kernel_config.linear_backend != "auto",
-        "enable_sp": config is not None
-        and getattr(config.compilation_config.pass_config, "enable_sp", False),
+        "enable_sp": getattr(_passes(config), "enable_sp", False),
     }
     return next((name for name, is_set in options.items() if is_set), None)
+
+
+def _passes(config: Any) -> Any:
+    """Returns vLLM's settings of graph passes; those of newer versions have no sequence parallelism."""
+    return None if config is None else config.compilation_config.pass_config
 
 
 @cache
