@@ -67,7 +67,7 @@ def test_calls_of_both_kinds_alternate(arch, starved):
 @pytest.mark.parametrize(
     ("arch", "ranks", "fields", "starved", "many"),
     [
-        ("sm_90a", 2, {"mma": "cooperative", "tile": (128, 128)}, 0, 80),
+        pytest.param("sm_90a", 2, {"mma": "cooperative", "tile": (128, 128)}, 0, 80, marks=pytest.mark.slow),
         ("sm_90a", 3, {"mma": "swap_ab", "tile": (32, 64)}, None, 24),
         ("sm_100a", 3, WIDE["sm_100a"], 2, 100),
     ],

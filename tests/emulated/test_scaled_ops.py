@@ -132,7 +132,11 @@ WIDE = [{"mma": "cooperative", "tile": (128, 256), "cluster": cluster} for clust
 
 @pytest.mark.parametrize(
     ("ranks", "fields", "transport"),
-    [(2, WIDE[0], None), (2, WIDE[1], "copy_engine"), (4, WIDE[0], "copy_engine")],
+    [
+        (2, WIDE[0], None),
+        (2, WIDE[1], "copy_engine"),
+        pytest.param(4, WIDE[0], "copy_engine", marks=pytest.mark.slow),
+    ],
 )
 def test_wide_tiles_of_a_gather_have_the_bits_of_narrow_ones(ranks, fields, transport):
     """Compares bits of ragged shards, columns and K: both kernels add the sums of k tiles in one order."""

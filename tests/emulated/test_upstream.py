@@ -68,7 +68,11 @@ def run(*words, script=SCRIPT, ranks=2, mode="immediate", schedule="round_robin"
 
 @pytest.mark.parametrize(
     ("ranks", "mode", "schedule"),
-    [(1, "lazy", "round_robin"), (2, "lazy", "starve:1"), (4, "random", "shuffled")],
+    [
+        pytest.param(1, "lazy", "round_robin", marks=pytest.mark.slow),
+        (2, "lazy", "starve:1"),
+        pytest.param(4, "random", "shuffled", marks=pytest.mark.slow),
+    ],
 )
 def test_torchrun(ranks, mode, schedule):
     done = run(ranks=ranks, mode=mode, schedule=schedule)
@@ -89,14 +93,14 @@ NOTHING = "fence_acq_rel_gpu()"  # in the place of a statement
 RACE, LANE_RACE = r"\[race\]", r"\[(lane-)?race\]"
 BROKEN = {
     "no wait before the flag": ("cp_async_bulk_wait_group(0, read=False)", NOTHING, RACE),
-    "a read wait before the flag": ("(0, read=False)", "(0, read=True)", rf"{RACE} no full wait_group"),
     "no proxy fence": ('fence_proxy("async.shared", space="cta")', NOTHING, r"\[proxy-fence\]"),
     "a flag at .gpu scope": ('sem="release", scope="sys"', 'sem="release", scope="gpu"', RACE),
-    "a tile to the wrong rank": ("slot = slots[owner]", "slot = slots[rank]", RACE),
     "a flag to the wrong rank": ("flag = flags[owner]", "flag = flags[rank]", "deadlock"),
     "one buffer for all launches": ("((epoch % 2) * world + source)", "source", RACE),
 }
 BROKEN_TOO = {
+    "a read wait before the flag": ("(0, read=False)", "(0, read=True)", rf"{RACE} no full wait_group"),
+    "a tile to the wrong rank": ("slot = slots[owner]", "slot = slots[rank]", RACE),
     "a tile to the wrong slot": ("_slot_offset(epoch, rank,", "_slot_offset(epoch, owner,", RACE),
     "a flag without a release": ('sem="release", scope="sys"', 'sem="relaxed", scope="sys"', RACE),
     "no wait for flags": ("while seen < epoch", "while seen < 0", RACE),

@@ -17,6 +17,7 @@ from overlap_gemm.runtime.group import find
 from overlap_gemm.spec import OPS
 from overlap_gemm.testing.cases import LAYOUTS, Case
 from overlap_gemm.tuning.settings import settings
+from tests.support.chosen import in_turn
 from tests.support.dispatching import Watch
 from tests.support.ops import EVERY
 from tests.support.shares import parts
@@ -220,8 +221,7 @@ def drawn_calls(rank, size, backend, seed):
     assert wrong
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("backend", ["sequential", "decomposed", "torch"])
+@pytest.mark.parametrize(("seed", "backend"), in_turn(range(3), ["sequential", "decomposed", "torch"]))
 def test_calls_that_ranks_know_and_mix_up_are_named_on_every_rank(ranks, backend, seed):
     ranks(2 if seed == 0 else 3).run(drawn_calls, backend, seed)
 

@@ -91,7 +91,7 @@ def sizes_for(form, monkeypatch):
         monkeypatch.setitem(SIZES, "head_dim", 128)
 
 
-OFTEN = ("fp8 by tensor, static", "fp8 128x128", "compressed-tensors FP8_DYNAMIC packed")
+OFTEN = ("fp8 128x128", "compressed-tensors FP8_DYNAMIC packed")
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,14 @@ def broken(rank, ranks, folder, targets):
         assert apart(model(IDS).logits, before) < 0.2
 
 
-@pytest.mark.parametrize("form", ["fp8 by tensor, static", "fp8 128x128", "compressed-tensors FP8_DYNAMIC"])
+@pytest.mark.parametrize(
+    "form",
+    [
+        pytest.param("fp8 by tensor, static", marks=pytest.mark.slow),
+        "fp8 128x128",
+        "compressed-tensors FP8_DYNAMIC",
+    ],
+)
 def test_merging(ranks, tmp_path, monkeypatch, form):
     sizes_for(form, monkeypatch)
     make(tmp_path, form)
@@ -302,7 +309,9 @@ def step_loss(model):
     return model(input_ids=ids, labels=ids).loss
 
 
-@pytest.mark.parametrize("form", ["fp8 128x128", "compressed-tensors FP8_DYNAMIC"])
+@pytest.mark.parametrize(
+    "form", ["fp8 128x128", pytest.param("compressed-tensors FP8_DYNAMIC", marks=pytest.mark.slow)]
+)
 def test_copies_and_casts(ranks, tmp_path, monkeypatch, form):
     sizes_for(form, monkeypatch)
     make(tmp_path, form)

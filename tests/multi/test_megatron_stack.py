@@ -224,13 +224,13 @@ EXPERTS = {
              "add_bias_linear": False},  # with a bias, Megatron's recomputation of an MLP never ends
             IN_FP32, None, id="selective recomputation",
         ),
-        pytest.param(4, {}, BUCKETS, None, id="data parallel"),
+        pytest.param(4, {}, BUCKETS, None, id="data parallel", marks=pytest.mark.slow),
         pytest.param(4, {}, {**BUCKETS, "use_distributed_optimizer": True}, None, id="gradients sharded"),
         pytest.param(4, PIPELINE, IN_FP32, None, id="pipeline"),
         pytest.param(4, {**PIPELINE, **FULL, "sequence_parallel": False}, IN_FP32, None, id="pipeline, full"),
-        pytest.param(4, INTERLEAVED, BUCKETS, None, id="interleaved"),
+        pytest.param(4, INTERLEAVED, BUCKETS, None, id="interleaved", marks=pytest.mark.slow),
         pytest.param(4, {**INTERLEAVED, **FULL}, IN_FP32, None, id="interleaved, full recomputation"),
-        pytest.param(2, EXPERTS, IN_FP32, 4, id="shared experts"),
+        pytest.param(2, EXPERTS, IN_FP32, 4, id="shared experts", marks=pytest.mark.slow),
         pytest.param(2, {**EXPERTS, "moe_shared_expert_overlap": True}, IN_FP32, 4, id="shared, overlapping"),
     ],
 )  # fmt: skip

@@ -40,7 +40,17 @@ def serves_as_unsharded(rank, size, family, sequence_parallel):
         assert torch.equal(*texts), options
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *MORE_FAMILIES])
+CACHES = {"llama", "mistral", "gemma2", "gemma3", "phi3", "llama4"}
+"""Families of which no two keep their keys and values alike; the others do it as Llama does."""
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(each, marks=[] if each in CACHES else pytest.mark.slow)
+        for each in (*FAMILIES, *MORE_FAMILIES)
+    ],
+)
 @pytest.mark.parametrize(
     ("world", "sequence_parallel"),
     [
