@@ -287,14 +287,13 @@ class Plan:
         """
         assert self.workspace is not None
         arguments, last = exchange, len(self.products) - 1
-        if self.gathering is None:
-            pass
-        elif isinstance(a, tuple):
-            flats = None if kept is None else [one.view(-1) for one in kept]
-            arguments = self.gathering.of_parts(exchange, [one.data_ptr() for one in a], flats)
-        else:
-            flat = None if kept is None else kept.view(-1)
-            arguments = self.gathering.of_call(exchange, a.data_ptr(), flat, scales)
+        if self.gathering is not None:
+            if isinstance(a, tuple):
+                flats = None if kept is None else [one.view(-1) for one in kept]
+                arguments = self.gathering.of_parts(exchange, [one.data_ptr() for one in a], flats)
+            else:
+                flat = None if kept is None else kept.view(-1)
+                arguments = self.gathering.of_call(exchange, a.data_ptr(), flat, scales)
         is_launched = False
         try:
             for i, (product, tensors) in enumerate(zip(self.products, operands, strict=True)):
