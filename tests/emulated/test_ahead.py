@@ -78,7 +78,12 @@ def test_what_is_reserved_within_a_block_that_asks_for_puts_is_for_puts():
 
 @pytest.mark.usefixtures("no_kernels")
 @pytest.mark.parametrize(
-    ("op", "block"), [*((op, None) for op in SCALED), (GATHER, 32), (RS, 128), (GATHER, "mx"), (RS, "mx")]
+    ("op", "block"),
+    [
+        *((op, None) for op in SCALED),
+        *(pytest.param(GATHER, block, marks=pytest.mark.slow) for block in (32, "mx")),
+        *((RS, block) for block in (128, "mx")),
+    ],
 )
 def test_what_is_reserved_for_8_bit_operands_is_what_their_calls_take(op, block):
     """The public door: nothing would be there to find by a type that has no calls without scales."""

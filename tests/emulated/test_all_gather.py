@@ -273,7 +273,7 @@ def test_what_is_taken_out_is_missed(arch, mistake, monkeypatch):
 # --- gradients ---
 
 
-@pytest.mark.parametrize(("transport", "arch"), in_turn(WAYS, KINDS))
+@pytest.mark.parametrize(("transport", "arch"), in_turn([()], WAYS, KINDS))
 def test_gradients_by_the_duals(arch, transport):
     """That of the one op's x is the other op.
 

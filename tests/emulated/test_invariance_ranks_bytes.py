@@ -17,7 +17,7 @@ from tests.support.invariance import same_bits
 
 TREES = [
     ("sm_90a", "pingpong", (64, 128), (1, 1), PROMOTED[0], 4, 256),
-    ("sm_90a", "cooperative", (128, 256), (2, 1), PROMOTED[1], 4, 128),
+    pytest.param("sm_90a", "cooperative", (128, 256), (2, 1), PROMOTED[1], 4, 128, marks=pytest.mark.slow),
     ("sm_100a", "1cta", (128, 128), (1, 1), MX, 4, 256),
 ]
 

@@ -78,14 +78,8 @@ def test_every_kernel_on_every_world(kind, ranks):
     run(*CONFIGS[NAMES.index(kind)], ranks, SHAPES["ragged"])
 
 
-@pytest.mark.parametrize(
-    ("arch", "fields"),
-    [
-        pytest.param(*config, marks=[] if number in (2, 6) else [pytest.mark.slow])
-        for number, config in enumerate(CONFIGS)
-    ],
-    ids=NAMES,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("arch", "fields"), CONFIGS, ids=NAMES)
 def test_every_kernel_in_f16(arch, fields):
     """With a bias, as all of these; the last of N = 136 columns fill no tile, nor half of a subtile.
 

@@ -28,13 +28,15 @@ def of_partial(x, rstd, gamma):
 
 
 CASES = [
-    ("sm_90a", 2, GATHER, "rows", gated, (70, 144, 80), {"has_bias": True}),
+    pytest.param(
+        "sm_90a", 2, GATHER, "rows", gated, (70, 144, 80), {"has_bias": True}, marks=pytest.mark.slow
+    ),
     ("sm_100a", 1, GATHER, "rows", epilogues.swiglu_e4m3, (70, 192, 80), {}),
     ("sm_90a", 2, GATHER, 128, epilogues.swiglu, (70, 256, 272), {}),
     ("sm_100a", 2, GATHER, "rows", epilogues.swiglu, (70, 384, 80), {"two_weights": "up-first"}),
     ("sm_100a", 2, RS, "rows", STREAM, (70, 144, 80), {}),
     ("sm_90a", 1, RS, 128, gated, (70, 144, 272), {"has_bias": True}),
-    ("sm_90a", 2, RS, 32, gated, (70, 144, 80), {}),
+    pytest.param("sm_90a", 2, RS, 32, gated, (70, 144, 80), {}, marks=pytest.mark.slow),
     ("sm_100a", 2, RS, "mx", gated, (70, 144, 160), {"has_bias": True}),
     ("sm_90a", 2, AR, "rows", epilogues.to_e4m3, (70, 144, 80), {}),
     ("sm_90a", 2, AG, "rows", gated, (70, 192, 80), {}),

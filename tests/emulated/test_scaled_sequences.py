@@ -142,7 +142,7 @@ class Mixed:
     [
         ("sm_90a", 9),
         pytest.param("sm_90a", 12, marks=pytest.mark.slow),
-        ("sm_100a", 0),
+        pytest.param("sm_100a", 0, marks=pytest.mark.slow),
         *(
             pytest.param(a, seed, marks=pytest.mark.slow)
             for a in ("sm_90a", "sm_100a")
