@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import overlap_gemm
+from overlap_gemm.backends.fused import fused_backend
 from tests.support.emulated.list_cases import Operands, counted_launches
 from tests.support.emulated.op_runs import lagging, world_of
 from tests.support.emulated.rank_scripts import lines_of_ranks
@@ -81,6 +82,38 @@ def test_scales_of_blocks_and_a_group_of_one_need_a_launch_for_each_weight(launc
         )
         world.synchronize()
     assert launches == [1, 1]
+
+
+def test_ranks_plan_the_kernels_of_a_list_in_one_order(launches, monkeypatch):
+    """Checks it where one rank must copy the first of more weights than one kernel multiplies.
+
+    Workspaces are allocated by all ranks together, so the order of plans must be the same on all of them.
+    """
+    planned, plan_for = {}, fused_backend.plan_for
+
+    def recorded(group, device, dtype, shape, *arguments):
+        planned.setdefault(group.rank, []).append(shape.cols)
+        return plan_for(group, device, dtype, shape, *arguments)
+
+    operands = Operands(16, [16 * (1 + i % 2) for i in range(9)])
+    wide = torch.zeros(16, 73, dtype=torch.bfloat16)
+    narrow = wide[:, :72].copy_(operands.weights[0])
+    call = overlap_gemm.gemm_all_to_all
+    with world_of("sm_90a", 2) as world:
+        monkeypatch.setattr(fused_backend, "plan_for", recorded)
+        outs = [
+            call(
+                x, [first, *operands.weights[1:]], bias=operands.biases, group=group, rows=16, backend="fused"
+            )
+            for x, group, first in zip(
+                operands.x.chunk(2), world.names, (operands.weights[0], narrow), strict=True
+            )
+        ]
+        world.synchronize()
+    operands.check(outs)
+    assert launches == [1] * 18
+    first_uses = [list(dict.fromkeys(of_rank)) for of_rank in planned.values()]
+    assert first_uses == [[16, 32]] * 2
 
 
 @pytest.mark.parametrize(

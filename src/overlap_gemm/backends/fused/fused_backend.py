@@ -209,12 +209,17 @@ class Fused:
             return self.call(op, x, weight, bias, shards, group, depth, scales, dtype, problem.blocks)
 
         run = within(settings(), run)  # later calls use the settings of this one
-        if not _fits(extents, x, weight, bias):
+        if not (shape.rows and columns and weight.shape[0]):  # without rows there are no shards
             return run
-        majors = major(x, "m"), major(weight, "n")
-        arguments = group, x.device, x.dtype, shape
+        is_loaded = _fits(extents, x, weight, bias)
+        # Planned now on every rank, also where operands are copied: all ranks plan a list in its order.
+        a, b = (x, weight) if is_loaded else (aligned(x, extents.shard), aligned(weight))
         epilogue = bias_visitor(bias is not None, dtype or x.dtype, op)
-        plan = plan_for(*arguments, *majors, epilogue, depth, dtype, problem.blocks, weight.dtype)
+        arguments = group, x.device, x.dtype, shape, major(a, "m"), major(b, "n"), epilogue, depth
+        with late_weights(b is not weight):
+            plan = plan_for(*arguments, dtype, problem.blocks, weight.dtype)
+        if not is_loaded:
+            return run
         written, result = extents.made_by(plan)
         is_full, out_dtype = result == slice(0, written), dtype or x.dtype
 
