@@ -415,3 +415,24 @@ def test_the_last_of_many_ctas_to_count_observes_all_of_them(fence):
     """
     m = run(body, [parts, count], grid=(80, 1, 1), block=(1, 1, 1))
     assert count[0] == 80 and {f.kind for f in m.report.findings} == (set() if fence else {"race"})
+
+
+@pytest.mark.parametrize("fence", ["fence.acq_rel.gpu;", ""])
+def test_a_fence_after_many_relaxed_loads_acquires_all_of_them(fence):
+    """Checks a CTA that waits for the flags of all others, and reads their parts after one fence."""
+    parts, flags = aligned(300), aligned(300)
+    body = f"""
+    mov.u32 %r0, %ctaid.x; mul.wide.u32 %d4, %r0, 4; add.s64 %d5, %d1, %d4; add.s64 %d4, %d0, %d4;
+    setp.eq.u32 %p0, %r0, 299; @%p0 bra WAIT;
+    st.global.u32 [%d4], %r0; fence.acq_rel.gpu; st.relaxed.gpu.global.u32 [%d5], 1; bra END;
+    WAIT: mov.u32 %r4, 0;
+    N: mul.wide.u32 %d6, %r4, 4; add.s64 %d6, %d1, %d6;
+    S: ld.relaxed.gpu.global.u32 %r5, [%d6]; setp.ne.u32 %p1, %r5, 1; @%p1 bra S;
+    add.u32 %r4, %r4, 1; setp.lt.u32 %p1, %r4, 299; @%p1 bra N;
+    {fence} mov.u32 %r4, 0;
+    L: mul.wide.u32 %d6, %r4, 4; add.s64 %d6, %d0, %d6; ld.global.u32 %r5, [%d6];
+    add.u32 %r4, %r4, 1; setp.lt.u32 %p1, %r4, 299; @%p1 bra L;
+    END:
+    """
+    m = run(body, [parts, flags], grid=(300, 1, 1), block=(1, 1, 1))
+    assert {f.kind for f in m.report.findings} == (set() if fence else {"race"})

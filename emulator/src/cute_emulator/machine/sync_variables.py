@@ -9,6 +9,9 @@ from cute_emulator.machine.order import STRONG, Agent, Released, Snapshot, inclu
 MOST = 64
 """Heads of a location that are kept apart."""
 
+MOST_LOADS = 256
+"""Releases that an agent has read since its last fence and that are kept apart."""
+
 
 class SyncVariables:
     """Releases visible in memory: the heads of each location's release sequences."""
@@ -46,8 +49,8 @@ class SyncVariables:
                 agent.loads.append(released if both == released.scope else released._replace(scope=both))
             elif includes(both, released.snapshot.agent.warp, agent.warp):
                 agent.observe(released)
-        if len(agent.loads) > 256:
-            del agent.loads[:-256]
+        if len(agent.loads) > MOST_LOADS:
+            agent.loads[:] = _condensed(agent.loads)
 
     def clear(self) -> None:
         """Drops all releases: all accesses so far are ordered before what follows."""
