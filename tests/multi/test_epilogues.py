@@ -395,8 +395,9 @@ def refused(rank, size):
             "an input of kind 'gathered_rows', which only all_gather_gemm supports",
         ),
     ):
-        with pytest.raises(error, match=rule):
-            op(x, weight, **given)
+        for local in (x, x.clone().requires_grad_()):  # torch would repeat a residual along rows
+            with pytest.raises(error, match=rule):
+                op(local, weight, **given)
     with (
         overlap_gemm.promising(invariant="batch"),
         pytest.raises(ValueError, match="invariant='batch' allows no epilogue"),

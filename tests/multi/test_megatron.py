@@ -111,7 +111,10 @@ def test_specifications_that_are_partials():
     spec = get_gpt_layer_local_spec()
     linears = {"linear_fc1": megatron.megatron_layers.ColumnParallelLinear, "linear_fc2": nn.Linear}
     spec.submodules.mlp = functools.partial(SimpleNamespace, "mlp", submodules=MLPSubmodules(**linears))
-    mlp = megatron.with_overlap(spec).submodules.mlp
+    spec.submodules.input_layernorm = functools.partial(nn.LayerNorm, eps=1e-6)
+    overlapped = megatron.with_overlap(spec).submodules
+    assert overlapped.input_layernorm.func is nn.LayerNorm
+    mlp = overlapped.mlp
     assert (mlp.func, mlp.args) == (SimpleNamespace, ("mlp",))
     assert mlp.keywords["submodules"].linear_fc1 is megatron.ColumnParallelLinear
     assert mlp.keywords["submodules"].linear_fc2 is nn.Linear
