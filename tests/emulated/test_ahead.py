@@ -85,8 +85,9 @@ def test_what_is_reserved_within_a_block_that_asks_for_puts_is_for_puts():
         *((RS, block) for block in (128, "mx")),
     ],
 )
-def test_what_is_reserved_for_8_bit_operands_is_what_their_calls_take(op, block):
+def test_what_is_reserved_for_8_bit_operands_is_what_their_calls_take(op, block, monkeypatch):
     """The public door: nothing would be there to find by a type that has no calls without scales."""
+    monkeypatch.setattr(transport_hosts, "SMALLEST_BUFFER", 1 << 8)
     arch = "sm_100a" if block == "mx" else "sm_90a"
     with Emulator(arch, 2) as emulator, VirtualWorld(2, emulator=emulator) as world:
 

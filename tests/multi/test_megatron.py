@@ -176,9 +176,14 @@ def test_layers_equal_megatrons_own(ranks):
 
 
 def layers_on_a_cpu(rank, size):
-    with on_a_cpu(), mock.patch.object(megatron.logger, "warning") as said:
+    with (
+        on_a_cpu(),
+        mock.patch.object(megatron.logger, "warning") as said,
+        mock.patch.object(megatron, "gemm_all_reduce", wraps=megatron.gemm_all_reduce) as sums,
+    ):
         megatron._log_fallback.cache_clear()
         layers_equal_megatrons_own(rank, size)
+    assert sums.call_args.kwargs["k"] == 8  # of all ranks: "auto" chooses by it
     said.assert_called_once_with(
         "Megatron's own forward of %s runs: %s", "ColumnParallelLinear", "disable_grad_reduce"
     )
