@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .api.explanation import explain
     from .api.functional import all_gather_gemm, gemm_all_gather, gemm_all_reduce, gemm_reduce_scatter
     from .api.quantization import quantize_rows, swizzle_scales
-    from .api.registration import OpSpec, PatternSpec, register
+    from .api.registration import Arch, Mma, OpSpec, PatternSpec, register
     from .api.statistics import stats
     from .epilogues import epilogue
     from .runtime.agree import DisagreementError
@@ -55,12 +55,14 @@ HOMES = (
 """Modules that define the public names."""
 
 __all__ = [
+    "Arch",
     "CaptureError",
     "CommTimeoutError",
     "DisagreementError",
     "GroupThreadError",
     "InvarianceError",
     "MismatchedCallsError",
+    "Mma",
     "OpSpec",
     "OverlappingCallsError",
     "PatternSpec",

@@ -1,37 +1,25 @@
 """What is said once can be added once: an entry in a registry, nothing else, and it runs in the emulator."""
 
+import json
 import os
 import subprocess
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 
 import cutlass
 import pytest
 from cutlass import cute
 
+import overlap_gemm
 from overlap_gemm import epilogue
-from overlap_gemm.config import arch as archs
-from overlap_gemm.config.arch import ARCHS, Mma, arch_of
+from overlap_gemm.config.arch import ARCHS, arch_of
 from overlap_gemm.config.gemm_config import GemmConfig
 from overlap_gemm.config.visitors import Visitor, bias_of
 from overlap_gemm.device.memory import CHUNK_BYTES, store_run
 from overlap_gemm.transports import PeerBulk, Transport
-from overlap_gemm.tuning.space import every_config
 from tests.support.chosen import in_turn
 from tests.support.emulated.kernel_cases import launched
-
-
-@pytest.fixture
-def small_hopper(monkeypatch):
-    """A Hopper of 100 KiB of shared memory with fewer tiles, as another architecture."""
-    kinds = {"cooperative": Mma(((128, 128),), ((1, 1),), epilogue_threads=256)}
-    small = replace(
-        archs.SM_90A, name="sm_90s", capability=None, smem_bytes=100 * 1024, mma=MappingProxyType(kinds)
-    )
-    monkeypatch.setitem(ARCHS, small.name, small)
-    return small
 
 
 @epilogue(inputs={"factor": "rows"})
@@ -98,14 +86,6 @@ def test_an_unknown_architecture_is_an_error():
         GemmConfig("sm_120a")
 
 
-def test_another_architecture(small_hopper):
-    (config,) = every_config(small_hopper.name)
-    hopper = replace(config, arch="sm_90a")
-    assert config.ab_stages == 2 < hopper.ab_stages
-    for transport, world in ((None, 1), (PeerBulk(), 2)):
-        run(config, transport, world, small_hopper.target)
-
-
 SCRIPT = """
 import sys
 import torch
@@ -140,12 +120,13 @@ with Emulator(arch, world) as emulator, VirtualWorld(world, emulator=emulator) a
 """
 
 
-def run_script(*arguments):
+def run_script(*arguments, **variables):
     """Runs a script in a process of its own: what it registers stays there."""
     root = Path(__file__).parents[2]
     path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-c", *map(str, arguments)]
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
+    variables = {**os.environ, "PYTHONPATH": path, **variables}
+    done = subprocess.run(command, env=variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr + done.stdout
     return done.stdout
 
@@ -176,3 +157,53 @@ def test_the_planner_knows_another_op_and_prints_no_time_of_a_kernel_that_is_not
     assert rows == [{"fused", "torch", "sequential", "decomposed"}, {"torch", "sequential", "decomposed"}]
     assert "us expected\n  limited by" in with_kernel
     assert "fused kernel: no, no fused kernel of columns_to_rows is registered" in without
+
+
+ANOTHER_ARCHITECTURE = """
+from dataclasses import replace
+import pytest
+from overlap_gemm import PatternSpec, register
+from overlap_gemm.cli import app
+from overlap_gemm.config.gemm_config import GemmConfig
+from overlap_gemm.transports import PeerBulk
+from tests.support.emulated.another_arch import SMALL_HOPPER
+from tests.support.emulated.kernel_cases import launched
+
+config = GemmConfig("sm_90s", mma="cooperative", tile=(128, 128))
+assert config.ab_stages == 2 < replace(config, arch="sm_90a").ab_stages
+with pytest.raises(ValueError, match="tile"):
+    replace(config, tile=(128, 256))
+for transport, world in ((None, 1), (PeerBulk(), 2)):
+    launched(config, transport, world, SMALL_HOPPER.target, rows=264, cols=152, depth=200).check()
+
+pattern = PatternSpec("tiles", "gemm_all_reduce", None, False, False, "a:b")
+for error, why, entry, *patterns in (
+    (ValueError, "'sm_90s' is there already; there are sm_90a, .*, sm_90s", SMALL_HOPPER),
+    (ValueError, "'sm_90t' needs a compute capability of its own, .*9, 0. is that of sm_90a",
+     replace(SMALL_HOPPER, name="sm_90t", capability=(9, 0))),
+    (ValueError, "'sm_90u' has devices, and .* OVERLAP_GEMM_MACHINE must name a file",
+     replace(SMALL_HOPPER, name="sm_90u", capability=(9, 8))),
+    (TypeError, "patterns are of ops, and sm_90v is", replace(SMALL_HOPPER, name="sm_90v"), pattern),
+    (TypeError, "takes an OpSpec or an Arch, got str", "sm_90w"),
+):
+    with pytest.raises(error, match=why):
+        register(entry, *patterns)
+for name in "tuvw":
+    with pytest.raises(ValueError, match=f"got sm_90{name}"):
+        GemmConfig(f"sm_90{name}")
+
+problem = ["plan", "gemm_reduce_scatter", "8192", "8192", "2048", "--ranks", "4", "--arch"]
+app([*problem, "sm_90s", "--dtype", "float8_e4m3fn", "--block", "128"], standalone_mode=False)
+register(replace(SMALL_HOPPER, name="sm_90x", capability=None))
+with pytest.raises(Exception, match="there are no constants for sm_90x"):
+    app([*problem, "sm_90x"], standalone_mode=False)
+"""
+
+
+def test_another_architecture(tmp_path):
+    """Its kernels, alone and of two ranks, the planner by constants of its own, and what is refused."""
+    constants = json.loads((Path(overlap_gemm.__file__).parent / "tuning/machines/h200.json").read_text())
+    file = tmp_path / "small.json"
+    file.write_text(json.dumps({**constants, "archs": ["sm_90s", "sm_90t"]}))
+    printed = run_script(ANOTHER_ARCHITECTURE, OVERLAP_GEMM_MACHINE=str(file))
+    assert "fused kernel: sm_90s_cooperative_128x128_c1x1_e4m3_obf16_sbf16_b1x128x128, " in printed

@@ -53,7 +53,7 @@ SIGNATURES = {
         "ops", "*", "max_rows", "columns", "group=None", "dtype=torch.bfloat16", "block=None", "device=None",
     ),
     "promising": ("*", "partials=None", "invariant=None"),
-    "register": ("op", "patterns"),
+    "register": ("entry", "patterns"),
     "retry": ("error",),
     "stats": (),
     "quantize_rows": ("x", "dtype=torch.float8_e4m3fn", "*", "block=None", "power_of_two=False"),
@@ -81,8 +81,8 @@ def signature(function):
 def test_public_names():
     assert sorted(overlap_gemm.__all__) == sorted(
         [
-            *SIGNATURES, "CaptureError", "CommTimeoutError", "DisagreementError",
-            "GroupThreadError", "InvarianceError", "MismatchedCallsError", "OverlappingCallsError",
+            *SIGNATURES, "Arch", "CaptureError", "CommTimeoutError", "DisagreementError",
+            "GroupThreadError", "InvarianceError", "MismatchedCallsError", "Mma", "OverlappingCallsError",
             "OpSpec", "PatternSpec", "SymmetricMemoryError", "World", "explain",
         ]
     )  # fmt: skip

@@ -7,11 +7,12 @@ import os
 import re
 import time
 import unittest
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
+from overlap_gemm.config.arch import ARCHS
 from overlap_gemm.runtime import compile_cache
 from overlap_gemm.runtime.compile_cache import CompileCache
 from tests.support.ranks import Ranks
@@ -70,6 +71,21 @@ def test_it_says_what_it_has_in_memory(tmp_path):
     cache._loaded["a", "sm_90a"] = print
     assert cache.has("a", "sm_90a") and not cache.has("a", "sm_100a") and not cache.has("b", "sm_90a")
     assert compile_cache.LIMIT == 2**30, "as docs/fused.md says"
+
+
+def test_the_facts_of_a_registered_architecture_are_part_of_the_key(tmp_path, monkeypatch):
+    keys = []
+
+    def find(self, key, name, build):
+        keys.append(key)
+        return build, "disk"
+
+    monkeypatch.setattr(CompileCache, "_find", find)
+    for smem_bytes in (1, 1, 2):
+        arch = replace(ARCHS[ARCH], name="sm_90s", smem_bytes=smem_bytes)
+        monkeypatch.setitem(ARCHS, arch.name, arch)
+        CompileCache(tmp_path).get("a", arch.name, print)
+    assert keys[0] == keys[1] != keys[2]
 
 
 def test_one_build_per_configuration_and_process(tmp_path):

@@ -1,4 +1,4 @@
-"""`register`: adds an op to the library.
+"""`register`: adds an op or an architecture to the library.
 
 An op is one object, an `OpSpec`: its name, and the axis of the product along which each of its tensors is
 sharded. These follow from it:
@@ -11,41 +11,76 @@ sharded. These follow from it:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from inspect import Parameter, Signature, signature
-from typing import Any
+from typing import Any, overload
 
 from torch import Tensor
 
 from ..backends.op_call import CallOperands, OpCall
+from ..config.arch import Arch, Mma, add_arch
 from ..dispatch.bound import call_op
 from ..dispatch.ops import GemmOp
 from ..dispatch.with_epilogue import EpilogueOp, call_with_epilogue
 from ..runtime.group import GroupLike
 from ..spec import ARGUMENTS, OpSpec, PatternSpec, add_op, add_pattern
+from ..tuning.machine import MACHINE_VARIABLE, machine_for
 from . import functional
 
-__all__ = ["OpSpec", "PatternSpec", "register"]
+__all__ = ["Arch", "Mma", "OpSpec", "PatternSpec", "register"]
 
 Function = Callable[..., Any]
 
 
-def register(op: OpSpec, *patterns: PatternSpec) -> Function:
-    """Adds an op to the library: once in a process, in the same order on every rank.
+@overload
+def register(entry: OpSpec, *patterns: PatternSpec) -> Function: ...
+
+
+@overload
+def register(entry: Arch) -> None: ...
+
+
+def register(entry: OpSpec | Arch, *patterns: PatternSpec) -> Function | None:
+    """Adds an op or an architecture: once in a process, in the same order on every rank.
 
     Args:
-        op: The op. Every rank has all of its weight; x or the product is sent, by one collective.
+        entry: The op. Every rank has all of its weight; x or the product is sent, by one collective. Or the
+            architecture, before the first call. If it has devices, `OVERLAP_GEMM_MACHINE` names a file of
+            constants for it.
         *patterns: How the op's tiles are exchanged inside the fused kernels; without any it has none.
 
     Returns:
         The public function, which is `overlap_gemm.<name>` from now on: `(x, weight, *, group, bias, ...)`,
         whose keywords mean what they do in `gemm_reduce_scatter` (``rows``: in `all_gather_gemm`). A list
-        of weights, and of biases, shares x; the result is a list then.
+        of weights, and of biases, shares x; the result is a list then. None for an architecture.
 
     Raises:
+        TypeError: The entry is neither an op nor an architecture, or there are patterns of an architecture.
         ValueError: There is an op of this name or number, or a pattern of this name; the sharded axes are not
-            those of an op that can be registered, or not those of its dual.
+            those of an op that can be registered, or not those of its dual. There is an architecture of this
+            name or compute capability, or its devices have no constants.
     """
+    if isinstance(entry, Arch):
+        _register_arch(entry, patterns)
+        return None
+    if not isinstance(entry, OpSpec):
+        raise TypeError(f"register takes an OpSpec or an Arch, got {type(entry).__name__}")
+    return _register_op(entry, patterns)
+
+
+def _register_arch(arch: Arch, patterns: Sequence[PatternSpec]) -> None:
+    if patterns:
+        raise TypeError(f"register: patterns are of ops, and {arch.name} is an architecture")
+    # Every fused call on a device reads constants (`tuning.space.constants`).
+    if arch.capability is not None and machine_for(arch.name) is None:
+        raise ValueError(
+            f"arch {arch.name!r} has devices, and the model has no constants for it: {MACHINE_VARIABLE} must "
+            f"name a file whose archs contain it, before the process starts"
+        )
+    add_arch(arch)
+
+
+def _register_op(op: OpSpec, patterns: Sequence[PatternSpec]) -> Function:
     if wrong := [pattern.name for pattern in patterns if pattern.op != op.name]:
         raise ValueError(f"register: patterns {wrong} are of another op than {op.name}")
     add_op(op)

@@ -165,7 +165,8 @@ def _machine(arch: str | None, name: str | None) -> tuple[Machine, str]:
         return constants, arch or constants.archs[0]
     arch = arch or this_arch() or "sm_90a"
     machine = machine_for(arch)
-    assert machine is not None, "every architecture of kernels has constants"
+    if machine is None:  # of a registered architecture without devices
+        raise typer.BadParameter(f"there are no constants for {arch}: name some", param_hint="--machine")
     return machine, arch
 
 

@@ -127,7 +127,24 @@ ARCHS: dict[str, Arch] = {
     arch.name: arch
     for arch in (SM_90A, SM_100A, replace(SM_100A, name="sm_103a", target="sm_103a", capability=(10, 3)))
 }
-"""The architectures by name. A new architecture is one more entry."""
+"""The architectures by name; registered ones are last (`overlap_gemm.register`)."""
+
+
+def add_arch(arch: Arch) -> None:
+    """Adds an architecture to `ARCHS`.
+
+    Raises:
+        ValueError: Another architecture has this name, or is that of devices of this compute capability.
+    """
+    if arch.name in ARCHS:
+        raise ValueError(f"arch {arch.name!r} is there already; there are {', '.join(ARCHS)}")
+    other = None if arch.capability is None else arch_of_capability(arch.capability)
+    if other is not None:
+        raise ValueError(
+            f"arch {arch.name!r} needs a compute capability of its own, or None; {arch.capability} is that "
+            f"of {other.name}"
+        )
+    ARCHS[arch.name] = arch
 
 
 def arch_of(name: str) -> Arch:

@@ -54,6 +54,7 @@ from typing import Any
 import filelock
 import platformdirs
 
+from ..config.arch import ARCHS
 from .environment import choice, nbytes
 
 logger = logging.getLogger(__name__)
@@ -162,7 +163,9 @@ class CompileCache:
         if (function := self._loaded.get((config, arch))) is not None:
             return function
         name = f"{arch} {config!r}"
-        key = hashlib.sha256("\0".join((name, dsl_version(), host(), source_digest())).encode()).hexdigest()
+        facts = repr(ARCHS.get(arch))  # of a registered architecture the source does not contain them
+        parts = (name, facts, dsl_version(), host(), source_digest())
+        key = hashlib.sha256("\0".join(parts).encode()).hexdigest()
         with self._lock:
             if (config, arch) not in self._loaded:
                 start = time.perf_counter()

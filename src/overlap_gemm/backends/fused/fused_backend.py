@@ -17,7 +17,7 @@ from torch import Tensor
 from ...config.arch import ARCHS, arch_of_capability
 from ...config.gemm_config import TILE_K_BYTES
 from ...config.rules import MOST_WEIGHTS
-from ...config.scale_blocks import BLOCKS, PROMOTED, Blocks, in_words
+from ...config.scale_blocks import PROMOTED, Blocks, in_words
 from ...config.visitors import Visitor
 from ...exchange.geometry import MAX_WORLD
 from ...runtime import executor
@@ -47,20 +47,16 @@ from .extents import Sizes, sizes
 from .launch_plan import Plan
 from .plan_cache import DTYPES, bias_visitor, plan_for
 
-WITH_BLOCKS = {
-    blocks: tuple(name for name in ARCHS if every_config(name, "e4m3", blocks=blocks)) for blocks in BLOCKS
-}
-"""Names of the architectures that have kernels, by kind of blocks."""
-
 
 def why_no_blocks(arch: str | None, blocks: Blocks | None) -> str | None:
     """Returns the reason an architecture has no kernels for these blocks; None if it has.
 
     Every architecture has kernels for scales of rows (`blocks=None`).
     """
-    if blocks is None or arch in WITH_BLOCKS[blocks]:
+    if blocks is None or (arch in ARCHS and every_config(arch, "e4m3", blocks=blocks)):
         return None
-    return f"scales of {in_words(blocks)} are for kernels of {', '.join(WITH_BLOCKS[blocks])}"
+    known = ", ".join(name for name in ARCHS if every_config(name, "e4m3", blocks=blocks))
+    return f"scales of {in_words(blocks)} are for kernels of {known}"
 
 
 def _arch_of(device_type: str) -> str | None:
