@@ -50,13 +50,17 @@ OPERANDS = [config for config in OTHERS if (config.a_major, config.b_major) != (
 """Their partial sums are those of the others."""
 
 
+ALONG_M = [c for c in EVERY_SHAPE if (c.arch, c.tile, c.cluster) == ("sm_100a", (128, 64), (2, 1))]
+"""Two tiles of M to a cluster, which pairs of CTAs do not have."""
+
+
 def quick(chosen):
     """All configurations, of which the default run takes the chosen ones."""
     every = EVERY_SHAPE + VARIED
     return [c if c in chosen else pytest.param(c, marks=pytest.mark.slow) for c in every]
 
 
-@pytest.mark.parametrize("config", quick(SMALLEST + OPERANDS + OTHERS[::3]), ids=lambda c: c.name)
+@pytest.mark.parametrize("config", quick(SMALLEST + OPERANDS + OTHERS[::3] + ALONG_M), ids=lambda c: c.name)
 def test_plain_gemm(config):
     """By default not all that run in the next test."""
     case = KernelCase(
