@@ -1,5 +1,8 @@
 """`Emulator` as a library: calls, ranks, memory, errors."""
 
+import sys
+from pathlib import Path
+
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
@@ -196,6 +199,20 @@ def test_a_full_heap_says_so(emulate):
     emu = emulate(ranks=2, heap_bytes=1 << 16)
     with pytest.raises(EmulatorError, match="heap of 65536 bytes per rank is full: 80000 bytes requested"):
         emu.symmetric((20_000,), torch.float32)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+def test_unused_parts_of_heaps_are_not_reserved(emulate):
+    """Checks the kernel's flags; otherwise a process with many heaps, of 1 GiB a rank, cannot fork."""
+    address = emulate(ranks=2).symmetric((16,), torch.float32).addresses[0]
+    flags = None
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first = line.split()[0]
+        if "-" in first:
+            begin, end = (int(bound, 16) for bound in first.split("-"))
+        elif first == "VmFlags:" and begin <= address < end:
+            flags = line.split()
+    assert flags is not None and "nr" in flags and "ac" not in flags
 
 
 def test_host_code_sees_the_device_it_was_told_of(emulate):

@@ -366,6 +366,7 @@ print(f"right on rank {world.rank}", flush=True)
 
 LIMIT = """
 import resource
+overlap_gemm.init  # imported before: a process without room for it dies of a MemoryError of Python's
 pages = int(open("/proc/self/statm").read().split()[0])
 resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + ({room} << 20),) * 2)
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import mmap
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,9 @@ GUARD = 512
 """Bytes between two allocations that belong to none, so that an overrun is detected."""
 
 _PROT_NONE = 0
+_NORESERVE = getattr(
+    mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0
+)  # no name in Python 3.11
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long]
@@ -113,7 +117,7 @@ class SymmetricHeap:
     _used: int = 0
 
     def _reserve(self) -> None:
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
         for _ in range(self.ranks):
             region = mmap.mmap(-1, self.size, flags=flags)
             self._maps.append(region)
