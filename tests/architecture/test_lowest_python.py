@@ -27,7 +27,7 @@ def setting(name, folder="."):
 
 
 def newer(path):
-    """What vermin finds in a file that the promised Python has not."""
+    """Returns vermin's report of a file if it needs a newer Python than the promised one."""
     vermin = Path(sys.executable).parent / "vermin"
     done = subprocess.run([vermin, path], cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert "Minimum required versions" in done.stdout, done.stdout + done.stderr

@@ -56,18 +56,23 @@ def test_the_gradient_of_a_list_is_one_launch(launched, arch, transport, ranks, 
     assert launched == [("input_exchange", 1)] * ranks
 
 
+def run_between_calls(op, layers, transport, starved):
+    """Runs gradients of layers, each before a call of `op` on the same workspaces, and checks them."""
+    with World("sm_90a", 3, transport=transport, mode="random", starved=starved, sms=2) as world:
+        for layer in (*layers, layers[0]):
+            layer.backward(world.world.names, with_weights=False)
+            world.call(260, 72, 216, op)
+        world.run()
+    for layer in layers:
+        layer.check()
+
+
 @pytest.mark.parametrize(
     ("starved", "transport"), [(2, "peer_bulk"), pytest.param(1, "copy_engine", marks=pytest.mark.slow)]
 )
 def test_lists_and_single_weights_share_workspaces_with_a_rank_that_lags(starved, transport):
     layers = [Layer(390, (3 * 72, 3 * 8, 3 * 8), seed=1), Layer(3, (3 * 72, 3 * 8, 3 * 8), seed=2)]
-    with World("sm_90a", 3, transport=transport, mode="random", starved=starved, sms=2) as world:
-        for layer in (*layers, layers[0]):
-            layer.backward(world.world.names, with_weights=False)
-            world.call(260, 72, 216, "all_to_all_gemm")
-        world.run()
-    for layer in layers:
-        layer.check()
+    run_between_calls("all_to_all_gemm", layers, transport, starved)
 
 
 def test_a_lost_flag_of_a_list_is_named():
@@ -121,13 +126,7 @@ def test_lists_of_more_matrices_than_a_kernel_takes_are_no_list(launched, kind):
 
 def test_sums_of_lists_and_of_one_weight_share_workspaces_with_a_rank_that_lags():
     layers = [GatheredLayer(390, (3 * 72, 3 * 8), seed=seed) for seed in (1, 2)]
-    with World("sm_90a", 3, transport="copy_engine", mode="random", starved=2, sms=2) as world:
-        for layer in (*layers, layers[0]):
-            layer.backward(world.world.names, with_weights=False)
-            world.call(260, 72, 216, "gemm_reduce_scatter")
-        world.run()
-    for layer in layers:
-        layer.check()
+    run_between_calls("gemm_reduce_scatter", layers, "copy_engine", starved=2)
 
 
 @pytest.mark.usefixtures("changed_kernels")

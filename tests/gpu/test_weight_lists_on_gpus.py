@@ -21,30 +21,28 @@ def test_a_list_is_one_launch(device, monkeypatch, ranks, rows, scaled):
             assert launches == [1] * ranks
 
 
-@pytest.mark.parametrize("rows", [30, 1000, 4096])
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_the_gradient_of_a_list_is_one_launch(device, monkeypatch, ranks, rows):
-    launches = counted_launches(monkeypatch)
+def run_gradients(kind, launches, ranks, rows, device):
+    """Checks gradients of four layers; yields numbers of kernels: of forward calls, then of gradients."""
     with VirtualWorld(ranks, device=device) as world:
         for seed in range(4):
-            layer = Layer(rows, [1024 * ranks, 136 * ranks, 72 * ranks], seed=seed, device=device)
+            layer = kind(rows, [1024 * ranks, 136 * ranks, 72 * ranks], seed=seed, device=device)
             launches.clear()
             layer.backward(world.names, with_weights=False)
             world.synchronize()
             layer.check()
-            assert launches == [1, 1] * ranks
+            yield launches
+
+
+@pytest.mark.parametrize("rows", [30, 1000, 4096])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_gradient_of_a_list_is_one_launch(device, monkeypatch, ranks, rows):
+    for launches in run_gradients(Layer, counted_launches(monkeypatch), ranks, rows, device):
+        assert launches == [1, 1] * ranks
 
 
 @pytest.mark.parametrize("rows", [30, 1000, 4096])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_gradient_of_gathered_rows_of_a_list_is_one_launch(device, monkeypatch, ranks, rows):
-    launches = counted_launches(monkeypatch)
     monkeypatch.setattr(GatheredLayer, "layouts", ("rows", "columns", "slice"))
-    with VirtualWorld(ranks, device=device) as world:
-        for seed in range(4):
-            layer = GatheredLayer(rows, [1024 * ranks, 136 * ranks, 72 * ranks], seed=seed, device=device)
-            launches.clear()
-            layer.backward(world.names, with_weights=False)
-            world.synchronize()
-            layer.check()
-            assert launches == [3] * ranks + [1] * ranks
+    for launches in run_gradients(GatheredLayer, counted_launches(monkeypatch), ranks, rows, device):
+        assert launches == [3] * ranks + [1] * ranks

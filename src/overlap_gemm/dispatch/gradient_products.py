@@ -169,7 +169,7 @@ class SumOfParts(Registered):
         run_op = chosen(self.spec, call, operands).run
 
         def run(x: Tensor, others: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
-            parts, weight, _, *_ = of_list((x, *others), weights)
+            parts, weight = of_list((x, *others), weights)[:2]
             if not takes_lists:
                 return [run_op(parts, weight, None)]
             moved, (total,) = run_op(parts, [weight], ())

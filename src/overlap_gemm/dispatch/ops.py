@@ -184,11 +184,9 @@ class GemmOp(Registered):
             if grad is None:
                 of_results[i] = x.new_zeros(rows, result_extents(self.spec, call, weight)[1])
         grad_x, grad_weights, grad_biases = None, [], []
-        adds, is_one_sum = (
-            len(weights) == 1 or call.promises.invariant is None,
-            1 < len(weights) <= MOST_WEIGHTS,
-        )
-        of_parts = dual_of(self.spec).of_parts if is_one_sum and needs_x and adds else None
+        adds = len(weights) == 1 or call.promises.invariant is None
+        is_one_sum = adds and 1 < len(weights) <= MOST_WEIGHTS
+        of_parts = dual_of(self.spec).of_parts if is_one_sum and needs_x else None
         moved: Any = None
         if of_parts is not None and group_size(call.group) > 1 and not torch.is_grad_enabled():
             keep = any(needs_weights) or any(needs_biases)

@@ -22,9 +22,8 @@ GUARD = 512
 """Bytes between two allocations that belong to none, so that an overrun is detected."""
 
 _PROT_NONE = 0
-_NORESERVE = getattr(
-    mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0
-)  # no name in Python 3.11
+# Python 3.11's mmap has no name for it.
+_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long]

@@ -205,7 +205,7 @@ class Fused:
             return self.call(op, x, weight, bias, shards, group, depth, scales, dtype, problem.blocks)
 
         run = within(settings(), run)  # later calls use the settings of this one
-        if not (shape.rows and columns and weight.shape[0]):  # without rows there are no shards
+        if _is_empty(extents, weight):
             return run
         is_loaded = _fits(extents, x, weight, bias)
         # Planned now on every rank, also where operands are copied: all ranks plan a list in its order.
@@ -350,10 +350,15 @@ class Fused:
 
 def _fits(extents: Sizes, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Returns whether kernels can load these operands, if their addresses are multiples of 16 bytes."""
-    if not (extents.shape.rows and extents.out[1] and weight.shape[0]):  # without rows there are no shards
+    if _is_empty(extents, weight):
         return False
     strided = has_tma_strides(x, extents.shard) and has_tma_strides(weight)
     return strided and (bias is None or bias.stride(0) == 1)
+
+
+def _is_empty(extents: Sizes, weight: Tensor) -> bool:
+    """Returns whether there is nothing to multiply here; without rows there are no shards either."""
+    return not (extents.shape.rows and extents.out[1] and weight.shape[0])
 
 
 def _vectors(
