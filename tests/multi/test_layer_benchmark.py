@@ -1,4 +1,4 @@
-"""benchmarks/layer.py on two CPU ranks; train_step.py, with tiny layers, and host_time.py on one."""
+"""benchmarks/layer.py and tokens.py on two CPU ranks; train_step.py, and host_time.py on one."""
 
 import json
 import re
@@ -51,3 +51,17 @@ def test_host_times_are_those_of_calls_that_work(ranks):
     name = "fused gemm_reduce_scatter of a layer with a residual"
     assert [row[0] for row in rows] == ["torch.mm", name, f"{name}, recorded", f"{name}, and backward"]
     assert float(rows[0][3]) == 1 and all(float(least) <= float(median) for _, least, median, _ in rows)
+
+
+def test_whole_models_are_trained_alike_and_timed(ranks, tmp_path):
+    data, names = tmp_path / "tokens.json", ("transformers", "ours", "torch", "fsdp2")
+    options = ["--model", "tiny", "--batch", 2, "--sequence", 14, "--dtype", "float32", "--rounds", 1]
+    options += [option for name in names for option in ("--way", name)] + ["--json", data]
+    ranks(2).run(run_program, str(BENCHMARKS / "tokens.py"), options)
+    report = json.loads(data.read_text())
+    assert report["left_out"] == {} and tuple(report["ways"]) == names
+    expected, *others = (way["losses"] for way in report["ways"].values())
+    assert expected[-1] < expected[0] - 0.01
+    for losses in others:
+        assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) < 1e-5
+    assert all(way["tokens_per_second"] > 0 for way in report["ways"].values())
