@@ -7,10 +7,8 @@ import re
 import subprocess
 import sys
 import zipfile
-from contextlib import contextmanager
-from importlib import import_module
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -22,137 +20,15 @@ from overlap_gemm import quantize_rows
 from overlap_gemm.backends.decomposed import Decomposed
 from overlap_gemm.integrations import torch_symm_mem
 from overlap_gemm.integrations import vllm as plugin
-
-NAMES = {
-    "vllm.config": ["get_current_vllm_config_or_none"],
-    "vllm.distributed": ["tensor_model_parallel_all_reduce"],
-    "vllm.distributed.parallel_state": ["get_tp_group"],
-    "vllm.envs": ["environment_variables", "VLLM_BATCH_INVARIANT"],
-    "vllm.model_executor.custom_op": ["maybe_get_oot_by_class"],
-    "vllm.model_executor.layers.linear": ["RowParallelLinear", "UnquantizedLinearMethod"],
-    "vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel": ["FP8ScaledMMLinearKernel"],
-}
-"""What the plug-in imports."""
+from tests.support.vllm import NAMES, registered, stand_in
 
 ATTRIBUTES = (
     "input_is_parallel", "reduce_results", "tp_size", "skip_bias_add", "bias", "return_bias", "input_size",
     "quant_method", "output_size",
 )  # fmt: skip
-"""What it reads of a layer."""
+"""What it reads of a row-parallel layer."""
 
-
-def stand_in(calls):
-    """Modules with the names, the registry by class names and the forward's contract of vLLM's."""
-    registry = {}
-
-    class UnquantizedLinearMethod:
-        pass
-
-    class QuantFP8:
-        """Scales of each token, or the layer's own; rows padded to 17, as vLLM pads for torch's product."""
-
-        def __init__(self, by_token):
-            self.static, self.use_per_token_if_dynamic = False, by_token
-
-        def __call__(self, x, scale, bound):
-            padded = nn.functional.pad(x, (0, 0, 0, max(0, 17 - len(x))), value=7.0)
-            if scale is None:
-                return quantize_rows(padded)
-            return (padded / scale).clamp(-448, 448).to(torch.float8_e4m3fn), scale
-
-    class FP8ScaledMMLinearKernel:
-        def __init__(self, by_token=True):
-            self.config = SimpleNamespace(out_dtype=None, by_token=by_token)
-            self.quant_fp8 = QuantFP8(by_token)
-
-        def apply_weights(self, layer, x, bias=None):
-            raise AssertionError("the layer's own forward is a stand-in")
-
-        def _get_layer_params(self, layer):
-            return layer.weight, layer.weight_scale, layer.input_scale, None
-
-        def apply_scaled_mm(self, *, A, B, out_dtype, As, Bs, bias, output_shape):
-            calls.append("product")
-            out = ((A.float() * As) @ (B.float() * Bs.reshape(1, -1))).to(out_dtype)
-            return (out if bias is None else out + bias).view(output_shape)
-
-    class RowParallelLinear(nn.Module):
-        def __new__(cls, *args, **kwargs):
-            return super().__new__(registry.get(cls.__name__, cls))
-
-        @classmethod
-        def register_oot(cls, layer):
-            assert cls.__name__ not in registry, "Duplicate layer name"
-            registry[cls.__name__] = layer
-            return layer
-
-        def __init__(self, weight, bias, **options):
-            super().__init__()
-            self.weight = nn.Parameter(weight, requires_grad=weight.dtype != torch.float8_e4m3fn)
-            self.bias = None if bias is None else nn.Parameter(bias)
-            self.tp_size, self.input_size = dist.get_world_size(), weight.shape[1] * dist.get_world_size()
-            self.output_size = len(weight)
-            self.input_is_parallel = self.reduce_results = self.return_bias = True
-            self.skip_bias_add, self.quant_method = False, UnquantizedLinearMethod()
-            vars(self).update(options)
-
-        def forward(self, input_):
-            calls.append("own")
-            return "vLLM's", None
-
-    def tensor_model_parallel_all_reduce(x):
-        calls.append("all_reduce")
-        dist.all_reduce(x)
-        return x
-
-    group = SimpleNamespace(device_group=dist.group.WORLD)
-    settings = SimpleNamespace(
-        kernel_config=SimpleNamespace(linear_backend="auto"),
-        compilation_config=SimpleNamespace(pass_config=SimpleNamespace(enable_sp=False)),
-    )
-    contents = {
-        "get_current_vllm_config_or_none": lambda: settings,
-        "environment_variables": {},
-        "VLLM_BATCH_INVARIANT": False,
-        "maybe_get_oot_by_class": lambda kind: registry.get(kind.__name__, kind),
-        "tensor_model_parallel_all_reduce": tensor_model_parallel_all_reduce,
-        "get_tp_group": lambda: group,
-        "RowParallelLinear": RowParallelLinear,
-        "UnquantizedLinearMethod": UnquantizedLinearMethod,
-        "FP8ScaledMMLinearKernel": FP8ScaledMMLinearKernel,
-    }
-    modules = {
-        name: ModuleType(name)
-        for name in (
-            "vllm", "vllm.model_executor", "vllm.model_executor.layers", "vllm.model_executor.kernels",
-            "vllm.model_executor.kernels.linear", "vllm.model_executor.kernels.linear.scaled_mm",
-        )
-    }  # fmt: skip
-    for name, wanted in NAMES.items():
-        modules[name] = ModuleType(name)
-        for one in wanted:
-            setattr(modules[name], one, contents[one])
-    modules["vllm"].envs = modules["vllm.envs"]
-    return modules, RowParallelLinear, registry, settings
-
-
-@contextmanager
-def registered(calls):
-    """The stand-in with the plug-in switched on."""
-    import_module("torch.testing._internal.optests")  # opcheck's: imported within the block it is forgotten
-    modules, layer_class, registry, settings = stand_in(calls)
-    plugin._register.cache_clear()
-    plugin._overlaps.cache_clear()
-    plugin._kernels.clear()
-    plugin._log_fallback.cache_clear()
-    with mock.patch.dict(sys.modules, modules):
-        plugin.register()
-        assert not registry, "off unless it is asked for"
-        with mock.patch.dict(os.environ, {plugin.SWITCH: "1"}):
-            plugin.register()
-            plugin.register()  # as vLLM may
-            yield modules, layer_class, registry, settings
-    plugin._register.cache_clear()
+ATTRIBUTES_OF_COLUMNS = ("gather_output", "tp_size", "skip_bias_add", "bias", "return_bias", "quant_method")
 
 
 def serves(rank, size):
@@ -212,6 +88,58 @@ def serves(rank, size):
             assert torch_symm_mem.installed() == enabled
         torch_symm_mem.uninstall()
         opcheck(own, weight, bias)
+
+
+def gathers(rank, size):
+    """A linear's and a head's columns are gathered; all else of column-parallel layers is vLLM's own."""
+    calls, overlaps = [], SimpleNamespace(enabled=True)
+    why = lambda self, problem: None if overlaps.enabled else "few"  # noqa: E731
+    with registered(calls) as (modules, _, _, settings), mock.patch.object(Decomposed, "why_slower", why):
+        torch.manual_seed(0)
+        full, bias, x = torch.randn(6 * size, 8), torch.randn(6 * size), torch.randn(5, 8)
+        weight, own_bias = (each.chunk(size)[rank].clone() for each in (full, bias))
+        linear = modules["vllm.model_executor.layers.linear"]
+        logits = modules["vllm.model_executor.layers.logits_processor"].LogitsProcessor
+        method = modules["vllm.model_executor.layers.vocab_parallel_embedding"].UnquantizedEmbeddingMethod()
+        head = SimpleNamespace(weight=weight, quant_method=method, tp_size=size)
+        expected = x @ full.t()
+        for pays, called in ((True, []), (False, ["all_gather"])):
+            overlaps.enabled = pays
+            plugin._overlaps.cache_clear()
+            for skip in (False, True):
+                calls.clear()
+                out, left = linear.ColumnParallelLinear(weight, own_bias, skip_bias_add=skip)(x)
+                torch.testing.assert_close(out, expected + (0 if skip else bias))
+                assert calls == called and (left is None) != skip
+            for added in (None, own_bias):
+                calls.clear()
+                out = logits(6 * size - 1)._get_logits(x, head, added)
+                exact = expected if added is None else expected + bias
+                torch.testing.assert_close(out, exact[:, :-1])
+                assert calls == called
+        bare = linear.ColumnParallelLinear(weight, own_bias, return_bias=False)(x)
+        torch.testing.assert_close(bare, expected + bias)
+        for option in ({"gather_output": False}, {"tp_size": 1}, {"quant_method": object()}):
+            assert linear.ColumnParallelLinear(weight, own_bias, **option)(x)[0] == "vLLM's"
+        for option in ({"use_all_gather": False}, {"head_dtype": torch.float64}):
+            assert logits(6 * size, **option)._get_logits(x, head, None) == "vLLM's"
+        assert logits(6 * size)._get_logits(x, head, None, True) == "vLLM's"
+        for change in ({"tp_size": 1}, {"quant_method": object()}):
+            assert logits(6)._get_logits(x, SimpleNamespace(**{**vars(head), **change}), None) == "vLLM's"
+        with mock.patch.object(settings.kernel_config, "linear_backend", "flashinfer_cutlass"):
+            assert linear.ColumnParallelLinear(weight, own_bias)(x)[0] == "vLLM's"
+            assert logits(6 * size)._get_logits(x, head, None) == "vLLM's"
+        torch.library.opcheck(
+            torch.ops.overlap_gemm.vllm_column_gathered.default, (x, weight, own_bias, size),
+            test_utils=("test_schema", "test_faketensor"),
+        )  # fmt: skip
+        with mock.patch.object(modules["vllm.envs"], "VLLM_BATCH_INVARIANT", True):
+            x = torch.randn(130, 8)
+            rows_alone_equal(linear.ColumnParallelLinear(weight, own_bias), x)
+
+
+def test_columns_are_gathered(ranks):
+    ranks(2).run(gathers)
 
 
 def rows_alone_equal(layer, x):
@@ -392,6 +320,8 @@ def test_names_of_the_released_wheel(tmp_path):
             for name in (
                 "vllm/distributed/communication_op.py", "vllm/distributed/parallel_state.py",
                 "vllm/model_executor/layers/linear.py", "vllm/model_executor/custom_op.py",
+                "vllm/model_executor/layers/logits_processor.py",
+                "vllm/model_executor/layers/vocab_parallel_embedding.py",
                 "vllm/model_executor/kernels/linear/scaled_mm/ScaledMMLinearKernel.py",
                 "vllm/model_executor/layers/quantization/input_quant_fp8.py",
                 "vllm/plugins/__init__.py", "vllm/envs.py", "vllm/config/vllm.py", "vllm/config/kernel.py",
@@ -421,17 +351,25 @@ def test_names_of_the_released_wheel(tmp_path):
     quantize = ast.dump(defined["QuantFP8"])
     assert "attr='static', ctx=Store()" in quantize
     assert "attr='use_per_token_if_dynamic', ctx=Store()" in quantize
-    layer = defined["RowParallelLinear"]
-    forward = next(node for node in layer.body if getattr(node, "name", None) == "forward")
-    assert [argument.arg for argument in forward.args.args] == ["self", "input_"]
-    stored = {
-        node.attr
-        for kind in (layer, defined["LinearBase"])
-        for node in ast.walk(kind)
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
-    }
-    declared = {"quant_method"}  # annotated before it is set
-    assert set(ATTRIBUTES) <= stored | declared
+    attributes = {"RowParallelLinear": ATTRIBUTES, "ColumnParallelLinear": ATTRIBUTES_OF_COLUMNS}
+    for name, read in attributes.items():
+        layer = defined[name]
+        forward = next(node for node in layer.body if getattr(node, "name", None) == "forward")
+        assert [argument.arg for argument in forward.args.args] == ["self", "input_"]
+        stored = {
+            node.attr
+            for kind in (layer, defined["LinearBase"])
+            for node in ast.walk(kind)
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+        }
+        declared = {"quant_method"}  # annotated before it is set
+        assert set(read) <= stored | declared
+    methods = {node.name: node for node in defined["LogitsProcessor"].body if hasattr(node, "args")}
+    arguments = [argument.arg for argument in methods["_get_logits"].args.args]
+    assert arguments == ["self", "hidden_states", "lm_head", "embedding_bias", "skip_gather"]
+    assert "_get_logits" in ast.dump(methods["forward"])
+    for name in ("use_all_gather", "head_dtype", "org_vocab_size"):
+        assert f"attr='{name}', ctx=Store()" in ast.dump(methods["__init__"])
     assert "register_oot" in {node.name for node in defined["PluggableLayer"].body if hasattr(node, "name")}
     assert "device_group" in ast.dump(defined["GroupCoordinator"])
     assert "vllm.general_plugins" in ast.dump(trees["vllm/plugins/__init__.py"])

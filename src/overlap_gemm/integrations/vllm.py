@@ -1,4 +1,4 @@
-"""Plug-in for vLLM: row-parallel linears whose all-reduce overlaps the product, if that is faster.
+"""Plug-in for vLLM: linears whose collective overlaps the product, if that is faster.
 
 vLLM finds it by its entry point (group `vllm.general_plugins`) and loads it in every process. It does nothing
 unless `OVERLAP_GEMM_VLLM=1`. It applies to every `RowParallelLinear` that is unquantized, or has 8-bit floats
@@ -6,6 +6,10 @@ with scales by tensor or channel. Its product becomes one opaque op that decides
 of tokens: `gemm_all_reduce` if the model of `overlap_gemm.tuning` predicts the fused kernel to be faster than
 product and collective, otherwise vLLM's own product and all-reduce. Activations are quantised by vLLM's own
 kernel.
+
+Column-parallel linears of vLLM have no collective, with two exceptions, which become `gemm_all_gather` in the
+same way if they are unquantized: `ColumnParallelLinear` with `gather_output=True`, and the head whose logits
+`LogitsProcessor` gathers.
 
 With `VLLM_BATCH_INVARIANT` all calls are `gemm_all_reduce(..., invariant="batch")`: a choice by the number of
 tokens would make bits depend on it. vLLM's mode makes its own products and NCCL's sums independent of the
@@ -28,12 +32,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..api.functional import gemm_all_reduce
+from ..api.functional import gemm_all_gather, gemm_all_reduce
 from ..backends.base import Problem
 from ..backends.op_call import CallOperands, OpCall, promises_of
 from ..backends.select import choose
 from ..runtime.group import find
-from ..spec import GEMM_ALL_REDUCE
+from ..spec import GEMM_ALL_GATHER, GEMM_ALL_REDUCE
 from ..spec.promises import Invariant
 from . import torch_symm_mem
 
@@ -60,15 +64,22 @@ def _register() -> type:
         from vllm import envs
         from vllm.config import get_current_vllm_config_or_none
         from vllm.model_executor.custom_op import maybe_get_oot_by_class
-        from vllm.model_executor.layers.linear import RowParallelLinear, UnquantizedLinearMethod
+        from vllm.model_executor.layers.linear import (
+            ColumnParallelLinear,
+            RowParallelLinear,
+            UnquantizedLinearMethod,
+        )
+        from vllm.model_executor.layers.logits_processor import LogitsProcessor
+        from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
     except ImportError as error:
         raise RuntimeError(f"{SWITCH}=1 needs vLLM 0.24 or newer: {error}") from error
-    registered = maybe_get_oot_by_class(RowParallelLinear)
-    if registered is not RowParallelLinear:
-        raise RuntimeError(
-            f"{SWITCH}=1, but another plug-in has registered vLLM's RowParallelLinear: "
-            f"{registered.__module__}.{registered.__qualname__}; disable one of the two"
-        )
+    for kind in (RowParallelLinear, ColumnParallelLinear, LogitsProcessor):
+        registered = maybe_get_oot_by_class(kind)
+        if registered is not kind:
+            raise RuntimeError(
+                f"{SWITCH}=1, but another plug-in has registered vLLM's {kind.__name__}: "
+                f"{registered.__module__}.{registered.__qualname__}; disable one of the two"
+            )
 
     # vLLM includes its known variables in the key of stored graphs, so graphs of the other setting are not
     # used, and sends them to Ray's workers, so all workers have the same layer.
@@ -111,8 +122,51 @@ def _register() -> type:
                 return out
             return out, self.bias if self.skip_bias_add else None
 
+    class OverlapColumnParallelLinear(ColumnParallelLinear):
+        """vLLM's layer; the forward is replaced if it gathers the result of an unquantized product."""
+
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self._uses_vllm_forward = _why_not(get_current_vllm_config_or_none()) is not None
+
+        def forward(self, input_: Tensor) -> Any:
+            plain = type(self.quant_method) is UnquantizedLinearMethod and self.weight.ndim == 2
+            if self._uses_vllm_forward or not (plain and self.gather_output and self.tp_size > 1):
+                return super().forward(input_)
+            bias = None if self.skip_bias_add else self.bias
+            out = torch.ops.overlap_gemm.vllm_column_gathered(input_, self.weight, bias, self.tp_size)
+            if not self.return_bias:
+                return out
+            return out, self.bias if self.skip_bias_add else None
+
+    class OverlapLogitsProcessor(LogitsProcessor):
+        """vLLM's layer; product and all-gather of an unquantized head are replaced."""
+
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self._uses_vllm_forward = _why_not(get_current_vllm_config_or_none()) is not None
+
+        def _get_logits(
+            self,
+            hidden_states: Tensor,
+            lm_head: Any,
+            embedding_bias: Tensor | None,
+            skip_gather: bool = False,
+        ) -> Any:
+            plain = type(lm_head.quant_method) in (UnquantizedEmbeddingMethod, UnquantizedLinearMethod)
+            has_types = getattr(self, "head_dtype", None) in (None, hidden_states.dtype)
+            gathers = self.use_all_gather and lm_head.tp_size > 1 and not skip_gather
+            if self._uses_vllm_forward or not (plain and has_types and gathers):
+                rest = (skip_gather,) if skip_gather else ()  # vLLM's before 0.33 have no such argument
+                return super()._get_logits(hidden_states, lm_head, embedding_bias, *rest)
+            product = torch.ops.overlap_gemm.vllm_column_gathered
+            logits = product(hidden_states, lm_head.weight, embedding_bias, lm_head.tp_size)
+            return logits[..., : self.org_vocab_size]  # without the padding of the vocabulary
+
     RowParallelLinear.register_oot(OverlapRowParallelLinear)
-    logger.info("vLLM's RowParallelLinear is overlap_gemm's; %s=1", SWITCH)
+    ColumnParallelLinear.register_oot(OverlapColumnParallelLinear)
+    LogitsProcessor.register_oot(OverlapLogitsProcessor)
+    logger.info("vLLM's RowParallelLinear and gathered products are overlap_gemm's; %s=1", SWITCH)
     return OverlapRowParallelLinear
 
 
@@ -212,6 +266,28 @@ def _row_parallel(x: Tensor, weight: Tensor, bias: Tensor | None, k: int) -> Ten
 @_row_parallel.register_fake
 def _(x: Tensor, weight: Tensor, bias: Tensor | None, k: int) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+@torch.library.custom_op("overlap_gemm::vllm_column_gathered", mutates_args=())
+def _column_gathered(x: Tensor, weight: Tensor, bias: Tensor | None, ranks: int) -> Tensor:
+    """Returns `[..., N]` for x `[..., K]`, weight `[N / ranks, K]` and bias `[N / ranks]` of each rank."""
+    from vllm.distributed import tensor_model_parallel_all_gather
+    from vllm.distributed.parallel_state import get_tp_group
+
+    group = get_tp_group().device_group
+    rows = x.numel() // x.shape[-1] if x.shape[-1] else 0
+    columns = ranks * weight.shape[0]
+    call = OpCall(rows=rows, columns=columns, k=weight.shape[1], invariant=_invariant())
+    if call.invariant or _overlaps(
+        Problem.of(GEMM_ALL_GATHER.name, call, CallOperands(x, None), find(group))
+    ):
+        return gemm_all_gather(x, weight, bias=bias, group=group, columns=columns, invariant=call.invariant)
+    return tensor_model_parallel_all_gather(F.linear(x, weight, bias))
+
+
+@_column_gathered.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, ranks: int) -> Tensor:
+    return x.new_empty(*x.shape[:-1], ranks * weight.shape[0])
 
 
 @torch.library.custom_op("overlap_gemm::vllm_scaled_row_parallel", mutates_args=())
