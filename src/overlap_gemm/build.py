@@ -159,7 +159,7 @@ def fake_arguments(kernel: FusedGemm) -> tuple[Any, ...]:
         matrix(operand.dtype, True)
         if operand.is_matrix
         else make_fake_compact_tensor(
-            Int32 if operand.dtype == "i32" else DTYPES[operand.dtype], (cute.sym_int32(),), assumed_align=16
+            Int64 if operand.dtype == "i64" else DTYPES[operand.dtype], (cute.sym_int32(),), assumed_align=16
         )
         for operand in cfg.epilogue_operands
     )

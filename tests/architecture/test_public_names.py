@@ -40,7 +40,7 @@ SIGNATURES = {
     "all_to_all_gemm": ("x", "weight", "*", "heads=None", "options"),
     "epilogue": (
         "function=None", "*", "inputs=None", "outputs=None", "of='complete'", "pairs=False", "gradient=None",
-        "result=None", "block=None",
+        "result=None", "block=None", "then=None",
     ),
     "init": ("*", "device=None", "timeout=None"),
     "finalize": (),

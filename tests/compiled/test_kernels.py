@@ -12,10 +12,10 @@ from overlap_gemm.build import compile_kernel, make_gather_kernel, make_kernel
 from overlap_gemm.config.arch import ARCHS
 from overlap_gemm.config.gemm_config import GemmConfig
 from overlap_gemm.config.visitors import SCALES, Visitor, bias_of
-from overlap_gemm.epilogues import add_residual_squared, apply_gelu, geglu, swiglu
+from overlap_gemm.epilogues import add_residual_rms_norm, add_residual_squared, apply_gelu, geglu, swiglu
 from overlap_gemm.gather.all_gather import ArrivalGate
 from overlap_gemm.kernel import split
-from overlap_gemm.transports import PeerBulk
+from overlap_gemm.transports import LL, PeerBulk
 from overlap_gemm.tuning.space import every_config
 from overlap_gemm_tools.lint import inspect, ptx_findings, ptxas_findings, report_of
 
@@ -100,6 +100,26 @@ def test_epilogues_compile_and_are_clean(config, one):
     """In the largest tiles, which have the fewest registers: nothing spills, no function is a call."""
     config = dataclasses.replace(config, epilogue=(Visitor(one, ("bf16",) * len(one.inputs)),))
     kernel = make_kernel(config, PeerBulk()) if one.outputs else make_gather_kernel(config, PeerBulk())
+    seen = inspect(partial(compile_kernel, kernel))
+    assert seen.findings(exchanges=True) == []
+    assert re.search(r"^\s*call\b", seen.ptx, re.MULTILINE) is None
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(base, marks=[] if base.is_swap_ab else pytest.mark.slow)
+        for base in (*LARGEST, GemmConfig("sm_90a", (16, 64), mma="swap_ab", k_split=2))
+    ],
+    ids=lambda config: config.name,
+)
+def test_norms_of_complete_rows_compile_and_are_clean(config):
+    """Checks kernels with packets for the tiles that use these."""
+    config = dataclasses.replace(
+        config, epilogue=(Visitor(add_residual_rms_norm, ("bf16", "bf16", "f32", "bf16")),)
+    )
+    transport = LL() if config.is_swap_ab and config.tile[0] <= 64 else PeerBulk()
+    kernel = make_kernel(config, transport, pattern="one_shot")
     seen = inspect(partial(compile_kernel, kernel))
     assert seen.findings(exchanges=True) == []
     assert re.search(r"^\s*call\b", seen.ptx, re.MULTILINE) is None

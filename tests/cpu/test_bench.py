@@ -290,7 +290,9 @@ def compiled(monkeypatch):
     return functions
 
 
-@pytest.mark.parametrize("name", ["add_residual", "add_residual_squared", "swiglu", "scale_gathered_rows"])
+@pytest.mark.parametrize(
+    "name", ["add_residual", "add_residual_squared", "add_residual_rms_norm", "swiglu", "scale_gathered_rows"]
+)
 def test_an_epilogue_is_timed_next_to_the_op_alone_and_to_operations_after_it(name, compiled, tmp_path):
     data = tmp_path / "out.json"
     op = "all_gather_gemm" if name in ("swiglu", "scale_gathered_rows") else "gemm_reduce_scatter"
@@ -304,6 +306,7 @@ def test_an_epilogue_is_timed_next_to_the_op_alone_and_to_operations_after_it(na
     norms = {
         "add_residual_squared": ("", ", eager", ", compiled"),
         "scale_gathered_rows": (", eager", ", compiled"),
+        "add_residual_rms_norm": (", eager", ", compiled"),
     }
     ends = ["", ", alone", ", eager", ", compiled", *(f", norm{end}" for end in norms.get(name, ()))]
     assert set(ours) == {f"decomposed{end}" for end in ends}
@@ -311,7 +314,11 @@ def test_an_epilogue_is_timed_next_to_the_op_alone_and_to_operations_after_it(na
     seconds = row["eager"]["seconds"]
     assert ours["decomposed"]["of_alone"] > 0 and seconds["decomposed, compiled"] > 0
     assert "by torch after the op" in ours["decomposed"]["epilogue"]
-    assert len(compiled) == {"add_residual_squared": 3, "scale_gathered_rows": 2}.get(name, 1)
+    assert len(compiled) == {
+        "add_residual_squared": 3,
+        "scale_gathered_rows": 2,
+        "add_residual_rms_norm": 2,
+    }.get(name, 1)
     text = " ".join(result.output.split())
     assert re.search(
         rf"alone [\d.]+ with {name}, [\d.]+ compiled after, [\d.]+ eager after[^;]*; {name}: by", text

@@ -213,10 +213,8 @@ def residual_of_the_next_row(patch):
 
 
 def norm_before_the_last_part(patch):
-    finish = device._finish_rows
-    patch.setattr(device, "_finish_rows", lambda of, counts, unit, row, rows, subtiles: finish(
-        of, counts, unit, row, rows, subtiles - 1
-    ))  # fmt: skip
+    finish = device.finish_rows
+    patch.setattr(device, "finish_rows", lambda *arguments: finish(*arguments[:-1], arguments[-1] - 1))
 
 
 MUTANTS = {

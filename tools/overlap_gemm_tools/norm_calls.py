@@ -5,6 +5,8 @@
 | `fused, norm`           | `fused`, then its rows are scaled   | -: `fused` itself          |
 | `fused, norm, eager`    | `fused, alone`, residual, norm      | norm of x, `fused, alone`  |
 | `fused, norm, compiled` | the same, compiled after the op     | the same                   |
+
+With `add_residual_rms_norm` there are the last two; `fused` itself is the norm.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from overlap_gemm.epilogues import Epilogue, add_residual_squared, scale_gathered_rows
+from overlap_gemm.epilogues import Epilogue, add_residual_rms_norm, add_residual_squared, scale_gathered_rows
 from overlap_gemm.testing.workload import Call
 
 AFTER, COMPILED, NORM = ", eager", ", compiled", ", norm"
@@ -42,14 +44,17 @@ def norm_calls(
             return lambda: alone(norm(x, gamma))
 
         return {NORM + end: before(norm) for end, norm in _variants(normalized).items()}
-    if epilogue == add_residual_squared:
-        (residual,) = inputs
-        weight, scale = residual.new_ones(residual.shape[-1]), torch.compile(scaled, dynamic=False)
+    if epilogue in (add_residual_squared, add_residual_rms_norm):
+        residual, *_ = inputs
+        weight = residual.new_ones(residual.shape[-1])
 
         def after(norm: Callable[..., Any]) -> Call:
             return lambda: norm(alone(x), residual, weight)
 
         calls = {NORM + end: after(norm) for end, norm in _variants(residual_and_norm).items()}
+        if epilogue == add_residual_rms_norm:
+            return calls
+        scale = torch.compile(scaled, dynamic=False)
         return {NORM: lambda: scale(*fused(), weight), **calls}  # type: ignore[misc]
     return {}
 

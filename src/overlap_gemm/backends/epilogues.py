@@ -12,7 +12,7 @@ from torch import Tensor
 from ..config.gemm_config import GemmConfig
 from ..config.scale_blocks import Blocks, in_words
 from ..config.visitors import Visitor
-from ..epilogues import BLOCK, PAIR, Applied, Epilogue, apply_relu
+from ..epilogues import BLOCK, PAIR, Applied, Epilogue, add_residual_rms_norm, apply_relu
 from ..epilogues.definition import LARGEST, LEAST_SCALE, bands
 from ..epilogues.library import BINARY, TORCH_OPERATIONS
 from ..spec import PATTERNS, OpSpec, patterns_of
@@ -55,7 +55,7 @@ class Applying(NamedTuple):
     @property
     def visitor(self) -> Visitor:
         """Returns the epilogue in the form that kernel configurations take."""
-        outputs = [self.out_dtype for _, kind in self.epilogue.outputs if kind == "element"]
+        outputs = [self.out_dtype for _, kind in self.epilogue.returned if kind == "element"]
         return Visitor(self.epilogue, tuple(INPUT_DTYPES[dtype] for dtype in (*self.dtypes, *outputs)))
 
     def __str__(self) -> str:
@@ -67,17 +67,55 @@ class Applying(NamedTuple):
 
         Epilogues of `TORCH_OPERATIONS` are applied by these, which make no float32 copies of 16-bit tensors.
         With two operations the result of the first one is rounded, too, as in a model without epilogues.
+        So is `add_residual_rms_norm` if its eps was passed as a number.
         """
         if (operations := TORCH_OPERATIONS.get(self.epilogue.key)) is not None:
             return [_by_torch(self.epilogue, operations, sums, inputs).to(self.out_dtype)]
-        result, *others = self.epilogue.on_tensors(sums, inputs)
+        if self.epilogue.key == add_residual_rms_norm.key and (eps := number_of(inputs[2])) is not None:
+            residual, weight, _ = inputs
+            stream = torch.add(sums, residual).to(self.out_dtype)
+            normed = F.rms_norm(stream, weight.shape, weight.to(self.out_dtype), eps)
+            return [normed, stream]
+        result, *others = self.epilogue.on_tensors(sums, inputs, self.out_dtype)
         if self.epilogue.block is not None:
             return _by_blocks(result.float(), self.epilogue.block)
-        outputs = zip(self.epilogue.outputs, others, strict=True)
+        outputs = zip(self.epilogue.returned, others, strict=True)
         return [
             _rounded(result, result_dtype(self.epilogue, self.out_dtype)),
             *(value.to(self.out_dtype) if kind == "element" else value for (_, kind), value in outputs),
         ]
+
+
+MOST_NUMBERS = 64
+"""Numbers of which a tensor is kept: the scales of a caller that passes a new one each time are not."""
+
+_of_numbers: dict[tuple[float, torch.device], Tensor] = {}
+_numbers: dict[int, float] = {}
+
+
+def tensor_of(value: float, device: torch.device, keep: bool) -> Tensor:
+    """Returns a number as a float32 tensor of one element.
+
+    A kept tensor costs later calls no launch. It is complete when it is kept, for any stream.
+
+    Args:
+        value: Number.
+        device: Device of the tensor.
+        keep: Whether the tensor may be a kept one: no compiler or CUDA graph is recording the call.
+    """
+    key = value, device
+    if not keep or (key not in _of_numbers and len(_of_numbers) >= MOST_NUMBERS):
+        return torch.full((1,), value, dtype=torch.float32, device=device)
+    if key not in _of_numbers:
+        with torch.inference_mode(False):
+            kept = _of_numbers[key] = torch.tensor([value], dtype=torch.float32).to(device)
+        _numbers[id(kept)] = value
+    return _of_numbers[key]
+
+
+def number_of(tensor: Tensor) -> float | None:
+    """Returns the number of a kept tensor without reading its memory; None for other tensors."""
+    return _numbers.get(id(tensor))
 
 
 def result_dtype(epilogue: Epilogue | None, out_dtype: torch.dtype) -> torch.dtype:
@@ -272,6 +310,8 @@ def why_after(problem: Problem, columns: int) -> str | None:
     if epilogue.outputs and not (spec.sums and problem.world_size > 1):
         return "kernels support outputs in ops that sum over several ranks only"
     is_all_reduce = spec.sums and spec.out is None and problem.world_size > 1
+    if epilogue.then is not None and not is_all_reduce:
+        return "kernels visit complete rows (then=) in all-reduces only"
     if is_all_reduce and epilogue.needs_one_shot and problem.m > ONE_SHOT_ROWS:
         what = "outputs" if epilogue.outputs else "8-bit results"
         return f"kernels support {what} of an all-reduce up to M={ONE_SHOT_ROWS}, not M={problem.m}"
@@ -368,7 +408,7 @@ def written_without_kernel(visitor: Visitor, result: Tensor, dtype: torch.dtype)
         result.new_empty(result.shape, dtype=dtype)
         if kind == "element"
         else result.new_zeros(len(result), dtype=torch.float32)
-        for _, kind in visitor.epilogue.outputs
+        for _, kind in visitor.epilogue.returned
     ]
 
 
@@ -381,11 +421,11 @@ def slice_inputs(visitor: Visitor, inputs: Sequence[Tensor], first: int, end: in
 
 
 def counts_of(config: GemmConfig, rows: int, columns: int, device: torch.device) -> Tensor | None:
-    """Returns int32 zeros for a kernel's counts of finished rows; None if no epilogue needs counts."""
+    """Returns int64 zeros for a kernel's counts of finished rows; None if no epilogue needs counts."""
     for visitor in config.epilogue:
         for operand in visitor.writes:
             if operand.kind == "row_counts":
-                return torch.zeros(operand.shape(config, rows, columns), dtype=torch.int32, device=device)
+                return torch.zeros(operand.shape(config, rows, columns), dtype=torch.int64, device=device)
     return None
 
 

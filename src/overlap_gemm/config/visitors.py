@@ -30,6 +30,9 @@ from overlap_gemm.spec.sharding import ceil_div
 if TYPE_CHECKING:
     from overlap_gemm.config.gemm_config import GemmConfig
 
+COUNT_PITCH = 16
+"""Words from one count of rows to the next: they are in different lines of the L2 cache."""
+
 OperandKind = Literal[InputKind, "row_values", "row_parts", "row_counts", "block_scales"]
 
 
@@ -44,10 +47,10 @@ class Operand:
         kind: ``"rows"``, ``"columns"``: a vector with an element for each; ``"scalar"``: a vector of one;
             ``"element"``: a matrix. Written, for an output with a value for each row: ``"row_values"``: the
             vector; ``"row_parts"``: a matrix, (subtiles along the columns, rows rounded up to 4);
-            ``"row_counts"``: a vector with the number of finished subtiles of each unit's rows, zeros between
-            calls. ``"block_scales"``: scales of an 8-bit result, (blocks along the columns, rows rounded up
-            to 4).
-        dtype: Element type, ``"bf16"``, ``"f16"``, ``"f32"`` or ``"i32"``.
+            ``"row_counts"``: a vector with the number of finished subtiles of each unit's rows, `COUNT_PITCH`
+            words apart, zeros between calls. ``"block_scales"``: scales of an 8-bit result, (blocks along
+            the columns, rows rounded up to 4).
+        dtype: Element type, ``"bf16"``, ``"f16"``, ``"f32"`` or ``"i64"``.
     """
 
     kind: OperandKind
@@ -75,7 +78,7 @@ class Operand:
             "columns": (columns,),
             "scalar": (1,),
             "row_parts": (ceil_div(columns, config.epi_tile[1]), ceil_div(rows, 4) * 4),
-            "row_counts": (ceil_div(rows, config.unit_rows),),
+            "row_counts": (ceil_div(rows, config.unit_rows) * COUNT_PITCH,),
         }[self.kind]
 
 
@@ -115,18 +118,23 @@ class Visitor:
         """Returns the outputs' tensors, in the order of the outputs.
 
         An output with a value for each element has one tensor. One with a value for each row has two, fp32:
-        ``row_values``, then ``row_parts``. If there are any of the latter, one ``row_counts`` (int32) for all
+        ``row_values``, then ``row_parts``. If there are any of the latter, one ``row_counts`` (int64) for all
         of them is the last. The scales of an 8-bit result have one tensor, the kernel's last operand.
+        With `Epilogue.then` the values of that function come first, and row values are not stored. The
+        kernel's output then has the values of the epilogue's first function.
         """
         if self.epilogue.block:
             return (Operand("block_scales", "f32"),)
         dtypes, operands = iter(self.dtypes[len(self.epilogue.inputs) :]), []
+        if self.epilogue.then is not None:
+            parts = [Operand("row_parts", "f32")] * len(self.reductions)
+            return Operand("element", next(dtypes)), *parts, Operand("row_counts", "i64")
         for _, kind in self.epilogue.outputs:
             if kind == "element":
                 operands.append(Operand("element", next(dtypes)))
             else:
                 operands += [Operand("row_values", "f32"), Operand("row_parts", "f32")]
-        return (*operands, Operand("row_counts", "i32")) if self.reductions else tuple(operands)
+        return (*operands, Operand("row_counts", "i64")) if self.reductions else tuple(operands)
 
     @cached_property
     def reductions(self) -> tuple[OutputKind, ...]:
@@ -137,6 +145,15 @@ class Visitor:
     def operands(self) -> tuple[Operand, ...]:
         """Returns all operands, inputs first, in the order in which the kernel takes them."""
         return self.reads + self.writes
+
+    def in_order(self, out: Any, outputs: Sequence[Any]) -> list[Any]:
+        """Returns the op's results: the result first.
+
+        Args:
+            out: Output of the kernel.
+            outputs: Tensors that it writes in addition, in the order of `writes`.
+        """
+        return [*outputs, out] if self.epilogue.then is not None else [out, *outputs]
 
     def apply(self, sums: Sequence[Any], inputs: Sequence[Any]) -> Any:
         """Returns the result of one value, or of a pair; for functions without outputs."""

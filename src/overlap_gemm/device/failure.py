@@ -33,6 +33,7 @@ class Role(IntEnum):
     RECEIVE_RESULT = 7  # a rank's finished tile, or a part of one
     CALL_READ = 6  # a peer's signal that it has read everything sent to it
     IN_CALL = 4  # no wait: another launch (seen) than this one (expected) is registered on the device
+    COMPLETE_ROWS = 9  # this rank's units of the rows from `index` on
     CALL_IDENTITY = 8  # a peer's entry, which has arrived with another identity (seen) than expected
 
 
@@ -62,9 +63,10 @@ class Failure(NamedTuple):
             `Role.RELAY_STAGED`: of the piece. 0 if the wait is for no tile.
         source: Rank that was waited for.
         flag: Number of the flag among the arrival flags of the waiting rank's workspace. For an entry, a "has
-            read" signal or a gathered shard (any piece of it): the peer's rank.
+            read" signal or a gathered shard (any piece of it): the peer's rank. `Role.COMPLETE_ROWS`: the
+            first row.
         expected: Expected epoch. `Role.CALL_ENTERED`: its low 32 bits. `Role.CALL_IDENTITY`: the expected
-            entry signal. `Role.IN_CALL`: number of this launch.
+            entry signal. `Role.IN_CALL`: number of this launch. `Role.COMPLETE_ROWS`: number of units.
         seen: Last value read, of the same kind as ``expected``. `Role.IN_CALL`: number of the launch that was
             registered before. `NOTHING`: an LL packet has not arrived.
     """

@@ -35,6 +35,7 @@ from .definition import (
 from .library import (
     add_bias,
     add_residual,
+    add_residual_rms_norm,
     add_residual_squared,
     apply_gelu,
     apply_gelu_tanh,
@@ -64,6 +65,7 @@ __all__ = [
     "Value",
     "add_bias",
     "add_residual",
+    "add_residual_rms_norm",
     "add_residual_squared",
     "apply_gelu",
     "apply_gelu_tanh",

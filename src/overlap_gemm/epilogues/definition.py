@@ -6,15 +6,14 @@ as the reference. A kernel traces the same function on values in registers. Stan
 
 from __future__ import annotations
 
-import hashlib
 import inspect
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import ModuleType
 from typing import Any, Literal, NamedTuple, get_args
 
 from .arithmetic import Value
+from .checks import Placeholder, check_then, parameters_of
+from .sources import digest_of
 
 Sum = Literal["partial", "complete"]
 """Kind of sum that an epilogue's function takes.
@@ -31,9 +30,9 @@ for the full result. ``"gathered_rows"``: in `all_gather_gemm`, one value for ea
 values of all ranks are gathered before the kernel.
 """
 
-OutputKind = Literal["element", "row_sum", "row_max"]
+OutputKind = Literal["element", "row_sum", "row_mean", "row_max"]
 """Shape of an output: one value for each element, in the op's type even if the result has another; or for
-each row the sum or maximum of its values, in fp32 (of float64 operands in float64)."""
+each row the sum, mean or maximum of its values, in fp32 (of float64 operands in float64)."""
 
 ResultType = Literal["e4m3"]
 """8-bit type of a result: float8_e4m3fn. Values are rounded to nearest; those beyond +-448, infinities
@@ -71,6 +70,11 @@ class Epilogue:
         gradient: Gradient function as in `epilogue`, or None.
         result: Type of the result (`ResultType`); None: that of the op.
         block: Columns of a row of the result that share a scale, `BLOCK`; None: there are no scales.
+        then: Function of complete rows, whose values are the result; None: those of `function` are.
+        first: Positions of the inputs that `function` takes.
+        second: Positions of the inputs that `then` takes.
+        returned: (name, kind) of each tensor that follows the result: the outputs; or the scales of blocks;
+            or with `then` the values of `function`, named as its first parameter.
         key: "name:digest", by which graphs, records and other ranks name it (see `epilogue_of`).
         has_gathered_rows: Whether an input is of kind "gathered_rows".
         reads_outputs: Whether `gradient` reads the result and the outputs: its second parameter has no
@@ -88,7 +92,13 @@ class Epilogue:
     gradient: Callable[..., Any] | None = field(default=None, repr=False, compare=False)
     result: ResultType | None = None
     block: int | None = None
+    then: Callable[..., Any] | None = field(default=None, repr=False, compare=False)
 
+    first: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    second: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    returned: tuple[tuple[str, OutputKind | Literal["blocks"]], ...] = field(
+        init=False, repr=False, compare=False
+    )
     key: str = field(init=False, repr=False, compare=False)
     has_gathered_rows: bool = field(init=False, repr=False, compare=False)
     reads_outputs: bool = field(init=False, repr=False, compare=False)
@@ -97,10 +107,22 @@ class Epilogue:
     def __post_init__(self) -> None:
         """Sets what every call reads: properties take host time, and compilers trace no cached ones."""
         object.__setattr__(self, "key", f"{self.name}:{self.digest}")
+        first = self._taken(self.function, 1 + self.pairs) if self.then else range(len(self.inputs))
+        object.__setattr__(self, "first", tuple(first))
+        object.__setattr__(self, "second", self._taken(self.then, 1 + len(self.outputs)))
+        returned: Any = (("scales", "blocks"),) if self.block else self.outputs
+        if self.then is not None:
+            returned = ((parameters_of(self.then)[0], "element"),)
+        object.__setattr__(self, "returned", returned)
         gathered = any(kind == "gathered_rows" for _, kind in self.inputs)
         object.__setattr__(self, "has_gathered_rows", gathered)
         for attribute, position in (("reads_outputs", 1), ("reads_inputs", 2)):
             object.__setattr__(self, attribute, _is_read(self.gradient, position))
+
+    def _taken(self, function: Callable[..., Any] | None, after: int) -> tuple[int, ...]:
+        """Returns the positions of the inputs that a function takes as parameters ``after`` and later."""
+        names = parameters_of(function)[after:] if function else ()
+        return tuple(i for i, (name, _) in enumerate(self.inputs) if name in names)
 
     def is_partial(self, sums: bool) -> bool:
         """Returns whether an op applies the function to each rank's partial sum, before it adds them.
@@ -109,11 +131,6 @@ class Epilogue:
             sums: Whether the op adds the products of all ranks (`OpSpec.sums`); else every sum is complete.
         """
         return sums and self.of == "partial"
-
-    @property
-    def returned(self) -> tuple[tuple[str, OutputKind | Literal["blocks"]], ...]:
-        """Returns (name, kind) of each tensor that follows the result: the outputs, or the blocks' scales."""
-        return (("scales", "blocks"),) if self.block else self.outputs
 
     @property
     def needs_one_shot(self) -> bool:
@@ -155,7 +172,7 @@ class Epilogue:
         return Applied(self, tuple([inputs[name] for name in names]))
 
     def apply(self, sums: Sequence[Any], inputs: Sequence[Any]) -> tuple[Any, ...]:
-        """Returns the function's values: the result, then the outputs.
+        """Returns the function's values: the result (or the values that `then` takes), then the outputs.
 
         Args:
             sums: One sum, or the two sums of a pair: tensors or values of a kernel.
@@ -164,7 +181,7 @@ class Epilogue:
         Raises:
             TypeError: The number of returned values differs from the declaration.
         """
-        values = self.function(*sums, *inputs)
+        values = self.function(*sums, *(inputs[i] for i in self.first))
         values = values if isinstance(values, tuple) else (values,)
         if len(values) != 1 + len(self.outputs):
             names = ["result", *(name for name, _ in self.outputs)]
@@ -174,7 +191,18 @@ class Epilogue:
             )
         return values
 
-    def on_tensors(self, sums: Any, inputs: Sequence[Any]) -> tuple[Any, ...]:
+    def finish(self, value: Any, rows: Sequence[Any], inputs: Mapping[int, Any] | Sequence[Any]) -> Any:
+        """Returns the value of `then`.
+
+        Args:
+            value: Stored value of the function.
+            rows: Value of each output for the complete row.
+            inputs: Tensor or value by position of the input; positions in `second` are read.
+        """
+        assert self.then is not None
+        return self.then(value, *rows, *(inputs[i] for i in self.second))
+
+    def on_tensors(self, sums: Any, inputs: Sequence[Any], stored: Any = None) -> tuple[Any, ...]:
         """Applies the function to tensors, in float32 or, for float64 tensors, in float64.
 
         Autograd can differentiate the results.
@@ -184,16 +212,20 @@ class Epilogue:
                 the first and the second sums, `[..., columns / 2]` each.
             inputs: Tensor for each input. Shape by kind: element `[..., result columns]`, rows `[...]`,
                 columns `[result columns]`, scalar any shape with one element.
+            stored: Dtype in which values are stored before `then` takes them; None: they are not rounded.
 
         Returns:
             The result `[..., result columns]`, then each output: `[..., result columns]` for an element
             output, else `[...]`. With `pairs`, result columns are half the columns. Values are not rounded
-            to the op's dtype.
+            to the op's dtype. With `then`: its values, and those of the function.
         """
         wide = [_wide(tensor) for tensor in self.broadcast(inputs)]
         result, *others = self.apply([_wide(part) for part in self.operands(sums)], wide)
         reduced = [_reduced(value, kind) for (_, kind), value in zip(self.outputs, others, strict=True)]
-        return result, *reduced
+        if self.then is None:
+            return result, *reduced
+        value = result if stored is None else _wide(result.to(stored))
+        return self.finish(value, [row.unsqueeze(-1) for row in reduced], wide), result
 
     def operands(self, sums: Any) -> tuple[Any, ...]:
         """Returns the function's arguments: `(sums,)`, or with `pairs` the first and the second sums.
@@ -243,6 +275,7 @@ def epilogue(
     gradient: Callable[..., Any] | None = None,
     result: ResultType | None = None,
     block: int | None = None,
+    then: Callable[..., Any] | None = None,
 ) -> Any:
     """Makes an epilogue of a function; a decorator.
 
@@ -276,21 +309,26 @@ def epilogue(
         block: 128: the op divides each row's values in 128 columns by a scale, and returns the scales after
             the result. A scale is the largest magnitude / 448, at least 2^-60. As in `quantize_rows`, the
             scale of zeros is 2^-60, and a NaN makes its block NaN. Columns are a multiple of 128.
+        then: Second function, of complete rows: `then(value, *outputs, *inputs)`. The value is that of the
+            first function, rounded to the op's type. Outputs are those of the row; inputs are not of kind
+            "element". Its values are the result. The op returns the first function's values after it, and no
+            outputs. Each of the two functions takes the inputs that it names.
 
     Returns:
         The `Epilogue`. If this process has made one with the same key before, the same object is returned.
 
     Raises:
-        TypeError: The parameters of the function are not the sums and the declared inputs. Or the function
-            uses anything else than the operations above, or returns another number of values than declared.
-            Or its source is not available, or it or a function that it uses is a lambda.
+        TypeError: The parameters of a function are not the sums (or value and outputs) and the declared
+            inputs. Or it uses anything else than the operations above, or returns another number of values
+            than declared. Or its source is not available, or it or a function that it uses is a lambda.
         ValueError: A kind or type does not exist; or `of="partial"` is combined with outputs, pairs, a
-            gradient or `result`, or `gradient` with `result`.
+            gradient or `result`, `gradient` with `result`, or `then` with anything but `gradient` and outputs
+            of rows.
     """
     if function is None:
         return lambda function: epilogue(
             function, inputs=inputs, outputs=outputs, of=of, pairs=pairs, gradient=gradient, result=result,
-            block=block,
+            block=block, then=then,
         )  # fmt: skip
     name, kinds, others = getattr(function, "__name__", "epilogue"), dict(inputs or {}), dict(outputs or {})
     for what, value, allowed in (
@@ -316,19 +354,28 @@ def epilogue(
             f"epilogue {name}: block must be {BLOCK}, with result='e4m3' and without outputs; got "
             f"block={block!r}, result={result!r}, outputs=({', '.join(others)})"
         )
-    taken = list(inspect.signature(function).parameters)
-    if taken[1 + pairs :] != list(kinds):
+    taken = parameters_of(function)
+    if then is not None:
+        check_then(name, kinds, others, taken[1:], then, None if result or pairs else of)
+    elif taken[1 + pairs :] != list(kinds):
         raise TypeError(
             f"epilogue {name}: after {'a pair of sums' if pairs else 'the sum'} the function must take the "
             f"inputs ({', '.join(kinds)}), in this order; it takes ({', '.join(taken)})"
         )
     declared = (kinds, others, of, pairs, result, *([block] if block else []))
-    digest, read, stored = _digest(name, function, str(declared), gradient), kinds.items(), others.items()
+    functions = [function] if then is None else [function, then]
+    digest = digest_of(name, str(declared), functions, gradient)
     made = Epilogue(
-        name, tuple(read), tuple(stored), of, pairs, digest, function, gradient, result, block
+        name, tuple(kinds.items()), tuple(others.items()), of, pairs, digest, function, gradient, result,
+        block, then,
     )  # fmt: skip
     try:
-        made.apply([_Probe()] * (1 + pairs), [_Probe()] * len(kinds))
+        inputs_of_probe = [Placeholder()] * len(kinds)
+        made.apply([Placeholder()] * (1 + pairs), inputs_of_probe)
+        if then is not None and not isinstance(
+            made.finish(Placeholder(), [Placeholder()] * len(others), inputs_of_probe), Value
+        ):
+            raise TypeError("then= must return one value")
     except Exception as error:
         raise TypeError(
             f"epilogue {name}: the function must use + - * /, abs, numbers and functions of "
@@ -354,19 +401,6 @@ def epilogue_of(key: str) -> Epilogue:
 _known: dict[str, Epilogue] = {}
 
 
-class _Probe(Value):
-    """Placeholder value: a function that runs on it uses only operations that values have."""
-
-    def unary(self, name: str) -> Value:
-        return self
-
-    def binary(self, name: str, left: Any, right: Any) -> Value:
-        for one in (left, right):
-            if not isinstance(one, (_Probe, int, float)):
-                raise TypeError(f"an epilogue computes with values and numbers; got {type(one).__name__}")
-        return self
-
-
 def _is_read(gradient: Callable[..., Any] | None, position: int) -> bool:
     """Returns whether a gradient function reads its parameter at a position; True for `*parameters`."""
     if gradient is None:
@@ -390,57 +424,4 @@ def _along(tensor: Any, kind: InputKind) -> Any:
 def _reduced(tensor: Any, kind: OutputKind) -> Any:
     if kind == "element":
         return tensor
-    return tensor.sum(-1) if kind == "row_sum" else tensor.amax(-1)
-
-
-def _digest(name: str, function: Callable[..., Any], declared: str, gradient: Any) -> str:
-    """Returns the key of an epilogue's source: its declaration, functions and gradient."""
-    digest = hashlib.sha256(declared.encode())
-    texts = _texts(name, function, set()) + ([] if gradient is None else [_source(name, gradient)])
-    for text in texts:
-        digest.update(text.encode() + b"\0")
-    return digest.hexdigest()[:16]
-
-
-def _source(name: str, function: Any) -> str:
-    """Returns the source of a function; raises TypeError if it has none or is a lambda."""
-    if getattr(function, "__name__", "") == "<lambda>":  # the source of all lambdas of a line is the same
-        raise TypeError(
-            f"epilogue {name}: define functions with def, not with lambda: kernels are kept by name"
-        )
-    try:
-        return textwrap.dedent(inspect.getsource(function))
-    except (OSError, TypeError) as error:
-        raise TypeError(
-            f"epilogue {name}: the source of {function!r} must be in a file or a notebook, because the key "
-            f"of a compiled kernel contains it: {error}"
-        ) from error
-
-
-def _texts(name: str, function: Any, seen: set[int]) -> list[str]:
-    """Returns the sources of a function and of the functions it calls, and the constants it uses."""
-    if id(function) in seen:
-        return []
-    seen.add(id(function))
-    defaults = function.__defaults__, function.__kwdefaults__  # the source may name a constant
-    texts = [_source(name, function), repr(defaults)]
-    code, closure = function.__code__, inspect.getclosurevars(function)
-    referred = {**closure.globals, **closure.nonlocals}
-    for one, value in sorted(referred.items()):
-        if inspect.isfunction(value):
-            texts += _texts(name, value, seen)
-        elif value is None or isinstance(value, (bool, int, float, str)):
-            texts.append(f"{one}={value!r}")
-        elif not isinstance(value, ModuleType):
-            raise TypeError(
-                f"epilogue {name}: {one} in {code.co_name} is a {type(value).__name__}; an epilogue may "
-                "refer to numbers and functions only; declare everything else that it reads as an input"
-            )
-        else:
-            texts += [
-                text
-                for attribute in sorted(set(code.co_names))
-                if inspect.isfunction(called := getattr(value, attribute, None))
-                for text in _texts(name, called, seen)
-            ]
-    return texts
+    return {"row_sum": tensor.sum, "row_mean": tensor.mean, "row_max": tensor.amax}[kind](-1)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .arithmetic import gelu, gelu_tanh, relu, silu
+from .arithmetic import gelu, gelu_tanh, relu, rsqrt, silu
 from .definition import BLOCK, epilogue
 
 
@@ -62,6 +62,34 @@ def _of_stream(gradients: Any, outputs: Any, _inputs: Any) -> Any:
 @epilogue(inputs={"residual": "element"}, outputs={"squares": "row_sum"}, gradient=_of_stream)
 def add_residual_squared(x: Any, residual: Any) -> Any:
     """Returns y = x + residual, and y * y, whose sum over each row an RMS norm after the op needs."""
+    stream = x + residual
+    return stream, stream * stream
+
+
+def _of_norm(gradients: Any, outputs: Any, inputs: Any) -> Any:
+    """Returns the gradients of sum, residual and weight, in float32 (or float64), from the stream."""
+    (of_normed, of_stream), (_, stream), (_, weight, eps) = gradients, outputs, inputs
+    wide = stream if stream.element_size() == 8 else stream.float()
+    rstd = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
+    normed, scaled = wide * rstd, of_normed * weight
+    gradient = (rstd * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))).add_(of_stream)
+    gradient = gradient.to(of_stream.dtype)
+    return gradient, gradient, (of_normed * normed).sum(0), None
+
+
+def _normed(stream: Any, squares: Any, weight: Any, eps: Any) -> Any:
+    """Returns the stream divided by the root of its row's mean square, times weight."""
+    return stream * rsqrt(squares + eps) * weight
+
+
+@epilogue(
+    inputs={"residual": "element", "weight": "columns", "eps": "scalar"},
+    outputs={"squares": "row_mean"},
+    gradient=_of_norm,
+    then=_normed,
+)
+def add_residual_rms_norm(x: Any, residual: Any) -> Any:
+    """Returns the stream x + residual; the op returns its RMS norm, times weight, and the stream."""
     stream = x + residual
     return stream, stream * stream
 

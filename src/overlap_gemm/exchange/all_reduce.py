@@ -7,7 +7,8 @@ every rank, bit for bit the same.
 
     comm lane       bulk stores of each partial tile into every rank's slot[source][tile]; then the flags
     receive role    per tile: waits for every source's flag, sums the slots in fp32 in rank order, adds the
-                    bias, rounds once, stores. All ranks add the same numbers in the same order
+                    bias, rounds once, stores. All ranks add the same numbers in the same order;
+                    then, if the epilogue visits complete rows, see :mod:`overlap_gemm.exchange.complete_rows`
 
 **Two-shot** (more rows: the number of bytes is decisive): a GEMM reduce-scatter along the columns whose sums
 are sent on. No caller sees the shards, so they suit the tiles: columns, in multiples of the narrowest tile's.
@@ -52,12 +53,14 @@ from overlap_gemm.config.orders import LinearOrder
 from overlap_gemm.device.traced import Scalar, Stages
 from overlap_gemm.exchange.arguments import Exchange
 from overlap_gemm.exchange.call import Call
+from overlap_gemm.exchange.complete_rows import CompleteRows
 from overlap_gemm.exchange.copies import ResultCopies, Results
 from overlap_gemm.exchange.receive import Receiver
 from overlap_gemm.exchange.reduce_scatter import ReduceScatter
 from overlap_gemm.exchange.send import BroadcastSender
 from overlap_gemm.exchange.sums import Sums
 from overlap_gemm.exchange.tile_exchange import PartialExchange
+from overlap_gemm.kernel.epilogue import Visits
 from overlap_gemm.kernel.protocols import Output
 from overlap_gemm.kernel.work import Share, Work
 from overlap_gemm.spec import GEMM_ALL_REDUCE
@@ -81,9 +84,10 @@ class OneShot(PartialExchange):
 
     @property
     def receive(self) -> Receiver:
-        """Returns the receive role, which sums all tiles."""
+        """Returns the receive role, which sums all tiles, then visits complete rows if an epilogue does."""
         sums = Sums(self.config, self.order, self.code, self.transport)
-        return Receiver(self.config, (sums,))
+        parts = (sums, CompleteRows(sums)) if Visits(self.config, ("complete",)).has_rows else (sums,)
+        return Receiver(self.config, parts)
 
     def share(self, exchange: Exchange, rows: Scalar, cols: Scalar, out: Any) -> Share:
         """Returns all rows, as one shard."""

@@ -32,7 +32,7 @@ import cutlass
 from cutlass import Int32, Int64, cute
 
 from overlap_gemm.config.gemm_config import GemmConfig
-from overlap_gemm.device.memory import DTYPES, LANES, store_run
+from overlap_gemm.device.memory import DTYPES, LANES, load_run, store_run
 from overlap_gemm.device.traced import Address, Extras, Scalar
 from overlap_gemm.exchange.call import Call
 from overlap_gemm.kernel.epilogue import Visits
@@ -174,8 +174,14 @@ class Window(NamedTuple):
 
     def store(self, row: Scalar, column: Scalar, values: cute.Tensor) -> None:
         """Stores adjacent values of a row inside the window."""
-        width = values.element_type.width // 8
-        store_run(self.address + (Int64(row) * self.pitch + column) * width, values)
+        store_run(self._at(row, column, values), values)
+
+    def load(self, row: Scalar, column: Scalar, values: cute.Tensor) -> None:
+        """Loads adjacent values of a row inside the window."""
+        load_run(self._at(row, column, values), values)
+
+    def _at(self, row: Scalar, column: Scalar, values: cute.Tensor) -> Any:
+        return self.address + (Int64(row) * self.pitch + column) * (values.element_type.width // 8)
 
 
 def unit_exists(config: GemmConfig, unit: Scalar, tile: CtaTile, window: Window) -> Any:

@@ -5,19 +5,28 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Float32, Int32, Int64, cute
+from cutlass import Int64, cute
 
 from overlap_gemm.config.gemm_config import GemmConfig
 from overlap_gemm.config.scale_blocks import NUM_MATRICES
-from overlap_gemm.config.visitors import Operand, Visitor
-from overlap_gemm.device.memory import DTYPES, LANES, store_run
+from overlap_gemm.config.visitors import COUNT_PITCH, Operand, Visitor
+from overlap_gemm.device.memory import DTYPES, store_run
+from overlap_gemm.device.row_parts import (
+    NEUTRAL,
+    REDUCTIONS,
+    count_unit,
+    finish_rows,
+    load_aligned,
+    row_of,
+    run_of,
+    store_by_first,
+)
 from overlap_gemm.device.traced import Extras, Fragment, Predicate, Scalar
 from overlap_gemm.device.values import Register, raw
-from overlap_gemm.epilogues import Sum, maximum
+from overlap_gemm.epilogues import Sum
 
 
 @dataclass(frozen=True)
@@ -73,8 +82,8 @@ class Visits:
                 if operand.kind == "element":
                     target = targets.pop(0)
                     size, (rows, columns) = cute.size(target), tensor.shape
-                    vector = _row(tensor, cutlass.min(row, rows - 1))
-                    source = _run(vector, cutlass.min(column, columns - size), size)
+                    vector = row_of(tensor, cutlass.min(row, rows - 1))
+                    source = run_of(vector, cutlass.min(column, columns - size), size)
                     cute.autovec_copy(source, target)
 
     def on_chunk(
@@ -114,7 +123,7 @@ class Visits:
                 if kind == "element":
                     _store_chunk(elements.pop(0), row, column, output)
                 else:
-                    parts.pop(0)[0] = raw(functools.reduce(_REDUCTIONS[kind], output))
+                    parts.pop(0)[0] = raw(functools.reduce(REDUCTIONS[kind], output))
             for i, result in enumerate(of_results):
                 values[i] = raw(result)
 
@@ -123,6 +132,18 @@ class Visits:
         """Returns whether the epilogue has an output with a value for each row."""
         return any(visitor.reductions for visitor in self.config.epilogue if visitor.of in self.of)
 
+    @property
+    def has_rows(self) -> bool:
+        """Returns whether the epilogue has a function of complete rows."""
+        return any(visitor.epilogue.then is not None for visitor in self.config.epilogue)
+
+    def of_rows(self, row: Scalar, extras: Extras) -> RowVisit:
+        """Returns the visit of complete rows, of a unit that begins at a row."""
+        ((visitor, tensors),) = (one for one in self._visitors(extras) if one[0].epilogue.then is not None)
+        (result,), (counts,) = (_of_kind(visitor, tensors, kind) for kind in ("element", "row_counts"))
+        parts = zip(visitor.reductions, _of_kind(visitor, tensors, "row_parts"), strict=True)
+        return RowVisit(visitor, tensors, result, tuple(parts), self._count(counts, row))
+
     def row_parts(self) -> list[Any]:
         """Returns registers for a chunk's parts of its row's reductions, with neutral initial values."""
         kinds = [
@@ -130,7 +151,7 @@ class Visits:
         ]
         parts = [cute.make_rmem_tensor(1, cutlass.Float32) for _ in kinds]
         for part, kind in zip(parts, kinds, strict=True):
-            part.fill(_NEUTRAL[kind])
+            part.fill(NEUTRAL[kind])
         return parts
 
     def store_row_parts(
@@ -153,14 +174,15 @@ class Visits:
                 total, distance = Register(parts.pop(0)[0]), 1
                 while distance < width:
                     other = cute.arch.shuffle_sync_bfly(total.raw, distance)
-                    total = _REDUCTIONS[kind](total, Register(other))
+                    total = REDUCTIONS[kind](total, Register(other))
                     distance *= 2
                 store_by_first(output, total.raw, row, subtile, width, exists)
 
     def finish_rows(self, row: Scalar, rows: Scalar, columns: Scalar, extras: Extras) -> None:
         """Reduces the parts of rows whose last unit this warp has finished; all lanes, after a unit.
 
-        Parts are reduced in a fixed order: results do not depend on which warp is the last.
+        Parts are reduced in a fixed order: results do not depend on which warp is the last. If complete rows
+        are visited (`CompleteRows`), their units are only counted.
 
         Args:
             row: First row of the unit.
@@ -168,13 +190,26 @@ class Visits:
             columns: Columns of the output.
             extras: Tensors of `GemmConfig.epilogue_operands`.
         """
+        unit_rows = self.config.unit_rows
         for visitor, tensors in self._visitors(extras):
             if visitor.reductions:
                 (counts,) = _of_kind(visitor, tensors, "row_counts")
+                if visitor.epilogue.then is not None:
+                    count_unit(self._count(counts, row))
+                    continue
                 values, parts = (_of_kind(visitor, tensors, kind) for kind in ("row_values", "row_parts"))
                 triples = tuple(zip(visitor.reductions, values, parts, strict=True))
-                subtiles = (columns + (self.config.epi_tile[1] - 1)) // self.config.epi_tile[1]
-                _finish_rows(triples, counts, self.config.unit_rows, row, rows, subtiles)
+                finish_rows(
+                    triples, self._count(counts, row), unit_rows, row, rows, columns, self._subtiles(columns)
+                )
+
+    def _count(self, counts: Any, row: Scalar) -> Any:
+        """Returns a pointer to the count of the rows of a unit that begins at a row."""
+        return counts.iterator + row // self.config.unit_rows * COUNT_PITCH
+
+    def _subtiles(self, columns: Scalar) -> Any:
+        """Returns the number of subtiles along the columns."""
+        return (columns + (self.config.epi_tile[1] - 1)) // self.config.epi_tile[1]
 
     def on_fragment(
         self, fragment: Fragment, partition: Any, row: Scalar, column: Scalar, extras: Extras
@@ -270,6 +305,62 @@ class Visits:
         return Places(first, offsets((1, 0)), offsets((0, 1)))
 
 
+class RowVisit(NamedTuple):
+    """Visit of complete rows, by chunks: `Epilogue.then` of stored values, row values and inputs.
+
+    Attributes:
+        visitor: Visitor with a function of rows.
+        tensors: Its tensors; those of inputs are first.
+        result: Matrix of the function's values.
+        parts: Reduction and stored parts of each row value.
+        count: Pointer to the count of finished subtiles of the unit's rows.
+    """
+
+    visitor: Visitor
+    tensors: Any
+    result: Any
+    parts: tuple[tuple[Any, Any], ...]
+    count: Any
+
+    def input_registers(self, size: int, chunks: int) -> list[Any]:
+        """Returns registers ``(values, chunks)`` for each input that the function takes."""
+        read = [self.visitor.reads[i] for i in self.visitor.epilogue.second]
+        return [
+            cute.make_rmem_tensor((size if one.kind == "columns" else 1, chunks), DTYPES[one.dtype])
+            for one in read
+        ]
+
+    def load(self, loaded: Sequence[Any], row: Scalar, column: Scalar) -> None:
+        """Starts the loads of a chunk's inputs."""
+        for i, target in zip(self.visitor.epilogue.second, loaded, strict=True):
+            kind, tensor = self.visitor.reads[i].kind, self.tensors[i]
+            if kind == "columns":
+                cute.autovec_copy(run_of(tensor, column, cute.size(target)), target)
+            else:
+                target[0] = tensor[row if kind == "rows" else 0]
+
+    def store(
+        self, stored: Fragment, of_row: Sequence[Any], loaded: Sequence[Any], row: Scalar, column: Scalar
+    ) -> None:
+        """Applies the function to a chunk in range and stores its values, rounded once.
+
+        Args:
+            stored: Stored values of the epilogue's first function.
+            of_row: Values of the row.
+            loaded: Registers that `load` has filled.
+            row: Row of the chunk.
+            column: First column.
+        """
+        epilogue, made = self.visitor.epilogue, []
+        rows = [Register(value) for value in of_row]
+        for i in range(cute.size(stored)):
+            inputs: dict[int, Any] = {}
+            for position, one in zip(epilogue.second, loaded, strict=True):
+                inputs[position] = Register(one[i if cute.size(one) > 1 else 0].to(cutlass.Float32))
+            made.append(epilogue.finish(Register(stored[i].to(cutlass.Float32)), rows, inputs))
+        _store_chunk(self.result, row, column, made)
+
+
 class Places(NamedTuple):
     """Places of the elements of a thread's fragment in a subtile.
 
@@ -282,11 +373,6 @@ class Places(NamedTuple):
     first: Any
     rows: list[int]
     columns: list[int]
-
-
-_REDUCTIONS: dict[str, Any] = {"row_sum": lambda a, b: a + b, "row_max": maximum}
-
-_NEUTRAL = {"row_sum": 0.0, "row_max": -inf}
 
 
 def _of_kind(visitor: Visitor, tensors: Any, kind: str) -> list[Any]:
@@ -308,7 +394,7 @@ def _chunk(operand: Operand, tensor: Any, row: Scalar, column: Scalar, size: int
     """Returns an input's values, fp32, for adjacent columns of a row: those of its row, column or of all."""
     if operand.kind in ("rows", "scalar"):
         return [tensor[row if operand.kind == "rows" else 0].to(cutlass.Float32)] * size
-    return _load_run(tensor, column, size).load().to(cutlass.Float32)
+    return load_aligned(tensor, column, size).load().to(cutlass.Float32)
 
 
 def _elements(operand: Operand, tensor: Any, places: Places, row: Scalar, column: Scalar) -> list[Any]:
@@ -327,7 +413,7 @@ def _elements(operand: Operand, tensor: Any, places: Places, row: Scalar, column
     for one in rows:
         vector = tensor
         if not in_columns:
-            vector = _row(tensor, cutlass.min(first_row + one, cute.size(tensor, mode=[0]) - 1))
+            vector = row_of(tensor, cutlass.min(first_row + one, cute.size(tensor, mode=[0]) - 1))
         offsets = {c for r, c in zip(places.rows, places.columns, strict=True) if in_columns or r == one}
         ordered = sorted(offsets)
         run = next(
@@ -337,114 +423,6 @@ def _elements(operand: Operand, tensor: Any, places: Places, row: Scalar, column
         )
         for start in ordered[::run]:
             place = cutlass.min(first_column + start, cute.size(vector) - run)
-            wide = _load_run(vector, place, run).load().to(cutlass.Float32)
+            wide = load_aligned(vector, place, run).load().to(cutlass.Float32)
             values |= {(one, start + i): wide[i] for i in range(run)}
     return [values[0 if in_columns else r, c] for r, c in zip(places.rows, places.columns, strict=True)]
-
-
-def _row(matrix: Any, row: Scalar) -> Any:
-    """Returns a row of a matrix whose rows begin at multiples of 16 bytes."""
-    divisor = 128 // matrix.element_type.width
-    offset = cute.assume(Int64(row) * matrix.stride[0], divby=divisor)
-    return cute.make_tensor(matrix.iterator + offset, cute.make_layout(cute.size(matrix, mode=[1])))
-
-
-@cute.jit
-def store_by_first(
-    output: cute.Tensor,
-    value: cutlass.Float32,
-    row: Scalar,
-    subtile: Scalar,
-    width: cutlass.Constexpr,
-    exists: Predicate,
-) -> None:
-    """Stores a row's value, if the row exists; the first of every ``width`` lanes."""
-    if exists and cute.arch.lane_idx() % width == 0:
-        output[(subtile, row)] = value
-
-
-@cute.jit
-def _finish_rows(
-    reductions: Any,
-    counts: cute.Tensor,
-    unit_rows: cutlass.Constexpr,
-    row: Scalar,
-    rows: Scalar,
-    subtiles: Scalar,
-) -> None:
-    """Counts a unit of ``unit_rows`` rows; with the last of its ``subtiles`` a lane finishes each row.
-
-    All lanes. Each warp: stores of parts, warp barrier, count by lane 0 (acquire and release, device scope),
-    warp barrier. So the lanes of the last warp read what all warps stored before they counted. The last warp
-    resets the count for the next call, which begins after this one.
-    """
-    is_last = Int32(0)
-    cute.arch.sync_warp()
-    if cute.arch.lane_idx() == 0:
-        word = counts.iterator + row // unit_rows
-        if cute.arch.atomic_add(word, Int32(1), sem="acq_rel", scope="gpu") == subtiles - 1:
-            cute.arch.store(word, Int32(0))
-            is_last = Int32(1)
-    is_last = Int32(cute.arch.shuffle_sync(is_last, 0))
-    cute.arch.sync_warp()
-    if is_last != 0:
-        for kind, values, parts in reductions:
-            _reduce_parts(kind, values, parts, unit_rows, row, rows, subtiles)
-
-
-ROWS_OF_LANE = 4
-"""Adjacent rows whose parts a lane reduces: 16 bytes of each load."""
-
-PARTS_IN_FLIGHT = 4
-"""Loads of a lane in flight."""
-
-
-@cute.jit
-def _reduce_parts(
-    kind: cutlass.Constexpr,
-    values: cute.Tensor,
-    parts: cute.Tensor,
-    unit_rows: cutlass.Constexpr,
-    first: Int32,
-    rows: Int32,
-    subtiles: Int32,
-) -> None:
-    """Reduces the parts of the ``unit_rows`` rows from ``first``, in the same order for every warp.
-
-    All lanes. A lane has four rows and reduces every ``step``-th part of them in order, with several loads in
-    flight. A tree of lanes reduces the ``step`` results.
-    """
-    groups = unit_rows // ROWS_OF_LANE
-    lane, step = cute.arch.lane_idx(), LANES // groups
-    row = first + lane % groups * ROWS_OF_LANE
-    place = cutlass.min(row, cute.size(parts, mode=[1]) - ROWS_OF_LANE)
-    totals = cute.make_rmem_tensor(ROWS_OF_LANE, Float32)
-    totals.fill(_NEUTRAL[kind])
-    loaded = cute.make_rmem_tensor((ROWS_OF_LANE, PARTS_IN_FLIGHT), Float32)
-    for begin in cutlass.range(lane // groups, subtiles, step * PARTS_IN_FLIGHT, unroll=1):
-        for i in cutlass.range_constexpr(PARTS_IN_FLIGHT):
-            vector = _row(parts, cutlass.min(begin + i * step, subtiles - 1))
-            cute.autovec_copy(_run(vector, place, ROWS_OF_LANE), loaded[(None, i)])
-        for i in cutlass.range_constexpr(PARTS_IN_FLIGHT):
-            if begin + i * step < subtiles:
-                for r in cutlass.range_constexpr(ROWS_OF_LANE):
-                    totals[r] = raw(_REDUCTIONS[kind](Register(totals[r]), Register(loaded[r, i])))
-    for level in cutlass.range_constexpr(step.bit_length() - 1):
-        for r in cutlass.range_constexpr(ROWS_OF_LANE):
-            other = cute.arch.shuffle_sync_bfly(totals[r], groups << level)
-            totals[r] = raw(_REDUCTIONS[kind](Register(totals[r]), Register(other)))
-    for r in cutlass.range_constexpr(ROWS_OF_LANE):
-        if lane < groups and row + r < rows:
-            values[row + r] = totals[r]
-
-
-def _load_run(vector: Any, first: Scalar, run: int) -> Any:
-    """Returns ``run`` adjacent elements; ``first`` is a multiple of ``run``."""
-    loaded = cute.make_rmem_tensor(run, vector.element_type)
-    cute.autovec_copy(_run(vector, first, run), loaded)
-    return loaded
-
-
-def _run(vector: Any, first: Scalar, run: int) -> Any:
-    """Returns a view of ``run`` adjacent elements; ``first`` is a multiple of ``run``."""
-    return cute.make_tensor(vector.iterator + cute.assume(first, divby=run), cute.make_layout(run))

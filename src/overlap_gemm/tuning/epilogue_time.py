@@ -2,7 +2,8 @@
 
 - **Kernel.** Inputs and outputs with a value for each element are read and written at the memory's rate.
   Those of an SM's last tile follow its sums, so nothing hides them. Functions of the special function units
-  take time on each SM. Row sums and maxima take a reduction for each element, and a handover between CTAs.
+  take time on each SM. Row sums and maxima take a reduction for each element, and a handover between CTAs;
+  a function of complete rows takes one more.
   In sums over ranks of 8-bit operands, less of all this is hidden (`Machine.exposed_visits`).
   Scales of an 8-bit result's blocks take a maximum and a product.
 - **Operations.** torch runs each operation of the function by itself, on float32 tensors: a launch, its
@@ -23,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..config.gemm_config import DTYPE_BYTES
-from ..epilogues import Epilogue, Value
+from ..epilogues import Epilogue, Value, add_residual_rms_norm
 from ..epilogues.library import BINARY, TORCH_OPERATIONS
 from ..spec import PATTERNS
 from ..spec.sharding import ceil_div
@@ -129,7 +130,8 @@ def epilogue_time(
         visits *= machine.exposed_visits  # includes the last tile's
     elif tally.extra:
         visits += last * machine.last_inputs
-    kernel = visits + of_sm * tally.special * machine.special + reductions * machine.row_handover
+    handovers = reductions + (epilogue.then is not None)  # rows are awaited once, whatever their values
+    kernel = visits + of_sm * tally.special * machine.special + handovers * machine.row_handover
     if epilogue.block:
         kernel += of_sm * machine.block_value
     return EpilogueTime(moved + kernel, moved + max(operations, one_pass), moved + one_pass, is_partial)
@@ -219,23 +221,28 @@ def _tally(epilogue: Epilogue, sizes: Sequence[int], size: int) -> _Tally:
         tally.extra += nbytes * is_full
     inputs = [_Counted(tally, kind == "element") for _, kind in epilogue.inputs]
     epilogue.apply([_Counted(tally, True)] * sums, inputs)
+    kinds: list[str] = [kind for _, kind in epilogue.outputs]
+    if epilogue.then is not None:
+        epilogue.finish(_Counted(tally, True), [_Counted(tally, False)] * len(kinds), inputs)
+        kinds += [kind for _, kind in epilogue.returned]
     if epilogue.block:  # magnitudes, maxima, scaled values; the scales take no time
         tally.step(WIDE, WIDE)
         tally.step(WIDE)
         tally.step(WIDE, WIDE)
-    kinds = [kind for _, kind in epilogue.outputs]
     for stored_kind, nbytes in zip(("element", *kinds), (result, *[size] * len(kinds)), strict=True):
         if stored_kind != "element":
             tally.step(WIDE)
         elif nbytes != WIDE:
             tally.step(WIDE, nbytes)
-    stored = size * sum(kind == "element" for _, kind in epilogue.outputs)
+    stored = size * kinds.count("element")
     tally.least += stored
     tally.extra += stored
     if (operations := TORCH_OPERATIONS.get(epilogue.key)) is not None:
         _count_by_torch(tally, operations, [(size, True)] * (sums - 1) + [
             (nbytes, kind == "element") for (_, kind), nbytes in zip(epilogue.inputs, sizes, strict=True)
         ], size)  # fmt: skip
+    if epilogue.key == add_residual_rms_norm.key:  # a sum, and torch's norm
+        tally.launches, tally.bytes = 2, size * 5.0
     return tally
 
 

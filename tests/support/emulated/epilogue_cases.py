@@ -77,6 +77,7 @@ class Called:
             total = total + self.bias.double()
         whole = {"residual": random(m, n), "gamma": random(n), "rstd": random(m).float().abs()}
         whole["alpha"], whole["scale"] = torch.tensor([0.5]), torch.tensor([0.0256])
+        whole["weight"], whole["eps"] = whole["gamma"], torch.tensor([1e-3])
         most, unit, least = (2.0**30, 2**-8, 1e-3) if self.one.result is None else (448.0, 2**-4, 2.0**-10)
         if self.one.block:  # its scales map all to the type's range
             most = 2.0**30

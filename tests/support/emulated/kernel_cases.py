@@ -22,7 +22,7 @@ TORCH = {
     "bf16": torch.bfloat16,
     "f16": torch.float16,
     "f32": torch.float32,
-    "i32": torch.int32,
+    "i64": torch.int64,
     "e4m3": torch.float8_e4m3fn,
     "e5m2": torch.float8_e5m2,
 }

@@ -270,7 +270,8 @@ class Fused:
             if scales:
                 extras = (*_vectors(plan, x, weight, scales, blocks), *extras)
             plan.launch(x, (weight,), (out,), (extras or None,))
-            return [out, *outputs] if is_all else [one[result] for one in (out, *outputs)]
+            made = visitor.in_order(out, outputs)
+            return made if is_all else [one[result] for one in made]
 
         return run_as_planned
 
@@ -345,7 +346,9 @@ class Fused:
             stored, outputs = written_by_kernel(visitor, config, plan.counts, x, *size)
             extras += (*read_by_kernel(visitor, inputs, *size), *stored)
         plan.launch(a, (b,), (out,), (extras or None,))
-        return [out[result], *(output[result] for output in outputs)] if outputs else out[result]
+        if visitor is None or not outputs:
+            return out[result]
+        return [one[result] for one in visitor.in_order(out, outputs)]
 
 
 def _fits(extents: Sizes, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:

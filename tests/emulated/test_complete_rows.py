@@ -1,0 +1,152 @@
+"""All-reduces with a norm in the kernel: sequences of calls, lagging ranks, special rows, mutations."""
+
+from contextlib import suppress
+
+import pytest
+import torch
+
+import overlap_gemm
+from cute_emulator import EmulatorError
+from overlap_gemm.backends.fused import compiled
+from overlap_gemm.epilogues import add_residual_rms_norm, epilogue
+from overlap_gemm.exchange import complete_rows
+from overlap_gemm.kernel.epilogue import RowVisit, Visits
+from overlap_gemm.runtime.compile_cache import CompileCache
+from tests.support.emulated.epilogue_cases import AR, Called, refuse, worst
+from tests.support.emulated.op_runs import lagging, world_of
+
+SWAPPED = {"mma": "swap_ab", "tile": (16, 64), "tile_transport": "ll"}
+SHAPES = [(70, 144, 72), (1, 400, 72), (70, 144, 72), (128, 72, 136)]
+"""Ragged rows and columns; sums of one part, and of more than a lane has in flight; one shape again."""
+
+
+@pytest.mark.parametrize(
+    ("arch", "world", "fields", "late"),
+    [
+        ("sm_90a", 2, None, 1),
+        ("sm_90a", 4, SWAPPED, 0),
+        ("sm_100a", 3, None, None),
+        pytest.param("sm_90a", 8, SWAPPED, 7, marks=pytest.mark.slow),
+    ],
+)
+def test_sequences_of_calls_of_different_shapes(arch, world, fields, late):
+    """Checks that counts of rows are zeros again: each shape's plan keeps its own."""
+    schedule = {} if late is None else {"schedule": lagging(late)}
+    with world_of(arch, world, fields, mode="random", **schedule) as ranks:
+        for seed, sizes in enumerate(SHAPES[:2] if world == 8 else SHAPES):
+            case = Called(AR, world, add_residual_rms_norm, sizes, seed=seed, otherwise=refuse)
+            assert worst(case, ranks) <= 1
+
+
+def test_more_tiles_than_clusters_and_bits_that_depend_on_no_order():
+    results = []
+    for seed in range(2):
+        with world_of("sm_90a", 2, SWAPPED, mode="random", seed=seed, num_sms=2) as ranks:
+            case = Called(AR, 2, add_residual_rms_norm, (20, 1352, 72))
+            outs = [case.call(rank, name) for rank, name in enumerate(ranks.names)]
+            ranks.synchronize()
+            assert case.worst(outs) <= 1
+            results.append([one for out in outs for one in out])
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
+def test_rows_of_zeros_and_rows_with_a_nan_are_those_of_torch():
+    x, weight = torch.randn(2, 20, 72).bfloat16(), torch.randn(2, 144, 72).bfloat16()
+    residual, gamma = torch.randn(20, 144).bfloat16(), torch.randn(144).bfloat16()
+    x[:, :2], residual[:2] = 0, 0
+    residual[4, 143], residual[5, 0] = torch.nan, torch.inf
+    applied = add_residual_rms_norm(residual=residual, weight=gamma, eps=torch.tensor([1e-6]))
+    with world_of("sm_90a", 2, SWAPPED) as ranks:
+        outs = [
+            overlap_gemm.gemm_all_reduce(*each, group=name, backend="fused", epilogue=applied)
+            for *each, name in zip(x, weight, ranks.names, strict=True)
+        ]
+        ranks.synchronize()
+    for normed, stream in outs:
+        expected = torch.nn.functional.rms_norm(stream.float(), (144,), gamma.float(), 1e-6)
+        torch.testing.assert_close(normed.float(), expected, rtol=2**-7, atol=2**-9, equal_nan=True)
+        assert (normed[:2] == 0).all()
+        assert normed[4].isnan().all()
+        assert normed[5].isnan().sum() == 1, "infinity times zero; the others are divided by infinity"
+
+
+def scaled(stream, largest, total, gain, shift):
+    return stream / largest * gain + (total + shift)
+
+
+@epilogue(
+    inputs={"residual": "element", "gain": "rows", "shift": "scalar"},
+    outputs={"largest": "row_max", "total": "row_sum"},
+    then=scaled,
+)
+def scaled_by_the_largest(x, residual, shift):
+    stream = x + residual
+    return stream, abs(stream), stream * shift
+
+
+def test_a_function_of_rows_takes_several_values_and_inputs_of_every_kind():
+    """Checks an input that both functions take; the row's input is of a type of its own."""
+    x, weight = torch.randn(2, 20, 72).bfloat16(), torch.randn(2, 144, 72).bfloat16()
+    residual, gain, shift = torch.randn(20, 144).bfloat16(), torch.randn(20), torch.tensor([0.5])
+    applied = scaled_by_the_largest(residual=residual, gain=gain, shift=shift)
+    with world_of("sm_100a", 2) as ranks:
+        outs = [
+            overlap_gemm.gemm_all_reduce(*each, group=name, backend="fused", epilogue=applied)
+            for *each, name in zip(x, weight, ranks.names, strict=True)
+        ]
+        ranks.synchronize()
+    for result, stream in outs:
+        wide = stream.double()
+        total = (wide * 0.5).sum(1, keepdim=True) + 0.5
+        expected = wide / wide.abs().amax(1, keepdim=True) * gain.double()[:, None] + total
+        torch.testing.assert_close(result.double(), expected, rtol=2**-7, atol=0.2)
+
+
+def statistics_of_the_next_row(patch):
+    of = complete_rows.value_of
+    patch.setattr(complete_rows, "value_of", lambda totals, row: of(totals, row ^ 1))
+
+
+def weight_of_the_next_columns(patch):
+    load = RowVisit.load
+    patch.setattr(RowVisit, "load", lambda self, loaded, row, column: load(self, loaded, row, column ^ 8))
+
+
+def residual_added_by_both_ranks(patch):
+    visit = Visits.on_chunk
+
+    def twice(self, *arguments):
+        visit(self, *arguments)
+        visit(self, *arguments)
+
+    patch.setattr(Visits, "on_chunk", twice)
+
+
+def norm_before_the_last_part(patch):
+    wait = complete_rows.await_rows
+    patch.setattr(complete_rows, "await_rows", lambda word, parts, *others: wait(word, parts - 1, *others))
+
+
+def no_wait(patch):
+    patch.setattr(complete_rows, "await_rows", lambda *_: None)
+
+
+def counts_are_not_reset(patch):
+    patch.setattr(complete_rows, "leave_rows", lambda *_: None)
+
+
+MUTANTS = [
+    statistics_of_the_next_row, weight_of_the_next_columns, residual_added_by_both_ranks,
+    norm_before_the_last_part, no_wait, counts_are_not_reset,
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
+def test_mutations_are_noticed(mutant, monkeypatch):
+    """Checks values; the emulator notices what is read too early."""
+    mutant(monkeypatch)
+    monkeypatch.setattr(compiled, "_cache", lambda on_disk: CompileCache(folder=None))
+    with world_of("sm_90a", 2, mode="random", schedule=lagging(1)) as ranks, suppress(EmulatorError):
+        cases = [Called(AR, 2, add_residual_rms_norm, (70, 400, 72), seed=seed) for seed in range(2)]
+        assert max(worst(case, ranks) for case in cases) > 1

@@ -1,0 +1,79 @@
+"""Norms of results by `add_residual_rms_norm`, after every op: values, gradients, graphs."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import overlap_gemm
+from overlap_gemm.epilogues import add_residual_rms_norm
+from overlap_gemm.spec import OPS
+from overlap_gemm.spec.sharding import Shards
+from overlap_gemm.testing.cases import LAYOUTS
+
+M, N, K, EPS = 9, 40, 12, 1e-3
+
+
+def norms(rank, size, op, backend):
+    """Compares results (of some ops a rank's columns) with torch's norm, eagerly and in a graph."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = (M, K), (N, K), (M, N), (N,)
+    full = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    layout, spec = LAYOUTS[op], OPS[op]
+    dims = layout.x, layout.weight, layout.out, 0 if layout.out == 1 else None
+    local = [
+        one if dim is None else part_of(one, dim, rank, size) for one, dim in zip(full, dims, strict=True)
+    ]
+    leaves = [one.clone().requires_grad_() for one in local]
+    plain = getattr(overlap_gemm, op)
+    options = {"backend": backend, **spec.arguments(M, N, K, least=True)}
+
+    def ours(x, weight, residual, gamma):
+        applied = add_residual_rms_norm(residual=residual, weight=gamma, eps=EPS)
+        return plain(x, weight, epilogue=applied, **options)
+
+    def torchs(x, weight, residual, gamma):
+        stream = plain(x, weight, **options) + residual
+        return F.rms_norm(stream, stream.shape[-1:], gamma, EPS), stream
+
+    wanted = torchs(*leaves)
+    grads = [torch.randn(one.shape, generator=generator, dtype=torch.float64) for one in wanted]
+    expected = torch.autograd.grad(wanted, leaves, grads)
+    for call in (ours, torch.compile(ours, fullgraph=True, backend="aot_eager", dynamic=False)):
+        results = call(*leaves)
+        gradients = torch.autograd.grad(results, leaves, grads)
+        for value, exact in zip((*results, *gradients), (*wanted, *expected), strict=True):
+            torch.testing.assert_close(value, exact)
+    with torch.no_grad():
+        for value, exact in zip(ours(*local), wanted, strict=True):
+            torch.testing.assert_close(value, exact.detach())
+
+
+def part_of(one, dim, rank, size):
+    start, end = Shards.even(one.shape[dim], size).range(rank)
+    return one.narrow(dim, start, end - start)
+
+
+@pytest.mark.parametrize(("op", "backend"), [
+    ("gemm_all_reduce", "sequential"), ("gemm_all_reduce", "torch"), ("gemm_reduce_scatter", "decomposed"),
+    ("all_gather_gemm", "auto"), ("gemm_all_gather", "sequential"),
+])  # fmt: skip
+def test_norms_and_their_gradients_are_torchs(ranks, op, backend):
+    ranks(2).run(norms, op, backend)
+
+
+def bits(rank, size):
+    """Compares bfloat16 rows with torch's operations; the second call launches nothing for its number."""
+    torch.manual_seed(rank)
+    x, weight = torch.randn(5, K).bfloat16(), torch.randn(N, K).bfloat16()
+    torch.manual_seed(9)
+    residual, gamma = torch.randn(5, N).bfloat16(), torch.randn(N).bfloat16()
+    stream = overlap_gemm.gemm_all_reduce(x, weight) + residual
+    for _ in range(2):
+        applied = add_residual_rms_norm(residual=residual, weight=gamma, eps=EPS)
+        normed, result = overlap_gemm.gemm_all_reduce(x, weight, epilogue=applied)
+        assert torch.equal(result, stream)
+        assert torch.equal(normed, F.rms_norm(stream, (N,), gamma, EPS))
+
+
+def test_after_an_op_bits_are_those_of_torchs_sum_and_norm(ranks):
+    ranks(2).run(bits)
