@@ -107,6 +107,7 @@ def check_block(rank, size, rows, sequence_parallel, dim, fuse, how):
         (2, 7, True, 0, True, "recomputed"),
         (4, 9, True, 0, None, "eager"),  # the last rank has no rows
         (4, 6, False, 0, None, "eager"),
+        (2, 6, False, 1, True, "eager"),
     ],
 )
 def test_block_equals_llamas_decoder_layer(ranks, world, rows, sequence_parallel, dim, fuse, how):
@@ -142,6 +143,15 @@ def check_rest(rank, size):
     ops = ["mlp", "mlp.down_proj", "self_attn.o_proj"]
     fusions = overlap_gemm.explain(block)
     assert sorted(one.module for one in fusions if one.why_not is None) == ops
+    block = ParallelBlock(8, 4, 6, dtype=torch.float64)
+    norm = "self_attn.o_proj: the norm of a result of up to 128 rows"
+    assert f"{norm} is an epilogue of gemm_all_reduce" in map(str, overlap_gemm.explain(block))
+    results, seen = [block(x)], []
+    block.post_attention_layernorm.register_forward_hook(lambda *_: seen.append(1))
+    results.append(block(x))
+    torch.testing.assert_close(*results)
+    assert seen == [1]
+    assert any(str(one).startswith(f"{norm} follows") for one in overlap_gemm.explain(block))
     with pytest.raises(ValueError, match="num_heads=6 must be a multiple of num_kv_heads=3.* 2 ranks"):
         ParallelBlock(12, 6, 8, num_kv_heads=3)
     with pytest.raises(

@@ -17,11 +17,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from ..backends.epilogues import ONE_SHOT_ROWS
 from ..backends.op_call import promises_of
 from ..dispatch.autocast import result_dtype
-from ..epilogues import Applied, Epilogue, add_residual, geglu, geglu_tanh, swiglu
+from ..epilogues import Applied, Epilogue, add_residual, add_residual_rms_norm, geglu, geglu_tanh, swiglu
 from ..spec.promises import Invariant, Partials
 from .float8 import Products
 
@@ -49,6 +50,8 @@ GATINGS: dict[Activation, Gating] = {
 
 
 RESIDUAL = "a residual"
+NORM = f"the norm of a result of up to {ONE_SHOT_ROWS} rows"
+NORM_OF_SHARDS = "with sequence parallelism its op shards the rows"
 LOCAL_PRODUCTS = "without sequence parallelism gate and up are local products"
 
 
@@ -118,6 +121,41 @@ def plus_residual(
         applied = Applied(add_residual, (residual,), None if fuse else lambda out: residual + out)
         return call(x, weight, epilogue=applied, **how)  # type: ignore[no-any-return]
     return residual + call(x, weight, **how)  # type: ignore[no-any-return]
+
+
+def plus_residual_normed(
+    products: Products,
+    op: str,
+    x: Tensor,
+    weight: Any,
+    residual: Tensor,
+    norm: nn.RMSNorm,
+    fuse: bool | None,
+    **how: Any,
+) -> tuple[Tensor, Tensor]:
+    """Returns the norm of a residual plus the result of an op, and that sum, as `plus_residual` does.
+
+    Args:
+        products: Products of the layer.
+        op: Name of the op.
+        x: Operand of the op.
+        weight: Weight of the op.
+        residual: Tensor of the result's shape.
+        norm: Norm with a weight and eps.
+        fuse: `fuse` of the layer.
+        **how: Other arguments of the op.
+    """
+
+    def after(out: Tensor) -> tuple[Tensor, Tensor]:
+        stream = residual + out
+        return norm(stream), stream
+
+    if residual.dtype == norm.weight.dtype == result_dtype(x):
+        inputs = residual, norm.weight, norm.eps
+        applied = Applied(add_residual_rms_norm, inputs, None if fuse else after)
+        return getattr(products, op)(x, weight, epilogue=applied, **how)  # type: ignore[no-any-return]
+    stream = plus_residual(products, op, x, weight, residual, fuse, **how)
+    return norm(stream), stream
 
 
 def gated(

@@ -1,17 +1,26 @@
 """A decoder block of tensor-parallel layers, and its attention."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from ..api.functional import Length
-from ..api.layer_epilogues import Activation
+from ..api.layer_epilogues import NORM, NORM_OF_SHARDS, Activation, Fusion, why_not_fused
 from ..api.linears import LayerOptions
 from ..api.norms import RMSNorm
+from ..backends.epilogues import ONE_SHOT_ROWS
 from ..runtime.group import group_name, group_size
 from .attention import attend
-from .layers import ColumnParallelLinear, ParallelMLP, RowParallelLinear, column_products, shared_gather
+from .layers import (
+    ColumnParallelLinear,
+    ParallelMLP,
+    RowParallelLinear,
+    column_products,
+    is_bare,
+    shared_gather,
+)
 
 if TYPE_CHECKING:  # typing's own is newer than Python 3.10
     from typing_extensions import Unpack
@@ -87,18 +96,23 @@ class ParallelAttention(nn.Module):
         self.v_proj = ColumnParallelLinear(hidden_size, kv_width, **of_inputs)
         self.o_proj = RowParallelLinear(width, hidden_size, fuse=fuse, **common)
 
-    def forward(self, x: Tensor, residual: Tensor | None = None, **options: Any) -> Tensor:
+    def forward(
+        self, x: Tensor, residual: Tensor | None = None, norm: nn.RMSNorm | None = None, **options: Any
+    ) -> Any:
         """Computes attention, and adds a residual of the output's shape.
 
         Args:
             x: Input, see the class.
             residual: Tensor of the output's shape that is added to the output, or None.
+            norm: Norm of the output, as in `RowParallelLinear`; returned before the output.
             **options: Options of the attention function, such as `is_causal=True`.
         """
         layers = self.q_proj, self.k_proj, self.v_proj
         projected = column_products(layers, x, shared_gather(layers, x))
         out = attend(projected, self.head_dim, self.sequence_dim, self.attention, **options)
-        return self.o_proj(out) if residual is None else self.o_proj(out, residual)  # type: ignore[no-any-return]
+        if norm is not None:
+            return self.o_proj(out, residual, norm)
+        return self.o_proj(out) if residual is None else self.o_proj(out, residual)
 
     def extra_repr(self) -> str:
         """Returns the arguments for `print(module)`."""
@@ -128,7 +142,8 @@ class ParallelBlock(nn.Module):
         eps: Epsilon of both norms, which are `RMSNorm`.
         activation: "silu" (SwiGLU), "gelu" or "gelu_tanh" (GeGLU).
         rows: S, as in `ParallelAttention`.
-        fuse: Apply residuals and activation as epilogues, as in `ParallelMLP`.
+        fuse: Apply residuals and activation as epilogues, as in `ParallelMLP`. Of up to 128 rows without
+            `sequence_parallel`, the second norm as well, except in compiled graphs.
         **options: Other options of `ParallelMLP`.
 
     Raises:
@@ -167,5 +182,33 @@ class ParallelBlock(nn.Module):
 
     def forward(self, x: Tensor, **options: Any) -> Tensor:
         """Computes the block; options are passed to the attention function, such as `is_causal=True`."""
-        x = self.self_attn(self.input_layernorm(x), x, **options)
-        return self.mlp(self.post_attention_layernorm(x), x)  # type: ignore[no-any-return]
+        attention, norm, hidden = self.self_attn, self.post_attention_layernorm, self.input_layernorm(x)
+        if self._why_norm_follows() is None and not torch.compiler.is_compiling() and is_few(x):
+            normed, x = attention(hidden, x, norm, **options)
+        else:
+            x = attention(hidden, x, **options)
+            normed = norm(x)
+        return self.mlp(normed, x)  # type: ignore[no-any-return]
+
+    def fusions(self, name: str) -> Iterator[Fusion]:
+        """Yields whether the second norm is applied as an epilogue, for `overlap_gemm.explain`."""
+        module = f"{name}.self_attn.o_proj".lstrip(".")
+        yield Fusion(module, NORM, self.self_attn.o_proj.op, self._why_norm_follows())
+
+    def _why_norm_follows(self) -> str | None:
+        """Returns why the second norm is never an epilogue of the attention's last op, or None."""
+        attention, norm = self.self_attn, self.post_attention_layernorm
+        last = attention.o_proj
+        is_known = is_bare(attention, ParallelAttention.forward) and is_bare(last, RowParallelLinear.forward)
+        if not is_known or not is_bare(norm, RMSNorm.forward, nn.RMSNorm.forward):
+            return "the norm, the attention or its o_proj has hooks or is wrapped"
+        if last.sequence_parallel:
+            return NORM_OF_SHARDS
+        if last.float8 is not None or norm.weight is None or norm.eps is None:
+            return "o_proj has 8-bit products, or the norm has no weight or eps"
+        return why_not_fused(last.fuse, *last.promises)
+
+
+def is_few(x: Tensor) -> bool:
+    """Returns whether a kernel sums entire rows of the result of an all-reduce."""
+    return x.shape[:-1].numel() <= ONE_SHOT_ROWS

@@ -18,6 +18,7 @@ from ..api.layer_epilogues import (
     gated,
     gating_of,
     plus_residual,
+    plus_residual_normed,
     why_not_fused,
 )
 from ..api.linears import (
@@ -189,12 +190,24 @@ class RowParallelLinear(ShardedLinear):
         )  # fmt: skip
         self.input_is_parallel, self.fuse = input_is_parallel, fuse
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor | None]:
-        """Multiplies and sums, and adds a residual of the output's shape. The class describes the shapes."""
+    def forward(
+        self, x: Tensor, residual: Tensor | None = None, norm: nn.RMSNorm | None = None
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
+        """Multiplies and sums, and adds a residual of the output's shape. The class describes the shapes.
+
+        Args:
+            x: Input.
+            residual: Tensor to add, or None.
+            norm: Norm with a weight and eps, if the layer has a residual and adds its bias. The output is
+                then a pair: the norm of the sum, and the sum.
+        """
         if not self.input_is_parallel:
             x = shard_ops.keep_shard(x, x.ndim - 1, self.tp_group)
         how: dict[str, Any] = {"bias": None if self.skip_bias_add else self.bias, "k": self.input_size}
         how |= {"dim": self.sequence_dim} if self.sequence_parallel else {}
+        if norm is not None and residual is not None and not self.skip_bias_add:
+            operands_of_norm = x, self.weight, residual, norm, self.fuse
+            return plus_residual_normed(self.products, self.op, *operands_of_norm, **how, **self.op_keywords)
         operands = x, self.weight, residual
         out = plus_residual(self.products, self.op, *operands, self.fuse, **how, **self.op_keywords)
         return (out, self.bias) if self.skip_bias_add else out
@@ -373,10 +386,10 @@ def column_products(
     return layers[0].products.all_gather_gemm(x, weights, bias=biases, **options)
 
 
-def is_bare(layer: nn.Module) -> bool:
-    """Returns whether calling the layer only calls its op: it has no hooks, no wrapper, no other forward."""
+def is_bare(layer: nn.Module, *forwards: Any) -> bool:
+    """Returns whether a call of the layer is one of `forwards` (default: those of linears), without hooks."""
     hooks = (layer._forward_pre_hooks, layer._forward_hooks, layer._backward_pre_hooks, layer._backward_hooks)
-    is_replaced = "forward" in layer.__dict__ or type(layer).forward not in _FORWARDS
+    is_replaced = "forward" in layer.__dict__ or type(layer).forward not in (forwards or _FORWARDS)
     return not is_replaced and not any(hooks)
 
 
