@@ -1,9 +1,15 @@
 """A GPT of megatron-core with our linears: loss and gradients of Megatron's own."""
 
+import ast
 import copy
 import functools
+import inspect
+import itertools
 import re
+import subprocess
+import sys
 import warnings
+import zipfile
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,10 +25,13 @@ import overlap_gemm
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # that Apex and Transformer Engine are not here
     from megatron.core import parallel_state
+    from megatron.core.extensions import transformer_engine_spec_provider
     from megatron.core.model_parallel_config import ModelParallelConfig
-    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt import GPTModel, gpt_layer_specs
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.tensor_parallel import layers as megatron_layers
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.mlp import MLPSubmodules
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -30,6 +39,30 @@ with warnings.catch_warnings():
     from overlap_gemm.integrations import megatron
 
 VOCABULARY = 64
+
+NORMS = {
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
+"""Names of parameters of Megatron's norms, and of Transformer Engine's in the linears that follow."""
+
+
+def spec_of_transformer_engine():
+    """Returns Megatron's specification for Transformer Engine, with empty classes of the names that it uses.
+
+    Only attention is Megatron's own: Transformer Engine's needs a GPU.
+    """
+    classes = {
+        name: type(name, (), {"__module__": megatron.TRANSFORMER_ENGINE})
+        for name in megatron.OURS_FOR_TRANSFORMER_ENGINE
+    }
+    classes |= {"TEDotProductAttention": DotProductAttention, "is_te_min_version": lambda _: True}
+    provider = transformer_engine_spec_provider.TESpecProvider
+    with (
+        mock.patch.multiple(transformer_engine_spec_provider, **classes),
+        mock.patch.object(gpt_layer_specs, "TESpecProvider", provider, create=True),
+    ):
+        return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec()
 
 
 def model(size, spec, sequence_parallel, bias):
@@ -62,22 +95,34 @@ def on_a_cpu():
         yield
 
 
-def equals_megatrons_own(rank, size, sequence_parallel, bias):
+def equals_megatrons_own(rank, size, sequence_parallel, bias, make_spec=get_gpt_layer_local_spec):
     with on_a_cpu():
-        compare(size, sequence_parallel, bias)
+        compare(size, sequence_parallel, bias, make_spec)
 
 
-def compare(size, sequence_parallel, bias):
+def renamed(name):
+    """Returns the name that Transformer Engine's specification gives a parameter of the local one."""
+    return functools.reduce(lambda text, norm: text.replace(norm, NORMS[norm]), NORMS, name)
+
+
+def compare(size, sequence_parallel, bias, make_spec):
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
+    is_local = make_spec is get_gpt_layer_local_spec
     try:
-        spec = get_gpt_layer_local_spec()
+        spec = make_spec()
         before = copy.deepcopy(spec)
         ours = model(size, megatron.with_overlap(spec), sequence_parallel, bias)
         assert repr(spec) == repr(before)  # a copied partial equals none
-        theirs = model(size, spec, sequence_parallel, bias)
-        theirs.load_state_dict(ours.state_dict())
+        theirs = model(size, get_gpt_layer_local_spec(), sequence_parallel, bias)
+        names = {name: name if is_local else renamed(name) for name in theirs.state_dict()}
+        for parameter in (p for name, p in ours.named_parameters() if "norm" in name):
+            nn.init.normal_(parameter)
+        weights = ours.state_dict()
+        assert weights.keys() == set(names.values())
+        theirs.load_state_dict({name: weights[other] for name, other in names.items()})
         kinds = {type(module) for module in ours.modules()}
-        assert {megatron.ColumnParallelLinear, megatron.RowParallelLinear} <= kinds
+        columns = megatron.ColumnParallelLinear if is_local else megatron.LayerNormColumnParallelLinear
+        assert {columns, megatron.RowParallelLinear} <= kinds
         assert not megatron.OURS.keys() & {type(module) for module in ours.decoder.modules()}
         torch.manual_seed(1)
         ids = torch.randint(VOCABULARY, (2, 8))
@@ -91,7 +136,7 @@ def compare(size, sequence_parallel, bias):
         torch.testing.assert_close(results[1][0], results[0][0])
         for name, gradient in results[0][1].items():
             torch.testing.assert_close(
-                results[1][1][name], gradient, msg=lambda text, name=name: f"{name}: {text}"
+                results[1][1][names[name]], gradient, msg=lambda text, name=name: f"{name}: {text}"
             )
     finally:
         parallel_state.destroy_model_parallel()
@@ -104,6 +149,79 @@ def compare(size, sequence_parallel, bias):
 )
 def test_equals_megatrons_own(ranks, world, sequence_parallel, bias):
     ranks(world).run(equals_megatrons_own, sequence_parallel, bias)
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_transformer_engines_specification_equals_the_local_one(ranks, sequence_parallel):
+    ranks(2).run(equals_megatrons_own, sequence_parallel, True, spec_of_transformer_engine)
+
+
+def layer_norm_is_transformer_engines(rank, size):
+    """Compares norms with their formulas; unsupported options are errors."""
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)
+    try:
+        torch.manual_seed(0)
+        x = torch.randn(4, 2, 8, dtype=torch.float64)
+        for normalization, shift in itertools.product(("LayerNorm", "RMSNorm"), (0, 1)):
+            config = TransformerConfig(
+                num_layers=1, hidden_size=8, num_attention_heads=2, tensor_model_parallel_size=size,
+                sequence_parallel=True, use_cpu_initialization=True, params_dtype=torch.float64,
+                normalization=normalization, layernorm_zero_centered_gamma=bool(shift),
+                gradient_accumulation_fusion=False,
+            )  # fmt: skip
+            options = {
+                "config": config,
+                "init_method": nn.init.normal_,
+                "gather_output": False,
+                "bias": False,
+            }
+            options |= {"skip_bias_add": False, "is_expert": False, "tp_comm_buffer_name": "qkv"}
+            layer = megatron.LayerNormColumnParallelLinear(8, 12, **options)
+            weight, bias = layer.layer_norm_weight, layer.layer_norm_bias
+            assert (weight == 1 - shift).all() and (bias is None) == (normalization == "RMSNorm")
+            assert weight.sequence_parallel and weight.allreduce
+            for parameter in layer.parameters():
+                nn.init.normal_(parameter)
+            rows = x - x.mean(-1, keepdim=True) if normalization == "LayerNorm" else x
+            rows = rows * (rows.square().mean(-1, keepdim=True) + config.layernorm_epsilon).rsqrt()
+            rows = rows * (weight + shift) + (0 if bias is None else bias)
+            out, left = layer(x.chunk(size)[dist.get_rank()].contiguous())
+            assert left is None
+            torch.testing.assert_close(out, rows @ layer.weight.t())
+        for options in ({"fp8": "e4m3"}, {"fp4": "e2m1"}, {"delay_wgrad_compute": True}):
+            changed = SimpleNamespace(**{**vars(config), **options})
+            with pytest.raises(ValueError, match=f"must have no {next(iter(options))}="):
+                megatron.RowParallelLinear(8, 8, config=changed, init_method=None)
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def test_norm_and_linear_are_transformer_engines(ranks):
+    ranks(2).run(layer_norm_is_transformer_engines)
+
+
+def test_arguments_are_those_of_megatrons_classes_for_transformer_engine():
+    """Reads Megatron's source, which builds these classes only where Transformer Engine is."""
+    source = Path(megatron_layers.__file__).parents[1] / "extensions" / "transformer_engine.py"
+    classes = {node.name: node for node in ast.parse(source.read_text()).body if hasattr(node, "bases")}
+    for name, ours in megatron.OURS_FOR_TRANSFORMER_ENGINE.items():
+        (init,) = (node for node in classes[name].body if getattr(node, "name", None) == "__init__")
+        base = next(kind for kind in ours.__mro__ if kind.__module__ == megatron_layers.__name__)
+        accepted = inspect.signature(base.__init__).parameters
+        arguments = [argument.arg for argument in (*init.args.args, *init.args.kwonlyargs)]
+        assert {"self", "input_size", "output_size", "config"} < set(arguments) <= accepted.keys()
+
+
+@pytest.mark.slow
+def test_parameters_are_named_as_transformer_engines(tmp_path):
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "-q", "-d", str(tmp_path)]
+    subprocess.run([*command, "transformer-engine>=2.20"], check=True, timeout=240)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as files:
+        text = files.read("transformer_engine/pytorch/module/layernorm_linear.py").decode()
+    for name in ("layer_norm_weight", "layer_norm_bias"):
+        assert re.search(rf"self\.register_parameter\(\s*[\"']{name}[\"']|self\.{name} = ", text), name
+    assert "sequence_parallel" in text and "zero_centered_gamma" in text
 
 
 def test_specifications_that_are_partials():

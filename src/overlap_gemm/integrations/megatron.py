@@ -4,12 +4,16 @@
     model = GPTModel(config, with_overlap(get_gpt_layer_local_spec()), ...)
 
 The layers are Megatron's own, with their parameters, initialisation and checkpoints; only forward, and so
-backward, is replaced. A layer with an unsupported option calls Megatron's forward, and the logger of this
-module reports the reason once. Unsupported are:
+backward, is replaced. In specifications of Transformer Engine, as of
+`get_gpt_layer_with_transformer_engine_spec()`, they have the arguments, names of parameters and results of
+its linears; its attention, and its norms outside of linears, stay. A layer with an unsupported option calls
+Megatron's forward, and the logger of this module reports the reason once. Unsupported are:
 
 - experts, and shared experts that overlap with the dispatcher,
 - gradient accumulation fusion, deferred weight gradients, `disable_grad_reduce` of column-parallel layers,
 - CPU offloading, weights gathered for each use (`gtp_remat`), Megatron's own inference kernels.
+
+8-bit and 4-bit training, and weight gradients that a schedule delays, are errors.
 """
 
 import copy
@@ -18,11 +22,13 @@ import functools
 import logging
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.tensor_parallel import layers as megatron_layers
 from megatron.core.tensor_parallel import mappings
 from megatron.core.transformer.spec_utils import ModuleSpec
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..api.functional import (
     all_gather_gemm,
@@ -36,6 +42,10 @@ logger = logging.getLogger(__name__)
 
 class ColumnParallelLinear(megatron_layers.ColumnParallelLinear):
     """Megatron's layer with `all_gather_gemm` under sequence parallelism, `column_parallel_gemm` without."""
+
+    def __init__(self, *args: Any, config: Any, **options: Any) -> None:
+        _check(config)
+        super().__init__(*args, config=config, **options)
 
     def forward(
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
@@ -63,6 +73,10 @@ class ColumnParallelLinear(megatron_layers.ColumnParallelLinear):
 class RowParallelLinear(megatron_layers.RowParallelLinear):
     """Megatron's layer with `gemm_reduce_scatter` under sequence parallelism, `gemm_all_reduce` without."""
 
+    def __init__(self, *args: Any, config: Any, **options: Any) -> None:
+        _check(config)
+        super().__init__(*args, config=config, **options)
+
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         """Returns the sum over the ranks for this rank's features of `[s, b, h]`, plus bias, and None.
 
@@ -83,6 +97,45 @@ class RowParallelLinear(megatron_layers.RowParallelLinear):
         return out + self.bias, None
 
 
+class LayerNormColumnParallelLinear(ColumnParallelLinear):
+    """Norm of the local rows, then `ColumnParallelLinear`, as Transformer Engine's `LayerNormLinear`.
+
+    Attributes:
+        layer_norm_weight: `[h]`; with `layernorm_zero_centered_gamma` the scale minus 1.
+        layer_norm_bias: `[h]`, or None for RMSNorm.
+    """
+
+    def __init__(self, input_size: int, *args: Any, config: Any, **options: Any) -> None:
+        super().__init__(input_size, *args, config=config, **options)
+        if config.normalization not in ("LayerNorm", "RMSNorm"):
+            raise ValueError(
+                f"normalization must be LayerNorm or RMSNorm, got {config.normalization!r} for a layer that "
+                "replaces TELayerNormColumnParallelLinear"
+            )
+        start = torch.zeros if config.layernorm_zero_centered_gamma else torch.ones
+        kind = {"dtype": config.params_dtype, "device": self.weight.device}
+        self.layer_norm_weight = nn.Parameter(start(input_size, **kind))
+        has_bias = config.normalization == "LayerNorm"
+        self.layer_norm_bias = nn.Parameter(torch.zeros(input_size, **kind)) if has_bias else None
+        for parameter in (self.layer_norm_weight, self.layer_norm_bias):
+            if parameter is not None:
+                parameter.sequence_parallel = config.sequence_parallel  # Megatron then sums the gradient
+                parameter.allreduce = True
+
+    def forward(
+        self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Returns the product of the normalized input, and the bias with `skip_bias_add`."""
+        scale, shape, eps = self.layer_norm_weight, (self.input_size,), self.config.layernorm_epsilon
+        if self.config.layernorm_zero_centered_gamma:
+            scale = scale + 1
+        if self.config.normalization == "RMSNorm":
+            rows = F.rms_norm(input_, shape, scale, eps)
+        else:
+            rows = F.layer_norm(input_, shape, scale, self.layer_norm_bias, eps)
+        return super().forward(rows, weight, runtime_gather_output)
+
+
 class OverlapSpecProvider(LocalSpecProvider):
     """Megatron's `LocalSpecProvider` with our linears."""
 
@@ -95,33 +148,41 @@ class OverlapSpecProvider(LocalSpecProvider):
         return RowParallelLinear
 
 
-OURS = {
+OURS: dict[type, type] = {
     megatron_layers.ColumnParallelLinear: ColumnParallelLinear,
     megatron_layers.RowParallelLinear: RowParallelLinear,
 }
 
+TRANSFORMER_ENGINE = "megatron.core.extensions.transformer_engine"
+OURS_FOR_TRANSFORMER_ENGINE: dict[str, type] = {
+    "TEColumnParallelLinear": ColumnParallelLinear,
+    "TELayerNormColumnParallelLinear": LayerNormColumnParallelLinear,
+    "TERowParallelLinear": RowParallelLinear,
+}
+"""Layers by the names of Megatron's classes in the module `TRANSFORMER_ENGINE`."""
 
 CHECKED_BY_MLA = ("linear_q_down_proj", "linear_kv_down_proj")
 """Fields whose class Megatron's latent attention (MLA) compares with a fixed list; they stay Megatron's."""
 
 
 def with_overlap(spec: Any) -> Any:
-    """Returns a module specification with our linears in place of Megatron's local ones.
+    """Returns a module specification with our linears in place of Megatron's and Transformer Engine's.
 
     Args:
         spec: `ModuleSpec`, such as `get_gpt_layer_local_spec()` returns; an object with several
             specifications, such as `get_gpt_decoder_block_spec` returns; or a part of one. It is not changed.
 
     Raises:
-        ValueError: The specification has none of Megatron's local linears; Transformer Engine's has none.
+        ValueError: The specification has no tensor-parallel linears of these.
     """
     replaced: list[type] = []
     changed = _with_overlap(spec, replaced)
     if not replaced:
         raise ValueError(
             "with_overlap: the specification must contain Megatron's own linears (tensor_parallel."
-            "ColumnParallelLinear, RowParallelLinear), got none; those of Transformer Engine are not "
-            "replaced: use a local specification, such as get_gpt_layer_local_spec()"
+            "ColumnParallelLinear, RowParallelLinear) or Transformer Engine's (TEColumnParallelLinear, "
+            "TELayerNormColumnParallelLinear, TERowParallelLinear), got none: use one such as "
+            "get_gpt_layer_local_spec()"
         )
     return changed
 
@@ -129,10 +190,12 @@ def with_overlap(spec: Any) -> Any:
 def _with_overlap(spec: Any, replaced: list[type]) -> Any:
     """Returns `with_overlap`'s result, and appends the replaced linears to `replaced`."""
     if isinstance(spec, type):
-        ours = OURS.get(spec, spec)
-        if ours in OURS.values():
-            replaced.append(ours)
-        return ours
+        ours = OURS.get(spec)
+        if spec.__module__ == TRANSFORMER_ENGINE:
+            ours = OURS_FOR_TRANSFORMER_ENGINE.get(spec.__name__)
+        if ours is not None or spec in OURS.values():
+            replaced.append(ours or spec)
+        return ours or spec
     if isinstance(spec, ModuleSpec):
         changed = copy.copy(spec)
         changed.module, changed.submodules = (
@@ -153,6 +216,17 @@ def _with_overlap(spec: Any, replaced: list[type]) -> Any:
         }
         return dataclasses.replace(spec, **fields)
     return spec
+
+
+def _check(config: Any) -> None:
+    """Raises a ValueError for options of Transformer Engine that no forward of ours or Megatron's has."""
+    options = {name: getattr(config, name, None) for name in ("fp8", "fp4", "delay_wgrad_compute")}
+    wrong = [f"{name}={value!r}" for name, value in options.items() if value]
+    if wrong:
+        raise ValueError(
+            f"with_overlap: the configuration must have no {', '.join(wrong)}: unset it, or use "
+            "Transformer Engine's layers"
+        )
 
 
 def _why_not(layer: Any) -> str | None:
