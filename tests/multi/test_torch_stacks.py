@@ -1,6 +1,6 @@
-"""Parts of stacks, from their wheels: torchtitan's layers and Trainer, SGLang's loader, verl's transfer.
+"""Parts of stacks, from wheels: torchtitan's, SGLang's loader, verl's transfer of weights, axolotl's LoRA.
 
-The wheels are fetched with pip, or named by OVERLAP_GEMM_TORCHTITAN_WHEEL (or SGLANG, VERL). The Trainer runs
+The wheels are fetched with pip, or named by OVERLAP_GEMM_TORCHTITAN_WHEEL (or SGLANG, ...). The Trainer runs
 where torchtitan is installed: `python tools/versions.py try torchtitan`.
 """
 
@@ -8,6 +8,7 @@ import ast
 import asyncio
 import contextlib
 import importlib.util
+import logging
 import os
 import queue
 import subprocess
@@ -26,10 +27,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
 from overlap_gemm.integrations import torch_symm_mem
-from overlap_gemm.parallel import full_tensors, parallelize
+from overlap_gemm.parallel import full_state_dict, full_tensors, parallelize
 from tests.support.models import tiny
+from tests.support.trained import trained
 
-VERSIONS = {"torchtitan": "0.3.0", "sglang": "0.5.23", "verl": "0.9.1"}
+VERSIONS = {"torchtitan": "0.3.0", "sglang": "0.5.23", "verl": "0.9.1", "axolotl": "0.19.0"}
 
 
 def extracted(stack, folder, *names):
@@ -288,3 +290,64 @@ def sends_by_verl(rank, size, path):
 def test_weights_pass_verls_buckets_to_a_rollout(ranks, tmp_path):
     (transfer,) = extracted("verl", tmp_path, "verl/workers/rollout/vllm_rollout/bucketed_weight_transfer.py")
     ranks(2).run(sends_by_verl, transfer)
+
+
+class Settings(dict):
+    """Settings of axolotl: a missing one is None."""
+
+    __getattr__ = dict.get
+
+
+def adapts_by_axolotl(rank, size, path, folder):
+    """Calls the plug-in, axolotl's own function that adds LoRA, and the Trainer, in axolotl's order."""
+    from transformers import Trainer
+
+    manager = types.SimpleNamespace(get_lora_config_kwargs=lambda _: {})
+    linears = types.SimpleNamespace(Linear4bit=bytes, Linear8bitLt=bytes)
+    contents = {
+        "bitsandbytes": {"nn": linears},
+        "bitsandbytes.nn": {"Params4bit": bytes},
+        "axolotl.core.trainers": {"AxolotlTrainer": Trainer},
+        "axolotl.integrations.base": {
+            "BasePlugin": object, "PluginManager": types.SimpleNamespace(get_instance=lambda: manager),
+        },
+        "axolotl.loaders.utils": {"get_linear_embedding_layers": lambda _: ["embed_tokens", "lm_head"]},
+        "axolotl.telemetry.errors": {"send_errors": lambda function: function},
+        "axolotl.utils.dict": {"DictDefault": Settings},
+        "axolotl.utils.logging": {"get_logger": logging.getLogger},
+    }  # fmt: skip
+    modules = {name: types.SimpleNamespace(**content) for name, content in contents.items()}
+    settings = Settings(
+        adapter="lora", lora_r=4, lora_alpha=8, lora_dropout=0.0, lora_target_linear=True,
+        torch_dtype=torch.float32,
+    )  # fmt: skip
+    model, kind = tiny("qwen3", 2, dtype=torch.float32), Trainer
+    with mock.patch.dict(sys.modules, modules):
+        spec = importlib.util.spec_from_file_location("adapter", Path(path))
+        adapter = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(adapter)
+        if size > 1:
+            from overlap_gemm.integrations.axolotl import OverlapGemmPlugin
+
+            plugin = OverlapGemmPlugin()
+            plugin.post_model_build(settings, model)
+            kind = plugin.get_trainer_cls(settings)
+    torch.manual_seed(5)
+    model, config = adapter.load_adapter(model, settings, settings.adapter)
+    results = trained(kind, model, f"{folder}/{size}")
+    state = full_state_dict(model)
+    adapters = {name: state[name] for name, p in model.named_parameters() if p.requires_grad}
+    return results, adapters, sorted(config.target_modules)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_adapters_that_axolotl_adds_are_trained_as_on_one_rank(ranks, tmp_path):
+    (path,) = extracted("axolotl", tmp_path, "axolotl/loaders/adapter.py")
+    ((expected, weights, targets),) = ranks(1).run(adapts_by_axolotl, path, str(tmp_path))
+    assert len(targets) == 7 and len(set(expected[0])) == 4
+    for results, adapters, found in ranks(2).run(adapts_by_axolotl, path, str(tmp_path)):
+        assert found == targets and adapters.keys() == weights.keys()
+        torch.testing.assert_close(torch.tensor(results), torch.tensor(expected), rtol=1e-3, atol=1e-3)
+        for name, value in weights.items():
+            torch.testing.assert_close(adapters[name], value, rtol=1e-3, atol=1e-4)
