@@ -346,8 +346,8 @@ def test_adapters_that_axolotl_adds_are_trained_as_on_one_rank(ranks, tmp_path):
     (path,) = extracted("axolotl", tmp_path, "axolotl/loaders/adapter.py")
     ((expected, weights, targets),) = ranks(1).run(adapts_by_axolotl, path, str(tmp_path))
     assert len(targets) == 7 and len(set(expected[0])) == 4
-    for results, adapters, found in ranks(2).run(adapts_by_axolotl, path, str(tmp_path)):
-        assert found == targets and adapters.keys() == weights.keys()
+    for results, adapters, names in ranks(2).run(adapts_by_axolotl, path, str(tmp_path)):
+        assert names == targets and adapters.keys() == weights.keys()
         torch.testing.assert_close(torch.tensor(results), torch.tensor(expected), rtol=1e-3, atol=1e-3)
         for name, value in weights.items():
             torch.testing.assert_close(adapters[name], value, rtol=1e-3, atol=1e-4)
