@@ -5,7 +5,8 @@ its rows, then adds one to the rows' count. Rows are complete when the count is 
 the columns. Then either
 
 - the warp that counted last reduces the parts and stores the values (`finish_rows`); or
-- every warp waits for the count and reduces the parts for itself: `count_unit`, `await_rows`, `leave_rows`.
+- every warp waits for the count and reduces the parts for itself: `count_unit`, `await_rows`,
+  `leave_rows`, `reset_count`.
 
 Both reduce in the same fixed order, so values do not depend on which warp was the last.
 """
@@ -103,16 +104,26 @@ def await_rows(word: Any, subtiles: Int32, bound: WaitBound, site: FailureSite) 
 
 
 @cute.jit
-def leave_rows(word: Any, subtiles: Int32) -> None:
-    """Counts a warp that has waited for the rows; the last one resets the count for the next call.
+def leave_rows(word: Any) -> Int64:
+    """Counts a warp that has waited for the rows; returns the count before, which `reset_count` takes.
 
-    All lanes. A count is ``subtiles`` when the first warp leaves, since each one has waited, and no warp
-    waits when it is reset. Accesses are relaxed: they have one address, and the next call begins after this.
+    All lanes. A count is ``subtiles`` when the first warp leaves, since each one has waited. Accesses are
+    relaxed: they have one address, and the next call begins after this one.
     """
+    before = Int64(-1)
     if cute.arch.lane_idx() == 0:
-        before = cute.arch.atomic_add(word, Int64(1), sem="relaxed", scope="gpu")
-        if before == Int64(2 * subtiles - 1):
-            cute.arch.store(word, Int64(0), sem="relaxed", scope="gpu")
+        before = Int64(cute.arch.atomic_add(word, Int64(1), sem="relaxed", scope="gpu"))
+    return before
+
+
+@cute.jit
+def reset_count(word: Any, before: Int64, subtiles: Int32) -> None:
+    """Resets the count for the next call, if this warp is the last one that has left the rows.
+
+    It follows `leave_rows` after other work, because the count takes as long as a load to arrive.
+    """
+    if before == Int64(2 * subtiles - 1):
+        cute.arch.store(word, Int64(0), sem="relaxed", scope="gpu")
 
 
 ROWS_OF_LANE = 4

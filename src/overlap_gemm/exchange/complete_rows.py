@@ -31,7 +31,7 @@ from cutlass import cute
 from overlap_gemm.config.gemm_config import GemmConfig
 from overlap_gemm.device.failure import Role
 from overlap_gemm.device.memory import DTYPES, LANES
-from overlap_gemm.device.row_parts import await_rows, leave_rows, reduced, value_of
+from overlap_gemm.device.row_parts import await_rows, leave_rows, reduced, reset_count, value_of
 from overlap_gemm.device.traced import Predicate, Scalar
 from overlap_gemm.exchange.copies import SHOTS
 from overlap_gemm.exchange.receive import ReceiveContext, Window, of_chunk, unit_exists
@@ -102,7 +102,7 @@ class CompleteRows:
         stored = cute.make_rmem_tensor((chunks.elements, window), DTYPES[cfg.out_dtype])
         for c in cutlass.range_constexpr(window):
             out.load(*self._inside(place, out, c), stored[(None, c)])
-        leave_rows(visit.count, subtiles)
+        before = leave_rows(visit.count)
         totals = [
             reduced(kind, parts, cfg.unit_rows, begin, out.columns, subtiles, self._parts_in_flight)
             for kind, parts in visit.parts
@@ -120,6 +120,7 @@ class CompleteRows:
                 inputs = of_chunk(read, c)
                 store = visits.of_rows(begin, context.extras).store  # a visit is no loop's value
                 act_if(exists, partial(store, stored[(None, c)], of_row, inputs, row, column))
+        reset_count(visits.of_rows(begin, context.extras).count, before, subtiles)
 
     def _place(self, place: RowUnit, chunk: Scalar) -> tuple[Any, Any]:
         """Returns (row, first column) in the output of a lane's chunk of a unit."""
