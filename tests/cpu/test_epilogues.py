@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from overlap_gemm import epilogue, epilogues
+from overlap_gemm.backends import epilogues as of_backends
 from overlap_gemm.backends.epilogues import Applying, number_of, tensor_of
 from overlap_gemm.epilogues import arithmetic
 
@@ -255,12 +256,16 @@ def test_a_function_of_rows_takes_stored_values_and_is_part_of_the_digest(monkey
         assert epilogue(squares, **OF_ROWS, then=normed).digest != one.digest
 
 
-def test_a_number_is_one_tensor_which_is_known_by_its_value():
+def test_a_number_is_one_tensor_which_is_known_by_its_value(monkeypatch):
     kept = tensor_of(0.125, torch.device("cpu"), keep=True)
     assert tensor_of(0.125, torch.device("cpu"), keep=True) is kept
     assert number_of(kept) == 0.125 == kept.item()
     other = tensor_of(0.125, torch.device("cpu"), keep=False)
     assert other is not kept and number_of(other) is None
+    monkeypatch.setattr(of_backends, "is_capturing", lambda _: True)
+    assert tensor_of(0.125, torch.device("cpu"), keep=True) is kept
+    first, second = (tensor_of(0.0625, torch.device("cpu"), keep=True) for _ in range(2))
+    assert first is not second, "a captured graph's memory is its own"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

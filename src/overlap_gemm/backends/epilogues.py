@@ -15,6 +15,7 @@ from ..config.visitors import Visitor
 from ..epilogues import BLOCK, PAIR, Applied, Epilogue, add_residual_rms_norm, apply_relu
 from ..epilogues.definition import LARGEST, LEAST_SCALE, bands
 from ..epilogues.library import BINARY, TORCH_OPERATIONS
+from ..runtime.order import is_capturing
 from ..spec import PATTERNS, OpSpec, patterns_of
 from ..spec.sharding import ceil_div
 from .scales.scaling import FLOAT8, OUT_DTYPES
@@ -96,21 +97,22 @@ _numbers: dict[int, float] = {}
 def tensor_of(value: float, device: torch.device, keep: bool) -> Tensor:
     """Returns a number as a float32 tensor of one element.
 
-    A kept tensor costs later calls no launch. It is complete when it is kept, for any stream.
+    A kept tensor costs later calls no launch. It is complete when it is kept, for any stream. None is made
+    while a CUDA graph is captured, in whose memory it would be.
 
     Args:
         value: Number.
         device: Device of the tensor.
-        keep: Whether the tensor may be a kept one: no compiler or CUDA graph is recording the call.
+        keep: Whether the tensor may be a kept one: no compiler is recording the call.
     """
     key = value, device
-    if not keep or (key not in _of_numbers and len(_of_numbers) >= MOST_NUMBERS):
-        return torch.full((1,), value, dtype=torch.float32, device=device)
-    if key not in _of_numbers:
+    if keep and key not in _of_numbers and len(_of_numbers) < MOST_NUMBERS and not is_capturing(device):
         with torch.inference_mode(False):
             kept = _of_numbers[key] = torch.tensor([value], dtype=torch.float32).to(device)
         _numbers[id(kept)] = value
-    return _of_numbers[key]
+    if keep and key in _of_numbers:
+        return _of_numbers[key]
+    return torch.full((1,), value, dtype=torch.float32, device=device)
 
 
 def number_of(tensor: Tensor) -> float | None:

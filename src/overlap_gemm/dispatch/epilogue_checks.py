@@ -10,7 +10,6 @@ from ..backends.epilogues import tensor_of
 from ..backends.op_call import CallOperands, OpCall
 from ..backends.scales.scaling import FLOAT8
 from ..epilogues import PAIR, Applied, Epilogue, add_bias, add_residual, apply_relu
-from ..runtime.order import is_capturing
 from ..spec import ALL_GATHER_GEMM, GEMM_ALL_REDUCE, GEMM_REDUCE_SCATTER
 from .calls import is_plain
 from .operands import DTYPES, shape_of
@@ -27,8 +26,7 @@ def with_tensors(op: GemmOp, x: Tensor, applied: Any) -> Applied:
         )
     for number, ((_, kind), value) in enumerate(zip(applied.epilogue.inputs, applied.inputs, strict=True)):
         if kind == "scalar" and isinstance(value, (int, float)):
-            keep = is_plain(x, as_op=False) and not is_capturing(x.device)
-            one = tensor_of(value, x.device, keep)
+            one = tensor_of(value, x.device, keep=is_plain(x, as_op=False))
             inputs = *applied.inputs[:number], one, *applied.inputs[number + 1 :]
             applied = applied._replace(inputs=inputs)
     return applied
