@@ -8,10 +8,12 @@ import torch
 import overlap_gemm
 from cute_emulator import EmulatorError
 from overlap_gemm.backends.fused import compiled
+from overlap_gemm.device.failure import Role
 from overlap_gemm.epilogues import add_residual_rms_norm, epilogue
 from overlap_gemm.exchange import complete_rows
 from overlap_gemm.kernel.epilogue import RowVisit, Visits
 from overlap_gemm.runtime.compile_cache import CompileCache
+from overlap_gemm.runtime.failures import CommTimeoutError
 from tests.support.emulated.epilogue_cases import AR, Called, refuse, worst
 from tests.support.emulated.op_runs import lagging, world_of
 
@@ -33,7 +35,7 @@ def test_sequences_of_calls_of_different_shapes(arch, world, fields, late):
     """Checks that counts of rows are zeros again: each shape's plan keeps its own."""
     schedule = {} if late is None else {"schedule": lagging(late)}
     with world_of(arch, world, fields, mode="random", **schedule) as ranks:
-        for seed, sizes in enumerate(SHAPES[:2] if world == 8 else SHAPES):
+        for seed, sizes in enumerate(SHAPES[: 3 if world > 3 else None]):
             case = Called(AR, world, add_residual_rms_norm, sizes, seed=seed, otherwise=refuse)
             assert worst(case, ranks) <= 1
 
@@ -48,6 +50,18 @@ def test_more_tiles_than_clusters_and_bits_that_depend_on_no_order():
             assert case.worst(outs) <= 1
             results.append([one for out in outs for one in out])
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
+def test_a_rank_that_never_calls_is_named_by_a_sum(monkeypatch):
+    """Checks that the warps that wait for complete rows, whose limit is longer, are not the first."""
+    monkeypatch.setenv("OVERLAP_GEMM_TIMEOUT", "0.001")
+    with world_of("sm_90a", 2, SWAPPED, mode="random") as ranks:
+        Called(AR, 2, add_residual_rms_norm, (20, 144, 72)).call(0, ranks.names[0])
+        with pytest.raises(CommTimeoutError) as caught:
+            ranks.synchronize()
+    failure = caught.value.failure
+    assert (failure.rank, failure.source) == (0, 1)
+    assert failure.role in (Role.RECEIVE_PARTIAL, Role.CALL_ENTERED)
 
 
 def test_rows_of_zeros_and_rows_with_a_nan_are_those_of_torch():
