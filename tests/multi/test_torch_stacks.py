@@ -15,7 +15,6 @@ import subprocess
 import sys
 import threading
 import types
-import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
@@ -29,20 +28,8 @@ from torch.distributed.tensor import distribute_tensor
 from overlap_gemm.integrations import torch_symm_mem
 from overlap_gemm.parallel import full_state_dict, full_tensors, parallelize
 from tests.support.models import tiny
+from tests.support.stacks import extracted
 from tests.support.trained import trained
-
-VERSIONS = {"torchtitan": "0.3.0", "sglang": "0.5.23", "verl": "0.9.1", "axolotl": "0.19.0"}
-
-
-def extracted(stack, folder, *names):
-    """Extracts files of a stack's wheel into a folder, and returns their paths."""
-    wheel = os.environ.get(f"OVERLAP_GEMM_{stack.upper()}_WHEEL")
-    if wheel is None:
-        command = [sys.executable, "-m", "pip", "download", "--no-deps", "-q", "-d", str(folder)]
-        subprocess.run([*command, f"{stack}=={VERSIONS[stack]}"], check=True, timeout=240)
-        (wheel,) = folder.glob("*.whl")
-    with zipfile.ZipFile(wheel) as files:
-        return [files.extract(name, folder) for name in names]
 
 
 def mm_with_out_dtype():
@@ -103,6 +90,9 @@ def test_sglangs_workers_load_the_plug_in(tmp_path):
     """Each worker calls `load_plugins()` first; it raises nothing, so a failure would be silent."""
     modules = ("environ.py", "plugins/__init__.py", "plugins/hook_registry.py", "managers/scheduler.py")
     *_, scheduler = extracted("sglang", tmp_path, *(f"sglang/srt/{name}" for name in modules))
+    linear = tmp_path / "sglang/srt/layers/linear.py"
+    linear.parent.mkdir()
+    linear.write_text("class RowParallelLinear:\n    def forward(self): pass\n")
     (worker,) = (
         node
         for node in ast.parse(Path(scheduler).read_text()).body
@@ -112,7 +102,9 @@ def test_sglangs_workers_load_the_plug_in(tmp_path):
     assert lines["load_plugins"] < lines["Scheduler"]
     code = (
         "from sglang.srt.plugins import load_plugins; load_plugins(); load_plugins()\n"
-        "from overlap_gemm.integrations.torch_symm_mem import installed; print(installed())"
+        "from overlap_gemm.integrations.torch_symm_mem import installed; print(installed())\n"
+        "from sglang.srt.layers.linear import RowParallelLinear\n"
+        "print(hasattr(RowParallelLinear.forward, '__wrapped__'))"
     )
     paths = os.pathsep.join([str(tmp_path), *sys.path])
     for switch, plugins, expected in (("1", "", "True"), ("0", "", "False"), ("1", "other", "False")):
@@ -124,7 +116,7 @@ def test_sglangs_workers_load_the_plug_in(tmp_path):
             text=True,
             check=True,
         )
-        assert process.stdout.split() == [expected], process.stderr
+        assert process.stdout.split() == [expected, expected], process.stderr
 
 
 def torchtitan_on_cpus():

@@ -35,11 +35,11 @@ from torch import Tensor
 from ..api.functional import gemm_all_gather, gemm_all_reduce
 from ..backends.base import Problem
 from ..backends.op_call import CallOperands, OpCall, promises_of
-from ..backends.select import choose
 from ..runtime.group import find
 from ..spec import GEMM_ALL_GATHER, GEMM_ALL_REDUCE
 from ..spec.promises import Invariant
 from . import torch_symm_mem
+from .serving import overlaps as _overlaps
 
 logger = logging.getLogger(f"vllm.{__name__}")  # vLLM shows messages of its own loggers only
 
@@ -339,9 +339,3 @@ def _invariant() -> Invariant | None:
     from vllm import envs
 
     return promises_of().invariant or ("batch" if envs.VLLM_BATCH_INVARIANT else None)
-
-
-@cache
-def _overlaps(problem: Problem) -> bool:
-    """Returns whether our op overlaps the communication, and so is faster than vLLM's."""
-    return choose(problem).backend.name in ("fused", "decomposed")
