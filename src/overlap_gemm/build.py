@@ -21,7 +21,7 @@ must be ``Int32`` or ``Int64`` objects: the DSL packs a plain ``int`` there wron
     ``rows`` is M for a plain GEMM, else the number of rows that this rank owns. A rank without rows passes
     any valid tensor of one row; the kernel does not write to it.
     With ``config.weights`` above 1, ``a`` and ``b`` are tuples of that many, whose products are added; for an
-    all-to-all of tiles ``b`` and ``out``.
+    all-to-all of tiles and an all-gather ``b`` and ``out``.
 ``extras``
     Tuple of tensors, or None if there are none. First the two matrices of scales, if operands have scales of
     blocks (`mainloop.blocks`, `mx`). Then the operands of the epilogue's visitors, in the order of
@@ -175,14 +175,19 @@ def fake_arguments(kernel: FusedGemm) -> tuple[Any, ...]:
     out = matrix(cfg.out_dtype, True)
     if cfg.weights > 1:
         b = tuple(matrix(cfg.in_dtypes[1], cfg.b_major == "k") for _ in range(cfg.weights))
-        if isinstance(kernel.op, AllToAll):
+        if not is_along_k(kernel.op):
             out = tuple(matrix(cfg.out_dtype, True) for _ in range(cfg.weights))
         else:
             a = tuple(matrix(cfg.in_dtype, cfg.a_major == "k") for _ in range(cfg.weights))
-        if isinstance(kernel.op, AllGather):
+        if is_along_k(kernel.op) and isinstance(kernel.op, AllGather):
             later = [_fake_part_of_k(cfg, kernel.op.keep) for _ in range(1, cfg.weights)]
             exchange = exchange._replace(later=tuple(later))
     return a, b, out, extras, exchange, Int32(1), make_fake_stream()
+
+
+def is_along_k(op: Any) -> bool:
+    """Returns whether several matrices B of a kernel are along K, so that their products are added."""
+    return not isinstance(op, AllToAll) and (not isinstance(op, AllGather) or op.has_chunks)
 
 
 def compile_relay(arch: str, transport: Any, options: str = "") -> Any:

@@ -86,9 +86,9 @@ def test_kernels_of_mx_types_exchange_slices_and_spill_nowhere(op):
     assert not check(CONFIGS["sm_100a_2cta_256x256_c2x1_e4m3_obf16_sbf16_b1x1x32"], op).findings
 
 
-@pytest.mark.parametrize("op", ["A2A-GEMM sending", "GEMM-RS"])
-def test_a_kernel_whose_k_is_a_list_spills_nothing(op):
-    """Loads of three matrices along K follow each other in the load warp, which has few registers."""
+@pytest.mark.parametrize("op", ["A2A-GEMM sending", "AG-GEMM sending", "GEMM-RS"])
+def test_a_kernel_of_three_matrices_spills_nothing(op):
+    """Checks the load warp, which has few registers: it loads each along K, or chooses one along N."""
     config = replace(CONFIGS[QUICK[1]], weights=3, b_major="n")
     assert not check(config, op).findings
 

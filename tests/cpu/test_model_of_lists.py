@@ -46,7 +46,7 @@ def test_auto_predicts_the_sum_of_the_kernels_of_a_list(op, captured):
     several = {"num_weights": 3}
     if op != "all_gather_gemm":
         several["widths"] = widths = unit, unit // 4, unit // 4
-    if op == "gemm_all_to_all":  # two dtypes need a kernel each
+    if op != "all_to_all_gemm":  # two dtypes need a kernel each
         several |= {"weight_dtypes": (torch.bfloat16, torch.float16, torch.float16)}
     joined = problem(op, *sizes, **facts)
     predictions = [predicted(problem(op, sizes[0], n, sizes[2], **facts)) for n in widths]
@@ -61,6 +61,12 @@ def test_auto_predicts_the_sum_of_the_kernels_of_a_list(op, captured):
         total = max(total, calls * host + copies_seconds(Facts(op, *sizes, "bf16", 2), of_list.machine))
     assert of_list.seconds["fused"] == pytest.approx(total)
     assert of_list.seconds["torch"] == predicted(joined).seconds["torch"]
+
+
+def test_auto_predicts_one_kernel_of_all_columns_of_gathered_rows():
+    facts = {"device_type": "cuda", "peer_access": PeerAccess("sm_90a", 132, None), "captured": True}
+    of_one = problem("all_gather_gemm", 2048, 5120, 8192, **facts)
+    assert predicted(replace(of_one, num_weights=3)).seconds == predicted(of_one).seconds
 
 
 def test_only_portable_sums_of_a_list_along_k_take_copies():

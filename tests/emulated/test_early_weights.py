@@ -69,8 +69,9 @@ def test_a_weight_of_the_callers_is_read_early_and_a_copy_is_not(op, group, laun
 
 
 def test_one_copied_weight_of_several_makes_all_late(group, launched):
+    """Checks one kernel for both, or two in a group of one."""
     call("all_gather_gemm", group, [weights(), weights(offset=4)], torch.ones(M, K, dtype=torch.bfloat16))
-    assert launched == [LATE, LATE]
+    assert set(launched) == {LATE}
 
 
 @pytest.mark.parametrize("op", SHARDED)

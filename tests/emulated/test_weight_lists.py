@@ -124,7 +124,7 @@ def test_ranks_plan_the_kernels_of_a_list_in_one_order(launches, monkeypatch):
         ("gemm_all_to_all", 2, "f8 f8", (256, 256), {"block": 128}, "have no scales of blocks"),
         ("gemm_all_to_all", 2, "f8 f8", (256, 0), {}, "a weight has no rows"),
         ("gemm_all_to_all", 1, "f8 f8", (256, 256), {}, "a group of one exchanges nothing"),
-        ("all_gather_gemm", 2, "f8 f8", (256, 256), {}, "kernels of all_gather_gemm multiply one weight"),
+        ("all_gather_gemm", 2, "f8 f8", (256, 256), {}, "one kernel for 2 weights"),
         ("gemm_all_to_all", 2, "f8", (256,), {}, None),
     ],
 )

@@ -47,7 +47,9 @@ two lines of L2 per row. The epilogue's warps read scales of rows, so they are r
 too. The load role reads scales of blocks (:mod:`overlap_gemm.mainloop.blocks`,
 :mod:`overlap_gemm.mainloop.mx`) with its tiles.
 
-**Several weights** share one gather: they are launches of one call, of one epoch, one after the other.
+**Several weights** share one gather. As a rule they are one product (`work.WeightColumns`): the tiles of each
+follow each other in a shard, and the comm lane stores a tile to the output of its weight. Else they are
+launches of one call, of one epoch, one after the other:
 
 - First launch (``is_first``): signals the entry, and sends.
 - Every launch: waits for the shards, multiplies, stores.
@@ -76,11 +78,11 @@ from overlap_gemm.gather.gathering import (
     has_read,
     readers,
 )
-from overlap_gemm.kernel.loads import load_k_tiles
+from overlap_gemm.kernel.loads import load_tile
 from overlap_gemm.kernel.operand_views import OperandViews
 from overlap_gemm.kernel.plain_gemm import OutputSender, store_subtile
 from overlap_gemm.kernel.product import OutputOp, output_store
-from overlap_gemm.kernel.work import CtaTile, Share, Work, cta_number
+from overlap_gemm.kernel.work import CtaTile, Share, WeightColumns, Work, cta_number
 from overlap_gemm.spec import ALL_GATHER_GEMM
 from overlap_gemm.transports.interface import Transport
 
@@ -150,9 +152,15 @@ class AllGather(OutputOp):
         """Reads the epoch; see `Call.begin`."""
         return GatherCall(Call.begin(arguments.exchange, peer_table=peer_table), arguments)
 
-    def share(self, arguments: Gathering, rows: Scalar, cols: Scalar, out: Any) -> Share:
+    def share(self, arguments: Gathering, rows: Scalar, cols: Any, out: Any) -> Share:
         """Returns all rows, divided by shards; A is the local shard."""
-        return Share.by_rows(arguments.rows, arguments.exchange.rank, arguments.exchange.shard_rows, cols)
+        weights, columns = self._columns(cols)
+        rank, shard = arguments.exchange.rank, arguments.exchange.shard_rows
+        return Share.by_rows(arguments.rows, rank, shard, columns).of_weights(weights)
+
+    def _columns(self, cols: Any) -> tuple[Any, Any]:
+        """Returns (`WeightColumns` of several weights or None, columns of a shard), from N of each weight."""
+        return WeightColumns.of(self.config, cols) if isinstance(cols, tuple) else (None, cols)
 
     def more_sources(self, mainloop: Any, arguments: Gathering) -> Any:
         """Returns the TMA view of the gather buffer."""
@@ -160,8 +168,14 @@ class AllGather(OutputOp):
         tma, tensor = mainloop.tma_of_a(arguments.gathered)
         return GatheredShards(tma, tensor, scales)
 
-    def output(self, out: cute.Tensor, arguments: Gathering) -> Any:
-        """Returns the TMA stores of the output, from the ring's stages."""
+    def output(self, out: Any, arguments: Gathering) -> Any:
+        """Returns the TMA stores of the output, or of each of several, from the ring's stages."""
+        if isinstance(out, tuple):
+            return tuple([self._output(one, arguments) for one in out])
+        return self._output(out, arguments)
+
+    def _output(self, out: cute.Tensor, arguments: Gathering) -> Any:
+        """Returns the TMA stores of one output."""
         cfg, shard = self.config, arguments.exchange.shard_rows
         columns, pitch = cute.size(out, mode=[1]), out.stride[0]
         last = (arguments.rows + shard - 1) // shard - 1
@@ -178,8 +192,15 @@ class AllGather(OutputOp):
             stores(cute.make_tensor(out.iterator + offset, rest)),
         )
 
-    def sender(self, work: Work, output: Any, stages: Stages) -> OutputSender:
-        """Returns the sender of tiles to the output."""
+    def sender(self, work: Work, output: Any, stages: Stages) -> Any:
+        """Returns the sender of tiles to the output, or to the one of a tile's weight."""
+        if work.shards.weights is None:
+            return self._sender(work, output, stages)
+        each = [self._sender(work, one, stages) for one in output]
+        return ListSender(self, work, output, stages, tuple(each))
+
+    def _sender(self, work: Work, output: Any, stages: Stages) -> OutputSender:
+        """Returns the sender of tiles to one output."""
         return ShardSender(self, work, output, stages)
 
     @cute.jit
@@ -211,12 +232,12 @@ class GatherToOneShard(AllGather):
         """Returns the order of all tiles."""
         return LinearOrder(self.config.raster_group)
 
-    def output(self, out: cute.Tensor, arguments: Gathering) -> Any:
-        """Returns the TMA store from the ring's stages."""
+    def _output(self, out: cute.Tensor, arguments: Gathering) -> Any:
+        """Returns the TMA store of one output."""
         return OutputOp.output(self, out, arguments)
 
-    def sender(self, work: Work, output: Any, stages: Stages) -> OutputSender:
-        """Returns the sender of tiles to the output."""
+    def _sender(self, work: Work, output: Any, stages: Stages) -> OutputSender:
+        """Returns the sender of tiles to one output."""
         return OutputSender(self, work, output, stages)
 
 
@@ -262,18 +283,18 @@ class ArrivalGate:
         tile_m, tile_n = self.op.config.cluster_tile
         row, column = place.m * tile_m, place.n * tile_n
         if place.shard == call.call.exchange.rank:
-            state = load_k_tiles(res.ab, state, *mainloop.loads(res, ops, row, column), early)
+            state = load_tile(mainloop, res, ops, state, row, column, early)
         else:
             if place.shard != opened:
                 await_shard(call, place.shard, self.op.transport)
                 order_async_writes()
             arrived = buffer.tensor[(None, None, place.shard)]
-            gathered = OperandViews(ops.mma, buffer.tma, arrived, ops.tma_b, ops.b)
+            gathered = ops._replace(tma_a=buffer.tma, a=arrived, scales=None)
             if cutlass.const_expr(buffer.scales is not None):
                 tma, scales = buffer.scales
                 came = ops.scales.with_gathered((tma, scales[(None, None, place.shard)]))
                 gathered = gathered._replace(scales=came)
-            state = load_k_tiles(res.ab, state, *mainloop.loads(res, gathered, row, column), early)
+            state = load_tile(mainloop, res, gathered, state, row, column, early)
         return state, Int32(place.shard)
 
     @cute.jit
@@ -311,6 +332,26 @@ class ArrivalGate:
         """Counts a warp as a reader, after its last load, or last visit of rows."""
         if call.arguments.is_last != 0:
             has_read(call, self.op.transport, readers(self.op.config, self.op.keep))
+
+
+@dataclass(frozen=True)
+class ListSender(OutputSender):
+    """Sender of a product of several weights, each of which has an output (a ``TileSender``).
+
+    Attributes:
+        senders: Sender to the output of each weight.
+    """
+
+    senders: tuple[Any, ...]
+
+    @cute.jit
+    def send(self, place: CtaTile, subtile: Int32, stage: Int32) -> None:
+        """Starts the store to the output of the tile's weight, which clips columns past the weight's end."""
+        weights = self.work.shards.weights
+        for i in cutlass.range_constexpr(len(weights)):
+            begin, columns, _ = weights[i]
+            if (place.column >= begin) & (place.column < begin + columns):
+                self.senders[i].send(place._replace(column=place.column - begin), subtile, stage)
 
 
 class ShardSender(OutputSender):

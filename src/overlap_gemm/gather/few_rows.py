@@ -27,7 +27,7 @@ from overlap_gemm.device.traced import Extras, Scalar
 from overlap_gemm.exchange.geometry import SCALE_BYTES
 from overlap_gemm.gather.all_gather import ArrivalGate, GatheredShards, GatherToOneShard
 from overlap_gemm.gather.gathering import GatherCall, Gathering, ShardRole, await_piece, await_shard
-from overlap_gemm.kernel.loads import load_k_tiles
+from overlap_gemm.kernel.loads import load_tile
 from overlap_gemm.kernel.operand_views import OperandViews
 from overlap_gemm.kernel.work import CtaTile, Share
 
@@ -46,9 +46,10 @@ class AllGatherFewRows(GatherToOneShard):
         """Returns the role that sends the local shard, also to this rank, and keeps all."""
         return ShardRole(self.config, self.transport, self.push, self.keep, to_itself=True)
 
-    def share(self, arguments: Gathering, rows: Scalar, cols: Scalar, out: Any) -> Share:
+    def share(self, arguments: Gathering, rows: Scalar, cols: Any, out: Any) -> Share:
         """Returns all rows, as one shard."""
-        return Share.unsharded(arguments.rows, cols, cols)
+        weights, columns = self._columns(cols)
+        return Share.unsharded(arguments.rows, columns, columns).of_weights(weights)
 
 
 class AllShardsGate(ArrivalGate):
@@ -76,9 +77,9 @@ class AllShardsGate(ArrivalGate):
             await_all(call, self.op.transport)
             order_async_writes()
         tile_m, tile_n = self.op.config.cluster_tile
-        every = OperandViews(ops.mma, buffer.tma, buffer.tensor[(None, None, 0)], ops.tma_b, ops.b)
-        loads = mainloop.loads(res, every, place.m * tile_m, place.n * tile_n)
-        return load_k_tiles(res.ab, state, *loads, early), Int32(0)
+        every = ops._replace(tma_a=buffer.tma, a=buffer.tensor[(None, None, 0)], scales=None)
+        row, column = place.m * tile_m, place.n * tile_n
+        return load_tile(mainloop, res, every, state, row, column, early), Int32(0)
 
     @cute.jit
     def open(self, call: GatherCall, shard: Int32, opened: Int32) -> Int32:

@@ -49,9 +49,9 @@ def load_weights_early(mainloop: Mainloop, op: KernelOp, res: Any, ops: Any, wor
     if cutlass.const_expr(ops.others is not None):
         weights = work.shards.weights
         for i in cutlass.range_constexpr(len(weights)):
-            begin, columns = weights[i]
+            begin, columns, step = weights[i]
             if (work.num_tiles > 0) & (column >= begin) & (column < begin + columns):
-                col = place.shard * columns + column - begin
+                col = place.shard * step + column - begin
                 _, b, first, _ = mainloop.loads(res, ops.of_weight(i), Int32(0), col)
                 load_first_weights(res.ab, mainloop.load_state(), b, first, num_early(mainloop.config, ops.b))
     elif work.num_tiles > 0:

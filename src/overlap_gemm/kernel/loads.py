@@ -10,6 +10,8 @@ from cutlass.cute.nvgpu import cpasync
 
 from overlap_gemm.device.traced import Scalar, Stages
 from overlap_gemm.kernel.operand_views import OperandViews
+from overlap_gemm.kernel.protocols import Mainloop
+from overlap_gemm.kernel.work import WeightColumns
 
 
 class OperandLoads(NamedTuple):
@@ -114,6 +116,61 @@ def load_k_tiles(
         for loads in (a, b):
             loads.load(ab, state, k)
         state.advance()
+    return state
+
+
+@cute.jit
+def load_tile(
+    mainloop: Mainloop,
+    res: Any,
+    ops: OperandViews,
+    state: pipeline.PipelineState,
+    row: Int32,
+    column: Int32,
+    early: Any,
+) -> pipeline.PipelineState:
+    """Loads the tile at ``row`` of A and ``column`` of B, or of this rank's columns of several weights.
+
+    The other arguments are those of `load_of_weight`.
+    """
+    if cutlass.const_expr(ops.others is None):
+        state = load_k_tiles(res.ab, state, *mainloop.loads(res, ops, row, column), early)
+    else:
+        weights, _ = WeightColumns.of(mainloop.config, ops.columns)
+        state = load_of_weight(mainloop, res, ops, state, weights, (Int32(0), row, column), early)
+    return state
+
+
+@cute.jit
+def load_of_weight(
+    mainloop: Mainloop,
+    res: Any,
+    ops: Any,
+    state: pipeline.PipelineState,
+    weights: Any,
+    at: tuple[Int32, Int32, Int32],
+    early: Any,
+) -> pipeline.PipelineState:
+    """Loads a tile of A and of the one of several weights that has its first column.
+
+    Args:
+        mainloop: Mainloop that loads.
+        res: Resources of the mainloop.
+        ops: Operands.
+        state: Pipeline state of the loads.
+        weights: `WeightColumns` of each weight.
+        at: Owner of the tile, row of A, and column in the owner's shard.
+        early: Number of k tiles of B in flight, as in `load_k_tiles`.
+
+    Returns:
+        The pipeline state after the last k tile.
+    """
+    owner, row, column = at
+    for i in cutlass.range_constexpr(len(weights)):
+        begin, columns, step = weights[i]
+        if (column >= begin) & (column < begin + columns):
+            col = owner * step + column - begin
+            state = load_k_tiles(res.ab, state, *mainloop.loads(res, ops.of_weight(i), row, col), early)
     return state
 
 

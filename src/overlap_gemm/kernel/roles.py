@@ -18,7 +18,7 @@ from overlap_gemm.device.registers import rematerialize
 from overlap_gemm.device.result_scales import scale_blocks
 from overlap_gemm.device.traced import Extras, Scalar, Stages
 from overlap_gemm.epilogues import BLOCK
-from overlap_gemm.kernel.loads import load_k_tiles
+from overlap_gemm.kernel.loads import load_k_tiles, load_of_weight
 from overlap_gemm.kernel.protocols import KernelOp, Mainloop
 from overlap_gemm.kernel.split import num_early
 from overlap_gemm.kernel.work import CtaTile, Work
@@ -75,39 +75,6 @@ def load_parts(
     for i in cutlass.range_constexpr(len(parts)):
         state = load_k_tiles(res.ab, state, *mainloop.loads(res, parts[i], row, col), early)
         early = None
-    return state
-
-
-@cute.jit
-def load_of_weight(
-    mainloop: Mainloop,
-    res: Any,
-    ops: Any,
-    state: pipeline.PipelineState,
-    weights: Any,
-    at: tuple[Int32, Int32, Int32],
-    early: Any,
-) -> pipeline.PipelineState:
-    """Loads a tile of A and of the one of several weights that has its first column.
-
-    Args:
-        mainloop: Mainloop that loads.
-        res: Resources of the mainloop.
-        ops: Operands.
-        state: Pipeline state of the loads.
-        weights: `WeightColumns` of each weight.
-        at: Owner of the tile, row of A, and column in the owner's shard.
-        early: Number of k tiles of B in flight, as in `load_k_tiles`.
-
-    Returns:
-        The pipeline state after the last k tile.
-    """
-    owner, row, column = at
-    for i in cutlass.range_constexpr(len(weights)):
-        begin, columns = weights[i]
-        if (column >= begin) & (column < begin + columns):
-            col = owner * columns + column - begin
-            state = load_k_tiles(res.ab, state, *mainloop.loads(res, ops.of_weight(i), row, col), early)
     return state
 
 

@@ -19,18 +19,23 @@ class WeightColumns(NamedTuple):
     Attributes:
         begin: First column in the shard, a multiple of a cluster tile's.
         columns: Number of columns; up to the next weight's first one, the tile's other columns are not sent.
+        step: Rows of the weight from an owner's first one to the next owner's; 0 if all are this rank's.
     """
 
     begin: Scalar
     columns: Scalar
+    step: Scalar
 
     @staticmethod
-    def of(config: GemmConfig, widths: Any, world: Scalar) -> tuple[tuple[WeightColumns, ...], Any]:
-        """Returns the columns of each weight, as `torch.chunk` cuts them, and their end in a shard."""
+    def of(config: GemmConfig, widths: Any, world: Any = None) -> tuple[tuple[WeightColumns, ...], Any]:
+        """Returns the columns of each weight, and their end in a shard.
+
+        They are cut as by `torch.chunk`; without ``world`` each shard has all columns of the weights.
+        """
         wide, begin, parts = config.cluster_tile[1], Int32(0), []
         for width in widths:
-            columns = ceil_div(width, world)
-            parts.append(WeightColumns(begin, columns))
+            columns = width if world is None else ceil_div(width, world)
+            parts.append(WeightColumns(begin, columns, Int32(0) if world is None else columns))
             begin = begin + ceil_div(columns, wide) * wide
         return tuple(parts), begin
 
@@ -85,6 +90,10 @@ class Share(NamedTuple):
         """Returns the full product, in shards of ``shard`` rows."""
         return Share(rows, cols, rank, num_owners(rows, shard), TileShards(shard, cols, shard, 0), cols)
 
+    def of_weights(self, weights: tuple[WeightColumns, ...]) -> Share:
+        """Returns the same share of the product with several weights."""
+        return self._replace(shards=self.shards._replace(weights=weights))
+
     @staticmethod
     def by_columns(rows: Scalar, rank: Scalar, shard: Any, cols: Scalar) -> Share:
         """Returns the full product, in shards of ``shard`` columns."""
@@ -135,8 +144,8 @@ class Work(NamedTuple):
         shards = self.shards
         rows = cutlass.min(shards.rows, self.rows - at.owner * shards.row_step)
         if shards.weights is not None:
-            begin, columns = shards.weight_at(at.column)
-            return rows - at.row, begin + columns - at.column
+            weight = shards.weight_at(at.column)
+            return rows - at.row, weight.begin + weight.columns - at.column
         columns = cutlass.min(shards.cols, self.cols - at.owner * shards.col_step)
         return rows - at.row, columns - at.column
 

@@ -26,8 +26,7 @@ class PatternSpec:
         kernel: ``module:class`` of the op's part of the kernel (`kernel.protocols.KernelOp`).
         has_epilogue: Whether the kernel of an op with a replicated weight applies epilogues of complete sums
             to this rank's result; not read for other ops.
-        takes_lists: Whether a kernel of an op that sends tiles multiplies a list of weights
-            (`GemmConfig.weights`).
+        takes_lists: Whether a kernel multiplies a list of weights (`GemmConfig.weights`).
     """
 
     name: str
@@ -72,7 +71,7 @@ PATTERNS = {
         ),
         PatternSpec(
             "input_gather", "all_gather_gemm", cut="rows", to_all=True, returns=False,
-            kernel="overlap_gemm.gather.all_gather:AllGather",
+            kernel="overlap_gemm.gather.all_gather:AllGather", takes_lists=True,
         ),
     )
 }  # fmt: skip

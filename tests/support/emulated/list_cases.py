@@ -68,6 +68,66 @@ class Operands:
             assert ((made.double() - exact).abs() <= 2**-8 * exact.abs() + lost * self.sizes[i]).all()
 
 
+class GatheredOperands:
+    """Operands of `all_gather_gemm` with a list of weights; ranks have different numbers of rows of each.
+
+    Args:
+        rows: Rows over all ranks.
+        widths: Rows of each weight of each rank.
+        depth: K.
+        scaled: Whether the operands have 8 bits and scales of rows.
+    """
+
+    def __init__(self, rows, widths, depth=72, scaled=False):
+        made = torch.Generator().manual_seed(0)
+
+        def random(*shape):
+            return torch.randn(shape, generator=made).bfloat16()
+
+        self.x, self.scale_x, self.rows = random(rows, depth), None, rows
+        self.weights = [[random(n, depth) for n in of_rank] for of_rank in widths]
+        self.biases = [[random(n) for n in of_rank] for of_rank in widths]
+        self.scales = [None] * len(widths)
+        x, weights = self.x.double(), [[one.double() for one in of_rank] for of_rank in self.weights]
+        if scaled:
+            of_x = overlap_gemm.quantize_rows(self.x)
+            quantized = [[overlap_gemm.quantize_rows(one) for one in of_rank] for of_rank in self.weights]
+            self.x, self.scale_x = of_x.values, of_x.scale
+            self.weights = [[one.values for one in of_rank] for of_rank in quantized]
+            self.scales = [[one.scale for one in of_rank] for of_rank in quantized]
+            x = of_x.values.double() * of_x.scale
+            weights = [[one.values.double() * one.scale for one in of_rank] for of_rank in quantized]
+        self.gathered = self.x
+        self.exact = [
+            [x @ weight.t() + bias.double() for weight, bias in zip(*of_rank, strict=True)]
+            for of_rank in zip(weights, self.biases, strict=True)
+        ]
+        self.sizes = [[x.abs() @ weight.t().abs() for weight in of_rank] for of_rank in weights]
+
+    def call(self, world, **options):
+        """Returns the results of all ranks, with the gathered x first if it is wanted."""
+        ranks = len(world.names)
+        of_x = [None] * ranks if self.scale_x is None else self.scale_x.chunk(ranks)
+        shards = [*self.x.chunk(ranks), *[self.x[:0]] * ranks][:ranks]
+        each = zip(shards, of_x, self.weights, self.scales, self.biases, world.names, strict=True)
+        with poisoned_allocations():
+            return [
+                overlap_gemm.all_gather_gemm(
+                    x, weights, bias=biases, scale_x=of_rows, scale_w=of_weights, rows=self.rows,
+                    group=group, backend="fused", **options,
+                )
+                for x, of_rows, weights, of_weights, biases, group in each
+            ]  # fmt: skip
+
+    def check(self, outs):
+        """Compares the results of all ranks."""
+        lost = ACCUMULATION if self.scale_x is not None else 2**-16
+        for of_rank, exact, sizes in zip(outs, self.exact, self.sizes, strict=True):
+            for made, correct, size in zip(of_rank, exact, sizes, strict=True):
+                assert made.shape == correct.shape
+                assert ((made.double() - correct).abs() <= 2**-8 * correct.abs() + lost * size).all()
+
+
 class Layer:
     """Projections of all ranks, gradients of their results, and the exact gradients in float64.
 

@@ -39,7 +39,8 @@ from ..scales.tma_operands import (
 )
 from . import plan_cache as plans
 from .gather_plans import plan_for
-from .launch_plan import Plan
+from .launch_plan import Plan, Weight
+from .list_calls import why_each
 from .plan_cache import bias_visitor
 
 
@@ -54,6 +55,7 @@ def bind(
     keep, out_dtype, blocks, applying = problem.keep, problem.out_dtype, problem.blocks, problem.applying
     rows, depth = shards.total, x.shape[1]
     columns = [len(weight) for weight in weights]
+    at_once = applying is None and why_each(problem) is None
     if applying is not None:
         visitor = replace(applying.visitor, of_two_weights=len(weights) == 2)
 
@@ -94,7 +96,8 @@ def bind(
     def run(
         x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], *scales: Any
     ) -> tuple[Tensor, list[Tensor]]:
-        return all_gather_gemm(x, weights, biases, shards, group, keep, scales, out_dtype, blocks)
+        how = out_dtype, blocks, None, at_once
+        return all_gather_gemm(x, weights, biases, shards, group, keep, scales, *how)
 
     run = within(settings(), run)  # later calls use the settings of this one
     is_unpadded = all(n and n % ROW_ELEMENTS == 0 for n in columns) and padded(depth, x.itemsize) == depth
@@ -103,9 +106,12 @@ def bind(
         return run
     if any(bias.stride(0) != 1 for bias in biases):
         return run
+    if at_once and len({major(weight, "n") for weight in weights}) > 1:
+        return run
     if out_dtype is not None:
-        return _bind_scaled(run, x, weights, biases, shards, group, keep, out_dtype, blocks)
-    plan = plan_for(group, x, depth, weights, bias_visitor(bool(biases), x.dtype), shards, keep)
+        return _bind_scaled(run, x, weights, biases, shards, group, keep, out_dtype, blocks, at_once)
+    visitors = bias_visitor(bool(biases), x.dtype)
+    plan = plan_for(group, x, depth, weights, visitors, shards, keep, at_once=at_once)
     return planned(plan, run, rows, columns, depth if keep else None)
 
 
@@ -126,6 +132,7 @@ def planned(
         depth: K of the sent operand, `[rows, K]`, that the kernel stores; None: x itself is returned.
     """
     without: list[tuple[Tensor, ...] | None] = [None] * len(columns)
+    launch = launch_of(plan, len(columns))
 
     def run_as_planned(
         x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]
@@ -134,10 +141,42 @@ def planned(
             return run(x, weights, biases)
         outs = [x.new_empty(rows, n) for n in columns]
         kept = None if depth is None else x.new_empty(rows, depth)
-        plan.launch(x, weights, outs, [(bias,) for bias in biases] or without, kept)
+        launch(x, weights, outs, [(bias,) for bias in biases] or without, kept)
         return x if kept is None else kept, outs
 
     return run_as_planned
+
+
+def launch_of(plan: Plan, number: int) -> Callable[..., None]:
+    """Returns the function that launches a plan of `number` weights, with the arguments of `Plan.launch`.
+
+    If one product has all weights, the scales of rows of x are the first of each weight's operands, and all
+    others are joined: those of a weight begin with its first tile.
+    """
+    if len(plan.products) == number:
+        return plan.launch
+    (product,) = plan.products
+    wide, of_x = product.config.cluster_tile[1], int(product.config.visits_rows)
+
+    def launch(
+        x: Tensor,
+        weights: Sequence[Weight],
+        outs: Sequence[Tensor],
+        extras: Sequence[tuple[Tensor, ...] | None],
+        kept: Tensor | None,
+    ) -> None:
+        first, read = extras[0], None
+        if first is not None:
+            joined = [_at_tiles(vectors, wide) for vectors in list(zip(*extras, strict=True))[of_x:]]
+            read = (*first[:of_x], *joined)
+        plan.launch(x, (tuple(weights),), (tuple(outs),), (read,), kept)
+
+    return launch
+
+
+def _at_tiles(vectors: Sequence[Tensor], wide: int) -> Tensor:
+    """Returns vectors one after the other, each from a multiple of `wide` elements on, zeros between."""
+    return torch.cat([padded_vector(vector, -(-len(vector) // wide) * wide) for vector in vectors])
 
 
 def _bind_scaled(
@@ -150,6 +189,7 @@ def _bind_scaled(
     keep: bool,
     out_dtype: torch.dtype,
     blocks: Blocks | None,
+    at_once: bool,
 ) -> Callable[..., tuple[Tensor, list[Tensor]]]:
     """Returns the bound function of operands with scales; `run` is the function of calls that need copies.
 
@@ -158,7 +198,8 @@ def _bind_scaled(
     (local_rows, depth), columns = x.shape, [weight.shape[0] for weight in weights]
     rows, chunk, layout = shards.total, shards.chunk, layout_of(blocks) if blocks else None
     epilogue = bias_visitor(bool(biases), out_dtype)
-    plan = plan_for(group, x, depth, weights, epilogue, shards, keep, out_dtype, blocks)
+    plan = plan_for(group, x, depth, weights, epilogue, shards, keep, out_dtype, blocks, at_once)
+    launch = launch_of(plan, len(columns))
 
     def read_with(scale_x: Tensor, scales: Sequence[Tensor]) -> list[tuple[Tensor, ...]] | None:
         """Returns the scales of x and of the weight for each product; None if a weight's need a copy."""
@@ -187,7 +228,7 @@ def _bind_scaled(
             extras = [(*read, bias) for read, bias in zip(extras, biases, strict=True)]
         outs = [x.new_empty(rows, n, dtype=out_dtype) for n in columns]
         kept = x.new_empty(rows, depth) if keep else None
-        plan.launch(x, weights, outs, extras, kept)
+        launch(x, weights, outs, extras, kept)
         return x if kept is None else kept, outs
 
     return run_as_planned
@@ -212,6 +253,7 @@ def all_gather_gemm(
     out_dtype: torch.dtype | None = None,
     blocks: Blocks | None = None,
     epilogue: tuple[Visitor, Sequence[Tensor]] | None = None,
+    at_once: bool = False,
 ) -> tuple[Tensor, list[Tensor]]:
     """Runs an all-gather GEMM on tensors of any strides, alignment and extents. Collective.
 
@@ -230,6 +272,7 @@ def all_gather_gemm(
         out_dtype: Dtype of the results if there are scales; else None.
         blocks: Blocks that share a scale; None: rows, or no scales.
         epilogue: Epilogue that the kernel applies after the bias, and its inputs; or None.
+        at_once: Whether the weights are one product (`list_calls.why_each`).
 
     Returns:
         The gathered x `[M, K]` (without `keep`, and in a group of one, x itself), and the products `[M,
@@ -247,6 +290,8 @@ def all_gather_gemm(
     # A rank without columns launches, too: its peers wait for its signals.
     used = [weight if len(weight) else weight.new_zeros(2 * PAIR, depth) for weight in weights]
     operands, widths = [aligned(weight) for weight in used], [len(weight) // columns_of for weight in used]
+    if at_once and len({major(weight, "n") for weight in operands}) > 1:
+        operands = [aligned(weight.contiguous()) for weight in operands]
     outs = [x.new_empty(rows, padded(width, of_result.itemsize), dtype=of_result) for width in widths]
     shard = _shard(x, alone)
     vectors: list[tuple[Tensor, ...]] = [()] * len(used)
@@ -286,8 +331,9 @@ def all_gather_gemm(
                 plain.launch(shard, (weight,), (out,), (read,))
         else:
             kept = shard.new_empty(rows, shard.stride(0)) if keep else None
-            plan = plan_for(group, x, shard.shape[1], operands, visitors, shards, keep, out_dtype, blocks)
-            plan.launch(shard, operands, narrowed, extras, kept)
+            how = out_dtype, blocks, at_once
+            plan = plan_for(group, x, shard.shape[1], operands, visitors, shards, keep, *how)
+            launch_of(plan, len(used))(shard, operands, narrowed, extras, kept)
     results = [first_columns(out, width, group) for out, width in zip(outs, local_widths, strict=True)]
     if has_scales:
         pairs = zip(of_blocks, local_widths, strict=True)

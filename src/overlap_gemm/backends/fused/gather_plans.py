@@ -14,7 +14,7 @@ A shard is sent in one of three ways, chosen when the plan is made. Ranks may di
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -54,6 +54,9 @@ from .plan_cache import (
     two_lists,
 )
 from .transport_hosts import obtain_transport, requested_transport
+
+Kind: TypeAlias = tuple[tuple[int, ...], str, torch.dtype]
+"""Rows of a product's weight, or of each of several; their contiguous dimension; their dtype."""
 
 
 class BufferLayout(NamedTuple):
@@ -125,6 +128,7 @@ def plan_for(
     keep: bool,
     out_dtype: torch.dtype | None = None,
     blocks: Blocks | None = None,
+    at_once: bool = False,
 ) -> Plan:
     """Returns the plan of a call. Collective at the first call of a signature, which compiles and allocates.
 
@@ -140,6 +144,7 @@ def plan_for(
         keep: Whether the kernel stores the gathered x for the caller.
         out_dtype: Dtype of the results if the operands have scales; else None.
         blocks: Blocks that share a scale; None: rows, or no scales.
+        at_once: Whether the weights, of one dtype and layout, are one product.
 
     Raises:
         DisagreementError, SymmetricMemoryError: On every rank, if one of them cannot make the plan.
@@ -148,12 +153,14 @@ def plan_for(
         RuntimeError: Puts are needed or configured, and NVSHMEM cannot be linked.
     """
     peers, requested = peers_for(group, x.device), settings()
-    kinds = tuple(
-        (2 * len(weight[0]), "k", weight[0].dtype)
+    kinds: tuple[Kind, ...] = tuple(
+        ((2 * len(weight[0]),), "k", weight[0].dtype)
         if isinstance(weight, tuple)
-        else (len(weight), major(weight, "n"), weight.dtype)
+        else ((len(weight),), major(weight, "n"), weight.dtype)
         for weight in weights
     )
+    if at_once:
+        kinds = ((tuple([n for (n,), *_ in kinds]), *kinds[0][1:]),)
     key = (
         ALL_GATHER_GEMM.name, x.dtype, shards, depth, kinds, epilogue, keep, out_dtype, blocks, requested,
         group.signed,
@@ -170,7 +177,7 @@ def _make_plan(
     dtype: torch.dtype,
     shards: Shards,
     depth: int,
-    kinds: Sequence[tuple[int, str, torch.dtype]],
+    kinds: Sequence[Kind],
     epilogue: tuple[Visitor, ...],
     keep: bool,
     reserve: int,
@@ -204,18 +211,19 @@ def _make_plan(
     push = is_pushed(peers, nbytes, requested) and not puts
     owners = num_owners(shards.total, chunk)
 
-    def config_of(columns: int, b_major: str, weight_dtype: torch.dtype) -> GemmConfig:
+    def config_of(columns: tuple[int, ...], b_major: str, weight_dtype: torch.dtype) -> GemmConfig:
         name, fields = kind_of(dtype, out_dtype, epilogue, blocks, weight_dtype)
-        extents = shards.total, columns * group.size, depth
+        fields["weights"] = len(columns)
+        extents = shards.total, sum(columns) * group.size, depth
         facts = Facts(ALL_GATHER_GEMM.name, *extents, name, group.size, chunk, blocks)
         return choose_config(facts, constants(arch), arch, peers.agreed.num_sms, b_major=b_major, **fields)
 
-    def product(config: GemmConfig, columns: int, joins: bool) -> Product:
+    def product(config: GemmConfig, columns: tuple[int, ...], joins: bool) -> Product:
         tile_m, tile_n = config.cluster_tile
         rows = ceil_div(shards.total, tile_m) if joins else owners * ceil_div(chunk, tile_m)
         resident = resident_clusters(executor, config.cluster_ctas, reserve, puts)
         gemm = compiled_gather(executor, config, push, keep, puts, joins=joins)
-        return Product(config, gemm, min(resident, rows * ceil_div(columns, tile_n)))
+        return Product(config, gemm, min(resident, rows * sum(ceil_div(n, tile_n) for n in columns)))
 
     def compiled() -> tuple[tuple[Product, ...], Any, bool]:
         relay = compiled_relay(executor) if puts else None
@@ -232,7 +240,7 @@ def _make_plan(
         blocks,
         shards,
         depth,
-        len(kinds),
+        tuple([len(widths) for widths, *_ in kinds]),
         epilogue,
         keep,
         puts,
