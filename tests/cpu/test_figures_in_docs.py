@@ -182,7 +182,18 @@ def of_one_kernel(variant):
     return [times["one"] / times[variant] for times in every]
 
 
+def tokens(way):
+    return f"{report('h200x2-tokens')['ways'][way]['tokens_per_second'] / 1000:.1f}"
+
+
 FIGURES = {
+    "docs/jobs/pretrain.md": [
+        lambda: (
+            f"{tokens('ours')}, compiled {tokens('ours, compiled')}; torch's styles {tokens('torch')}, as "
+            f"async TP {tokens('async-tp')} (with our ops {tokens('async-tp, ours')}); transformers' own "
+            f"{tokens('transformers')}; FSDP2 {tokens('fsdp2')}, compiled {tokens('fsdp2, compiled')} "
+        ),
+    ],
     "README.md": [
         lambda: (
             f"take {said(against('h100x2-shapes', 'graph'))} of the time of the fastest of torch's ways "
@@ -326,6 +337,7 @@ SOURCES = {
         "h200x2-invariance", "h200x2-all-to-all", "h200x2-epilogues",
         "h200x8-reduce-scatter-graphs", "cpu-2-ranks-decode", "h100x2-shapes", "emulator-speed",
     ],
+    "docs/jobs/pretrain.md": ["h200x2-tokens"],
     "docs/all-to-all.md": ["h200x2-all-to-all", "h200x2-weight-lists", "h200x2-weight-list-gradients"],
     "docs/epilogues.md": ["h200x2-epilogues", "h200x2-scaled-epilogues"],
     "docs/evidence.md": ["h200x4"],
