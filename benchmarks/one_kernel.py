@@ -38,7 +38,10 @@ def random(*shape: int) -> Tensor:
 
 
 def lists() -> Iterator[tuple[dict[str, Any], Variants]]:
-    """Yields `gemm_all_to_all` of three weights: a kernel for each, one for all, and torch's way."""
+    """Yields lists of weights, in one kernel and torch's way, next to another way of the fused kernels.
+
+    For `gemm_all_to_all` that is a kernel for each weight, for `all_gather_gemm` one weight of all rows.
+    """
     exchange = overlap_gemm.gemm_all_to_all
     fused = partial(exchange, backend="fused")
     for widths in ((8192, 1024, 1024), (4096, 4096, 4096)):
@@ -49,6 +52,17 @@ def lists() -> Iterator[tuple[dict[str, Any], Variants]]:
                 "three": lambda i, x=xs, w=weights: lambda: [fused(x[i], v) for v in w[i]],
                 "list": lambda i, x=xs, w=weights: lambda: fused(x[i], w[i]),
                 "torch": lambda i, x=xs, w=weights: lambda: exchange(x[i], w[i], backend="torch"),
+            }  # fmt: skip
+    gather = overlap_gemm.all_gather_gemm
+    for widths in ((8192, 1024, 1024), (28672, 28672)):
+        for rows in (128, 512, 2048, 8192):
+            xs = [random(rows // dist.get_world_size(), K) for _ in range(SETS)]
+            weights = [[random(width // dist.get_world_size(), K) for width in widths] for _ in range(SETS)]
+            joined = [torch.cat(of_set) for of_set in weights]
+            yield {"op": "all_gather_gemm", "m": rows, "n": widths, "k": K}, {
+                "joined": lambda i, x=xs, w=joined: lambda: gather(x[i], w[i], backend="fused"),
+                "list": lambda i, x=xs, w=weights: lambda: gather(x[i], w[i], backend="fused"),
+                "torch": lambda i, x=xs, w=weights: lambda: gather(x[i], w[i], backend="torch"),
             }  # fmt: skip
 
 

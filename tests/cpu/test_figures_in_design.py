@@ -57,6 +57,12 @@ def joined(columns):
     return [min(us for name, us in one.items() if name != "torch") / one["torch"] for one in results]
 
 
+def gathered_list(variant):
+    """Returns the times of lists of weights in one kernel, relative to those of a variant."""
+    every = [one["graph"]["us"] for one in report("h200x2-gathered-lists")["results"]]
+    return [times["list"] / times[variant] for times in every]
+
+
 def constants():
     return json.loads((ROOT / "src/overlap_gemm/tuning/machines/h200.json").read_text())
 
@@ -132,6 +138,10 @@ FIGURES = {
         ),
         lambda: f"these kernels takes {said(joined(lambda n: n >= 10240))} of `torch`'s time",
         lambda: f"With 5120 it takes {said(joined(lambda n: n == 5120))}",
+        lambda: (
+            f"{said(gathered_list('joined'))} of one joined weight's time, {said(gathered_list('torch'))} "
+            "of `torch`'s"
+        ),
         lambda: f"it takes {said(decomposed())} of the fused kernel's time in graphs",
         lambda: f"A gate costs about {constants()['gate'] * 1e6:.0f} us between",
         lambda: f"it pays {constants()['shard_host'] * 1e6:.0f} us of host time a shard (`shard_host`)",
