@@ -47,6 +47,7 @@ def equals_vllms_own(rank, size):
             for overlaps in (True, False):
                 with mock.patch.object(plugin, "_overlaps", lambda _, answer=overlaps: answer):
                     compare(rank, size, ours, linear.RowParallelLinear, custom_op)
+                    gathers(rank, size, custom_op)
             compiles(rank, size, linear.RowParallelLinear)
             for scheme in ("dynamic", "static"):
                 in_8_bits(rank, size, ours, linear.RowParallelLinear, custom_op, scheme)
@@ -87,6 +88,33 @@ def compare(rank, size, ours, kind, custom_op):
                 )
                 found, expected = found[0], expected[0]
             torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+def gathers(rank, size, custom_op):
+    """Compares a gathered linear, and the logits of a vocabulary that vLLM pads, with vLLM's own."""
+    from vllm.model_executor.layers.linear import ColumnParallelLinear
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    torch.manual_seed(4)
+    full, bias, x = torch.randn(OUT, IN), torch.randn(OUT), torch.randn(TOKENS, IN)
+    head = ParallelLMHead(OUT + 1, IN, params_dtype=torch.float32)
+    vocabulary = torch.randn(OUT + 1, IN)
+    head.weight.weight_loader(head.weight, vocabulary)
+    head.quant_method.process_weights_after_loading(head)
+    results = []
+    for is_ours in (True, False):
+        with mock.patch.dict(custom_op.op_registry_oot, clear=not is_ours):
+            linear = layer(ColumnParallelLinear, torch.float32, full, bias, gather_output=True)
+            logits = LogitsProcessor(OUT + 1)
+        names = {type(linear).__module__, type(logits).__module__}
+        assert names == {plugin.__name__} if is_ours else plugin.__name__ not in names
+        with mock.patch.object(plugin, "find", side_effect=plugin.find) as ours, torch.inference_mode():
+            results.append((linear(x)[0], logits(head, x)))
+        assert ours.call_count == 2 * is_ours
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(results[0][1], x @ vocabulary.t(), rtol=1e-4, atol=1e-4)
 
 
 def in_8_bits(rank, size, ours, kind, custom_op, scheme):

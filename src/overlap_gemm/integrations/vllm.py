@@ -153,7 +153,8 @@ def _register() -> type:
             embedding_bias: Tensor | None,
             skip_gather: bool = False,
         ) -> Any:
-            plain = type(lm_head.quant_method) in (UnquantizedEmbeddingMethod, UnquantizedLinearMethod)
+            kinds = (UnquantizedEmbeddingMethod, UnquantizedLinearMethod)
+            plain = type(lm_head.quant_method) in kinds and lm_head.weight.ndim == 2
             has_types = getattr(self, "head_dtype", None) in (None, hidden_states.dtype)
             gathers = self.use_all_gather and lm_head.tp_size > 1 and not skip_gather
             if self._uses_vllm_forward or not (plain and has_types and gathers):
