@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from overlap_gemm import configured
 from overlap_gemm.integrations import torch_symm_mem
 
 OPS = torch.ops.symm_mem
@@ -289,3 +290,27 @@ def test_sglang_loads_it_by_an_entry_point():
             register()
         assert torch_symm_mem.installed() is expected
     torch_symm_mem.uninstall()
+
+
+def test_a_choice_is_explained_once():
+    # Explaining takes longer than an op; what the choice depends on is explained anew.
+    device, group = torch.device("cpu"), "some"
+
+    def slower(rows):
+        A = mock.Mock(
+            is_cuda=True, device=device, dtype=torch.bfloat16, shape=(rows, 8), stride=lambda: (8, 1)
+        )
+        return torch_symm_mem._why_slower("all_gather_gemm", A, [torch.empty(8, 4)], 0, group, "auto")
+
+    choice = mock.Mock()
+    with (
+        mock.patch.object(torch_symm_mem, "explain", return_value=choice) as explain,
+        mock.patch.object(torch_symm_mem, "group_size", lambda _: 2),
+        mock.patch.dict(torch_symm_mem._choices, clear=True),
+    ):
+        for rows, name, calls in ((16, "torch", 1), (16, "fused", 1), (32, "fused", 2), (32, "torch", 2)):
+            choice.backend.name = name
+            assert (slower(rows) is None) == (rows == 32) and explain.call_count == calls
+        with configured(reserve_sms=8):
+            slower(16)
+        assert explain.call_count == 3

@@ -39,13 +39,14 @@ from torch import Tensor
 
 from ..api.explanation import explain
 from ..api.functional import all_gather_gemm, gemm_reduce_scatter
-from ..backends.op_call import BackendName
+from ..backends.op_call import BackendName, promises_of
 from ..backends.scales.scaling import FLOAT8, OUT_DTYPES
 from ..backends.select import check_name
 from ..dispatch.operands import DTYPES
 from ..runtime.group import group_rank, group_size
+from ..runtime.order import is_capturing
 from ..spec import ALL_GATHER_GEMM, GEMM_REDUCE_SCATTER
-from ..tuning.settings import configured
+from ..tuning.settings import configured, settings
 
 logger = logging.getLogger(__name__)
 
@@ -271,14 +272,25 @@ def _why_no_sum(rows: int, reduce_op: str, group: str) -> str | None:
     return None if reduce_op in ("sum", "avg") else f"reduce_op={reduce_op!r}"
 
 
+_choices: dict[tuple[Any, ...], bool] = {}
+"""Whether `auto` chooses "torch", by all that the choice depends on: `explain` takes longer than an op."""
+
+
 def _why_slower(
     op: str, A: Tensor, Bs: Sequence[Tensor], dim: int, group: str, backend: BackendName
 ) -> str | None:
     """Returns why torch's own pipelining may be faster, or None: on CPUs, or for a named backend."""
     if not A.is_cuda or backend != "auto":
         return None
-    choice = explain(op, A, [B.t() for B in Bs], group=group, dim=dim, rows="equal")
-    return "auto has nothing faster than product and collective" if choice.backend.name == "torch" else None
+    operands = tuple((one.shape, one.stride(), one.dtype) for one in (A, *Bs))
+    state = settings(), promises_of(), torch.are_deterministic_algorithms_enabled(), is_capturing(A.device)
+    key = (op, operands, dim, A.device, group, group_size(group), *state)
+    if key not in _choices:
+        if len(_choices) >= 4096:  # lengths of a server
+            _choices.clear()
+        choice = explain(op, A, [B.t() for B in Bs], group=group, dim=dim, rows="equal")
+        _choices[key] = choice.backend.name == "torch"
+    return "auto has nothing faster than product and collective" if _choices[key] else None
 
 
 def _torch_op(op: str, A: Tensor, why: str) -> Callable[..., Any]:
