@@ -214,7 +214,7 @@ def residual_of_the_next_row(patch):
 
 def norm_before_the_last_part(patch):
     finish = device.finish_rows
-    patch.setattr(device, "finish_rows", lambda *arguments: finish(*arguments[:-1], arguments[-1] - 1))
+    patch.setattr(device, "finish_rows", lambda *of: finish(*of[:-2], of[-2] - 1, of[-1]))
 
 
 MUTANTS = {

@@ -116,8 +116,8 @@ def tensor_of(value: float, device: torch.device, keep: bool) -> Tensor:
 
 
 def number_of(tensor: Tensor) -> float | None:
-    """Returns the number of a kept tensor without reading its memory; None for other tensors."""
-    return _numbers.get(id(tensor))
+    """Returns the number of a kept tensor without reading its memory; None for others, and in compilers."""
+    return None if torch.compiler.is_compiling() else _numbers.get(id(tensor))
 
 
 def result_dtype(epilogue: Epilogue | None, out_dtype: torch.dtype) -> torch.dtype:

@@ -58,6 +58,7 @@ def finish_rows(
     rows: Scalar,
     columns: Scalar,
     subtiles: Scalar,
+    in_flight: cutlass.Constexpr,
 ) -> None:
     """Counts a unit of ``unit_rows`` rows; with the last of its ``subtiles`` a lane finishes each row.
 
@@ -76,7 +77,7 @@ def finish_rows(
     cute.arch.sync_warp()
     if is_last != 0:
         for kind, values, parts in reductions:
-            totals = reduced(kind, parts, unit_rows, row, columns, subtiles, PARTS_IN_FLIGHT)
+            totals = reduced(kind, parts, unit_rows, row, columns, subtiles, in_flight)
             _store_rows(values, totals, unit_rows, row, rows)
 
 
@@ -117,20 +118,19 @@ def leave_rows(word: Any) -> Int64:
 
 
 @cute.jit
-def reset_count(word: Any, before: Int64, subtiles: Int32) -> None:
+def reset_count(word: Any, before: Int64, all_counts: Int32) -> None:
     """Resets the count for the next call, if this warp is the last one that has left the rows.
+
+    ``all_counts``: Number of the call's additions to the count.
 
     It follows `leave_rows` after other work, because the count takes as long as a load to arrive.
     """
-    if before == Int64(2 * subtiles - 1):
+    if before == Int64(all_counts - 1):
         cute.arch.store(word, Int64(0), sem="relaxed", scope="gpu")
 
 
 ROWS_OF_LANE = 4
 """Adjacent rows whose parts a lane reduces: 16 bytes of each load."""
-
-PARTS_IN_FLIGHT = 4
-"""Loads of a lane in flight in `finish_rows`."""
 
 
 @cute.jit

@@ -102,6 +102,8 @@ class RowsOfSources:
         op: Op of the kernel.
     """
 
+    pieces = 1
+
     op: AllToAll
 
     def tiles(self, context: ReceiveContext) -> Any:

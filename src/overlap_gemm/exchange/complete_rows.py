@@ -1,8 +1,8 @@
 """`CompleteRows`: the part of a receive role that visits complete rows, such as their RMS norm.
 
-It follows `sums.Sums` and has the same units. The first part stores the values of an epilogue's function in
-the output, and the parts of each row (:mod:`overlap_gemm.device.row_parts`). This part applies
-`Epilogue.then` to what is stored.
+It follows `sums.Sums` and has the same units, cut into pieces. The first part stores the values of an
+epilogue's function in the output, and the parts of each row (:mod:`overlap_gemm.device.row_parts`). This part
+applies `Epilogue.then` to what is stored.
 
 - waits on: the count of the unit's rows on this rank (acquire, bounded): every unit of the rows is summed.
 - produces: the values of complete rows, rounded once, clipped.
@@ -40,19 +40,29 @@ from overlap_gemm.kernel.epilogue import Visits
 from overlap_gemm.kernel.stages import StageChunks
 from overlap_gemm.kernel.work import CtaTile
 
+PIECE_BYTES = 1024
+"""Bytes of a piece in a slot: 8 rows of 64 columns of 16 bits.
+
+When a warp gets here, others of its CTA have nothing to do. So they share its unit. A row of 8192 columns has
+128 parts: a lane loads 8 parts of 4 rows each, all in flight.
+"""
+
+PARTS_IN_FLIGHT = 8
+"""Loads of row values' parts that a lane has in flight."""
+
 
 class RowUnit(NamedTuple):
-    """A unit of complete rows.
+    """A piece of complete rows.
 
     Attributes:
-        exists: Whether it has elements.
+        exists: Whether its unit has elements.
         tile: Its tile.
-        unit: Number of the unit in the tile.
+        piece: Number of the piece in the tile.
     """
 
     exists: Predicate
     tile: CtaTile
-    unit: Scalar
+    piece: Scalar
 
 
 @dataclass(frozen=True)
@@ -73,81 +83,60 @@ class CompleteRows:
         """Does nothing: each unit waits for its rows."""
 
     def locate(self, context: ReceiveContext, index: Scalar, unit: Scalar) -> RowUnit:
-        """Returns a unit's place."""
+        """Returns the place of a piece; all pieces of an existing unit wait, as its rows' count expects."""
         tile = CtaTile.numbered(self.config, self.sums.order, context.work.all_tiles, index)
-        exists = unit_exists(self.config, unit, tile, Window.unsharded(context.out))
+        exists = unit_exists(self.config, unit // self.pieces, tile, Window.unsharded(context.out))
         return RowUnit(exists, tile, unit)
 
     @cute.jit
     def finish(self, context: ReceiveContext, place: RowUnit) -> None:
-        """Waits for the unit's rows and visits its elements."""
+        """Waits for the piece's rows and visits its elements."""
         if place.exists:
             self._visit(context, place)
 
     @cute.jit
     def _visit(self, context: ReceiveContext, place: RowUnit) -> None:
-        """Visits a unit by windows of chunks; the first one's loads are in flight with those of parts."""
+        """Visits a piece; its loads of values and of row values' parts are in flight together."""
         cfg, call = self.config, context.call
-        chunks, number, window = StageChunks(cfg), cfg.lane_chunks, self._window
-        out = Window.unsharded(context.out)
+        chunks, number = StageChunks(cfg), cfg.lane_chunks // self.pieces
+        out, rows = Window.unsharded(context.out), cfg.unit_rows // self.pieces
         subtiles = (out.columns + (cfg.epi_tile[1] - 1)) // cfg.epi_tile[1]
-        begin = place.tile.row + chunks.locate(place.unit * (number * LANES))[0]
-        visits = Visits(cfg, ("complete",))
-        visit = visits.of_rows(begin, context.extras)
-        read = visit.input_registers(chunks.elements, window)
-        for c in cutlass.range_constexpr(window):
-            visit.load(of_chunk(read, c), *self._inside(place, out, c))
+        begin = place.tile.row + chunks.locate(place.piece * (number * LANES))[0]
+        visit = Visits(cfg, ("complete",)).of_rows(begin, context.extras)
+        first = place.piece * (number * LANES) + cute.arch.lane_idx()
+        places = [self._place(place.tile, first + c * LANES) for c in range(number)]
+        last = out.rows - 1, out.columns - chunks.elements
+        inside = [(cutlass.min(row, last[0]), cutlass.min(column, last[1])) for row, column in places]
+        read = visit.input_registers(chunks.elements, number)
+        for c in cutlass.range_constexpr(number):
+            visit.load(of_chunk(read, c), *inside[c])
         site = call.site(self.sums.op, Role.COMPLETE_ROWS, place.tile.index, call.exchange.rank, begin)
         await_rows(visit.count, subtiles, call.bound.times(SHOTS), site)
-        stored = cute.make_rmem_tensor((chunks.elements, window), DTYPES[cfg.out_dtype])
-        for c in cutlass.range_constexpr(window):
-            out.load(*self._inside(place, out, c), stored[(None, c)])
+        stored = cute.make_rmem_tensor((chunks.elements, number), DTYPES[cfg.out_dtype])
+        for c in cutlass.range_constexpr(number):
+            out.load(inside[c][0], inside[c][1], stored[(None, c)])
         before = leave_rows(visit.count)
         totals = [
-            reduced(kind, parts, cfg.unit_rows, begin, out.columns, subtiles, self._parts_in_flight)
+            reduced(kind, parts, rows, begin, out.columns, subtiles, PARTS_IN_FLIGHT)
             for kind, parts in visit.parts
         ]
-        for i in cutlass.range(0, number, window, unroll=1):
-            if i > 0:
-                for c in cutlass.range_constexpr(window):
-                    inside = self._inside(place, out, i + c)
-                    visits.of_rows(begin, context.extras).load(of_chunk(read, c), *inside)
-                    out.load(*inside, stored[(None, c)])
-            for c in cutlass.range_constexpr(window):
-                row, column = self._place(place, i + c)
-                of_row = [value_of(of_lane, row - begin) for of_lane in totals]
-                exists = (row < out.rows) & (column < out.columns)
-                inputs = of_chunk(read, c)
-                store = visits.of_rows(begin, context.extras).store  # a visit is no loop's value
-                act_if(exists, partial(store, stored[(None, c)], of_row, inputs, row, column))
-        reset_count(visits.of_rows(begin, context.extras).count, before, subtiles)
+        for c in cutlass.range_constexpr(number):
+            row, column = places[c]
+            of_row = [value_of(of_lane, row - begin) for of_lane in totals]
+            exists = (row < out.rows) & (column < out.columns)
+            inputs = of_chunk(read, c)
+            act_if(exists, partial(visit.store, stored[(None, c)], of_row, inputs, row, column))
+        reset_count(visit.count, before, subtiles * (1 + self.pieces))
 
-    def _place(self, place: RowUnit, chunk: Scalar) -> tuple[Any, Any]:
-        """Returns (row, first column) in the output of a lane's chunk of a unit."""
-        first = place.unit * (self.config.lane_chunks * LANES) + cute.arch.lane_idx()
-        row, column = StageChunks(self.config).locate(first + chunk * LANES)
-        return place.tile.row + row, place.tile.column + column
-
-    def _inside(self, place: RowUnit, out: Window, chunk: Scalar) -> tuple[Any, Any]:
-        """Returns the place of a lane's chunk, or of the output's last one in its row or column."""
-        row, column = self._place(place, chunk)
-        last = out.columns - StageChunks(self.config).elements
-        return cutlass.min(row, out.rows - 1), cutlass.min(column, last)
+    def _place(self, tile: CtaTile, chunk: Scalar) -> tuple[Any, Any]:
+        """Returns (row, first column) in the output of a chunk of a tile."""
+        row, column = StageChunks(self.config).locate(chunk)
+        return tile.row + row, tile.column + column
 
     @property
-    def _window(self) -> int:
-        """Returns the number of chunks whose loads, of values and of inputs, are in flight."""
-        return min(4 if self.config.is_swap_ab else 1, self.config.lane_chunks)
-
-    @property
-    def _parts_in_flight(self) -> int:
-        """Returns the number of loads of parts in flight: swapped kernels have the most registers.
-
-        A row of 8192 columns has 128 parts. With units of 4, 16 and 32 rows a lane loads 4, 16 and 32.
-        """
-        if self.config.is_swap_ab:
-            return 16
-        return 2 if self.config.receive_role_is_register_limited else 4
+    def pieces(self) -> int:
+        """Returns the number of pieces of a unit, of at most `PIECE_BYTES`."""
+        return max(self.config.unit_bytes // PIECE_BYTES, 1)
 
     @property
     def config(self) -> GemmConfig:

@@ -77,6 +77,8 @@ class TileCopies:
         transport: Transport by which tiles arrive.
     """
 
+    pieces = 1
+
     config: GemmConfig
     order: Any
     op: int
@@ -167,6 +169,8 @@ class ResultCopies:
         order: Order of the op.
         op: Code of the op, for failure records.
     """
+
+    pieces = 1
 
     results: Results
     order: Any

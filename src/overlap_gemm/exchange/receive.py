@@ -58,7 +58,15 @@ class ReceiveContext(NamedTuple):
 
 
 class Part(Protocol):
-    """One kind of units; each method is called by all lanes of a warp."""
+    """One kind of units; each method is called by all lanes of a warp.
+
+    Attributes:
+        pieces: Number of this part's units in a unit of a slot (`GemmConfig.units`).
+    """
+
+    @property
+    def pieces(self) -> int:
+        """Returns the number of this part's units in a unit of a slot."""
 
     def tiles(self, context: ReceiveContext) -> Any:
         """Returns the number of CTA tiles of the part, of all CTAs together."""
@@ -109,13 +117,13 @@ class Receiver:
         first: Int32,
     ) -> tuple[Int32, Int32]:
         """Finishes units of a part, numbered from ``first``; returns the last one taken and the end."""
-        cfg = self.config
+        units = cutlass.const_expr(self.config.units * part.pieces)
         cta, ctas = cta_number(), num_ctas()
-        end = first + (part.tiles(context) - cta + ctas - 1) // ctas * cfg.units
+        end = first + (part.tiles(context) - cta + ctas - 1) // ctas * units
         arrived = Int32(-1)
         while unit < end:
-            index = cta + (unit - first) // cfg.units * ctas
-            place = part.locate(context, index, (unit - first) % cfg.units)
+            index = cta + (unit - first) // units * ctas
+            place = part.locate(context, index, (unit - first) % units)
             if index != arrived:
                 part.await_tile(context, index)
                 arrived = index

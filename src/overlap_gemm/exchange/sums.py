@@ -91,6 +91,8 @@ class Sums:
         results: Transport of sums to the other ranks, or None. With it the output is that of all owners.
     """
 
+    pieces = 1
+
     config: GemmConfig
     order: Any
     op: int

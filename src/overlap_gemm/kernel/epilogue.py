@@ -199,9 +199,17 @@ class Visits:
                     continue
                 values, parts = (_of_kind(visitor, tensors, kind) for kind in ("row_values", "row_parts"))
                 triples = tuple(zip(visitor.reductions, values, parts, strict=True))
-                finish_rows(
-                    triples, self._count(counts, row), unit_rows, row, rows, columns, self._subtiles(columns)
-                )
+                word, subtiles = self._count(counts, row), self._subtiles(columns)
+                finish_rows(triples, word, unit_rows, row, rows, columns, subtiles, self.parts_in_flight)
+
+    @property
+    def parts_in_flight(self) -> int:
+        """Returns the number of loads of rows' parts that a lane has in flight.
+
+        A row of 8192 columns has 128 parts. With units of 4, 16 and 32 rows a lane loads 4, 16 and 32 of
+        them. Swapped kernels have the registers for 16.
+        """
+        return 16 if self.config.is_swap_ab else 4
 
     def _count(self, counts: Any, row: Scalar) -> Any:
         """Returns a pointer to the count of the rows of a unit that begins at a row."""
