@@ -19,7 +19,8 @@ def test_the_accelerator_is_cuda(device):
     assert torch.accelerator.current_accelerator() == torch.device("cuda")
     assert torch.accelerator.current_device_index() == 0
     assert torch.accelerator.current_stream() is torch.cuda.current_stream()
-    torch.accelerator.synchronize()
+    with torch.accelerator.device_index(0):
+        torch.accelerator.synchronize()
     assert torch.cuda.get_device_name().startswith("cute_emulator")
     torch.cuda.nvtx.range_push("a")
     torch.ones(1, device="cuda").record_stream(torch.cuda.current_stream())

@@ -53,7 +53,7 @@ def _with_ptx(kernel_class: Any) -> Callable[[Any], None]:
     load = kernel_class._init_handles
 
     def init_handles(kernel: Any) -> None:
-        kernel.kernel = _of_this_file(kernel)
+        kernel.kernel = _of_this_file(kernel), _registers(kernel.asm["cubin"])
         load(kernel)
         kernel.module = None  # there is nothing to unload, and at exit no driver
 
@@ -70,6 +70,12 @@ def _of_this_file(kernel: Any) -> str:
     if code is None:
         return ptx
     return re.sub(r'(\.file\s+1 )"[^"]*"', lambda m: f'{m[1]}"{code.co_filename}"', ptx, count=1)
+
+
+def _registers(cubin: bytes) -> int:
+    """Returns the registers of a thread, by the attributes of this kind (EIATTR_REGCOUNT) in machine code."""
+    counts = re.findall(rb"\x04\x2f\x08\x00.{4}(.{4})", cubin, re.S)
+    return max(int.from_bytes(count, "little") for count in counts)
 
 
 class _Driver:
@@ -110,7 +116,7 @@ class _Driver:
 
     def get_active_torch_device(self) -> torch.device:
         """Returns the device of a script's tensors; it is the CPU if the script itself opens the emulator."""
-        return torch.device("cuda" if serves_cuda() else "cpu")
+        return torch.device("cuda", torch.cuda.current_device()) if serves_cuda() else torch.device("cpu")
 
     def get_device_interface(self) -> Any:
         """Returns the module that times kernels and creates streams."""
@@ -131,9 +137,10 @@ class _Driver:
 
     # --- kernels
 
-    def load_binary(self, name: str, ptx: str, _shared: int, _device: int) -> tuple[Any, ...]:
+    def load_binary(self, name: str, code: tuple[str, int], _shared: int, _device: int) -> tuple[Any, ...]:
         """Returns module, function, registers, spills, and largest number of threads."""
-        return self, (ptx, name), 0, 0, MAX_THREADS
+        ptx, registers = code
+        return self, (ptx, name), registers, 0, MAX_THREADS
 
     def unload_module(self, _module: Any) -> None:
         """Does nothing: nothing is loaded."""

@@ -37,6 +37,7 @@ def _accelerator(devices: CudaDevices) -> dict[str, Callable[..., Any]]:
         "device_count": lambda: devices.count,
         "current_device_index": lambda: devices.current(),
         "current_device_idx": lambda: devices.current(),
+        "device_index": lambda *_: contextlib.nullcontext(),
         "set_device_index": nothing,
         "set_device_idx": nothing,
         "current_stream": lambda *_: torch.cuda.current_stream(),
