@@ -1,7 +1,9 @@
 """The first kernel of the emulator's page runs as pasted, and so do the page's other snippets."""
 
+import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +27,24 @@ def run_snippet(words, **names):
     (text,) = (text for text in SNIPPETS if words in text)
     exec(text, names)
     return names
+
+
+def test_the_step_of_a_workflow_fails_for_a_race_and_writes_it_for_code_review(tmp_path, monkeypatch):
+    front = (ROOT / "emulator" / "README.md").read_text()
+    (script,) = re.findall(r"```python\n(.*?)```", front, re.S)
+    command, *words = shlex.split(re.findall(r"```yaml\n- run: (.*)\n", front)[0])
+    assert command == "cute-emulator" and f"sarif_file: {words[words.index('--report') + 1]}" in front
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tests").mkdir()
+    for text, code, rules in (
+        (script, 0, set()),
+        (script.replace("    cute.arch.sync_threads()\n", ""), 1, {"shared-race"}),
+    ):
+        (tmp_path / words[-1]).write_text(text)
+        done = emulator_command(*words)
+        assert done.returncode == code, done.stderr
+        (run,) = json.loads((tmp_path / "races.sarif").read_text())["runs"]
+        assert {result["ruleId"] for result in run["results"]} == rules
 
 
 def test_the_example_runs_as_pasted(tmp_path):
