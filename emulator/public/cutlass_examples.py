@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections import Counter
 from pathlib import Path
 
 from run import classify, installed
@@ -117,9 +118,11 @@ def counts(kept: dict) -> str:
         number[family][row["verdict"]] += 1
     total = {verdict: sum(n[verdict] for n in number.values()) for verdict in ("pass", "reported", "stops")}
     lines = [f"With nvidia-cutlass-dsl {kept['dsl']}, torch {kept['torch']}:", ""]
-    lines += ["| family | scripts | pass | reported | stops |", "|---|---|---|---|---|"]
+    lines += ["|family|scripts|pass|reported|stops|", "|---|---|---|---|---|"]
     for family, of in [*number.items(), ("all", total)]:
-        lines.append(f"| {family} | {sum(of.values())} | {' | '.join(str(n or '') for n in of.values())} |")
+        lines.append(f"|{family}|{sum(of.values())}|{'|'.join(str(n or '') for n in of.values())}|")
+    days = Counter(row["date"] for row in kept["scripts"])
+    lines += ["", f"Run on {', '.join(f'{day} ({number})' for day, number in sorted(days.items()))}."]
     verdicts = {(row["script"], row["arch"]): row["verdict"] for row in kept["scripts"]}
     for dsl in sorted({one["dsl"] for one in kept["others"]}):
         ran = [one for one in kept["others"] if one["dsl"] == dsl]

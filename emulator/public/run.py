@@ -1,9 +1,12 @@
 """Runs kernels of public packages in the emulator, and keeps what came out: `python emulator/public/run.py`.
 
-Each case of `CASES` whose package can be imported (`pip install --target FOLDER`, FOLDER in PYTHONPATH, will
-do) runs once per architecture and mode, in a process of its own; `--dsl FOLDER` with the CuTe DSL that was
-installed there. The rows replace those of the same case and DSL in `results.json`, from which the counts in
-`docs/public.md` are written. `--table` prints all rows, and writes the counts.
+Each case of `CASES` whose package can be imported (`pip install --target FOLDER`, or an unpacked wheel, in
+PYTHONPATH) runs once per architecture and mode, in a process of its own, `SECONDS` at most; `--dsl FOLDER`
+with the CuTe DSL that was installed there. The rows replace those of the same case and compiler in
+`results.json`, from which the counts in `docs/public.md` are written. `--table` prints all rows, and writes
+the counts. Cases in Triton need triton (its tutorials: `python/tutorials` of a checkout in PYTHONPATH), those
+in CUDA C++ nvidia-cuda-nvcc, nvidia-nvvm, nvidia-cuda-crt, nvidia-cuda-runtime, nvidia-cuda-cccl and
+nvidia-curand.
 """
 
 import argparse
@@ -37,10 +40,47 @@ CASES = [
     ("vllm", "vllm", "vllm_gemm_rs_ar.py", "gemm-ar", ("sm_100a",), 2),
     ("sglang", "sglang", "sglang_gemm.py", "dsv3-fused-a-1024", BOTH, 1),
     ("sglang", "sglang", "sglang_gemm.py", "dsv3-fused-a-2048", BOTH, 1),
+    ("sglang", "sglang", "sglang_collectives.py", "all-gather-gemm", ("sm_100a",), 2),
+    ("sglang", "sglang", "sglang_collectives.py", "gemm-reduce-scatter", ("sm_100a",), 2),
+    ("tilelang", "tilelang", "tilelang_kernels.py", "add", BOTH, 1),
+    ("tilelang", "tilelang", "tilelang_kernels.py", "matmul-tma", ("sm_90a",), 1),
+    ("tilelang", "tilelang", "tilelang_kernels.py", "matmul-cp-async", ("sm_90a",), 1),
     ("flashinfer-python", "flashinfer", "flashinfer_rows.py", "rmsnorm", BOTH, 1),
     ("flashinfer-python", "flashinfer", "flashinfer_rows.py", "layernorm", BOTH, 1),
-]
+    *[
+        (package, module, script, case, BOTH, 1)
+        for package, module, script, cases in (
+            ("triton", "01-vector-add", "triton_tutorials.py", "add softmax matmul layer-norm attention"),
+            (
+                "liger-kernel", "liger_kernel", "triton_liger.py",
+                "rms-norm add-rms-norm layer-norm softmax sparsemax cross-entropy swiglu geglu rope jsd",
+            ),
+            (
+                "liger-kernel", "liger_kernel", "liger_cute.py",
+                "cute-rms-norm cute-add-rms-norm cute-layer-norm cute-softmax cute-swiglu cute-geglu "
+                "cute-rope",
+            ),
+            ("fla-core", "fla", "triton_fla.py", "linear simple-gla gla delta-rule gated-delta-rule"),
+            (
+                "vllm", "vllm", "triton_vllm.py",
+                "decode-attention prefill-attention merge-attention moe-sum scaled-matmul gated-norm",
+            ),
+            (
+                "flashinfer-python", "flashinfer", "cuda_flashinfer.py",
+                "cuda-rmsnorm cuda-add-rmsnorm silu-and-mul pack-bits topk-mask softmax merge-states rope",
+            ),
+            ("sglang", "sglang", "cuda_sglang.py", "moe-align moe-softmax moe-topk topk"),
+        )
+        for case in cases.split()
+    ],
+]  # fmt: skip
 """Distribution, what is imported of it, script of `cases/`, its argument, architectures, ranks."""
+COMPILERS = {
+    "triton_": ("Triton", "triton"),
+    "cuda_": ("nvcc", "nvidia-cuda-nvcc"),
+    "tilelang_": ("TileLang", "tilelang"),
+}
+"""Name and distribution of the compiler of a script, by the beginning of its name; of others the CuTe DSL."""
 SECONDS = 600
 
 
@@ -92,17 +132,25 @@ def installed(dsl: Path | None) -> str:
     return " ".join([found["nvidia-cutlass-dsl"], *flavours])
 
 
+def compiler(script: str, dsl: Path | None) -> str:
+    """Returns name and version of the compiler of a script's kernels."""
+    for begin, (name, package) in COMPILERS.items():
+        if script.startswith(begin):
+            return f"{name} {importlib.metadata.version(package)}"
+    return f"CuTe DSL {installed(dsl)}"
+
+
 def table(rows: list[dict]) -> str:
     """Returns a Markdown table with a line for each run."""
     lines = [
-        "| package | DSL | case | arch, mode | verdict | seconds | on |",
+        "| package | compiler | case | arch, mode | verdict | seconds | on |",
         "|---|---|---|---|---|---|---|",
     ]
     for r in rows:
         said = f"{r['verdict']}: {r['what']}" if r["what"] else r["verdict"]
         lines.append(
-            f"| {r['package']} {r['version']} | {r['dsl']} | {r['case']} | {r['arch']}, {r['mode']} | {said} "
-            f"| {r['seconds']} | {r['date']} |"
+            f"| {r['package']} {r['version']} | {r['compiler']} | {r['case']} | {r['arch']}, {r['mode']} "
+            f"| {said} | {r['seconds']} | {r['date']} |"
         )
     return "\n".join(lines) + "\n"
 
@@ -110,18 +158,19 @@ def table(rows: list[dict]) -> str:
 def counts(rows: list[dict]) -> str:
     """Returns a Markdown table with a line for each package: its runs by verdict."""
     lines = [
-        "| package | CuTe DSL | cases | runs | pass | reported | stops |",
+        "|package|compiler|kernels|runs|pass|reported|stops|",
         "|---|---|---|---|---|---|---|",
     ]
-    for package in dict.fromkeys(f"{r['package']} {r['version']}" for r in rows):
-        runs = [r for r in rows if f"{r['package']} {r['version']}" == package]
-        versions = dict.fromkeys(r["dsl"].split()[0] for r in runs)
-        cases = dict.fromkeys(r["case"] for r in runs)
+    groups: dict[tuple[str, str], list[dict]] = {}
+    for row in rows:
+        name = re.sub(r" \d.*", "", row["compiler"])
+        groups.setdefault((f"{row['package']} {row['version']}", name), []).append(row)
+    for (package, name), runs in groups.items():
+        versions = dict.fromkeys(re.search(r"\d\S*", r["compiler"])[0] for r in runs)
+        kernels = len({r["case"] for r in runs})
         number = [sum(r["verdict"] == one for r in runs) for one in ("pass", "reported", "stops")]
-        lines.append(
-            f"| {package} | {', '.join(versions)} | {', '.join(cases)} | {len(runs)} | "
-            f"{' | '.join(str(n or '') for n in number)} |"
-        )
+        cells = [package, f"{name} {', '.join(versions)}", kernels, len(runs), *(n or "" for n in number)]
+        lines.append(f"|{'|'.join(map(str, cells))}|")
     return "\n".join(lines) + "\n"
 
 
@@ -136,26 +185,26 @@ def main() -> None:
     """Runs the cases that the arguments select."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--table", action="store_true", help="run nothing; print the table of all runs")
-    parser.add_argument("--only", default="", help="cases whose name has this")
+    parser.add_argument("--only", default="", help="cases whose package, name or script has this")
     parser.add_argument("--arch", nargs="+", default=BOTH)
     parser.add_argument("--dsl", nargs="+", type=Path, default=[None], help="folders with other CuTe DSLs")
     parser.add_argument("--mode", nargs="+", default=["immediate"])
     arguments = parser.parse_args()
     for package, module, script, case, archs, ranks in [] if arguments.table else CASES:
         if (
-            arguments.only not in f"{package} {case}"
+            arguments.only not in f"{package} {case} {script}"
             or importlib.util.find_spec(module.partition(".")[0]) is None
         ):
             continue
         for dsl, arch, mode in itertools.product(arguments.dsl, arguments.arch, arguments.mode):
-            if arch not in archs:
+            if arch not in archs or (dsl is not None and script.startswith(tuple(COMPILERS))):
                 continue
             begin = time.monotonic()
             said, what = verdict(HERE / "cases" / script, case, arch=arch, mode=mode, ranks=ranks, dsl=dsl)
             row = {
                 "package": package,
                 "version": importlib.metadata.version(package),
-                "dsl": installed(dsl),
+                "compiler": compiler(script, dsl),
                 "case": case,
                 "arch": arch,
                 "mode": mode,
@@ -165,7 +214,7 @@ def main() -> None:
                 "date": str(datetime.date.today()),
             }
             print(" ".join(map(str, row.values())), flush=True)
-            same = ("package", "case", "arch", "mode", "dsl")
+            same = ("package", "case", "arch", "mode", "compiler")
             rows = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
             rows = [r for r in rows if any(r[key] != row[key] for key in same)] + [row]
             rows.sort(key=lambda r: [r[key] for key in same])

@@ -72,6 +72,18 @@ def test_the_page_shows_what_was_kept():
     assert all(f"| {row['verdict']}" in line for row, line in zip(rows, lines, strict=True))
 
 
+def test_kernels_of_other_compilers_ran():
+    rows = json.loads(public.RESULTS.read_text())
+    numbers = {}
+    for row in rows:
+        if row["verdict"] != "stops":
+            name = row["compiler"].rpartition(" ")[0]
+            numbers.setdefault(name, set()).add((row["package"], row["case"]))
+    assert len(numbers["Triton"]) >= 20 and len(numbers["nvcc"]) >= 10 and numbers["TileLang"]
+    sources = {row["package"] for row in rows if row["compiler"].startswith("Triton ")}
+    assert sources == {"triton", "liger-kernel", "fla-core", "vllm"}
+
+
 def test_the_page_counts_the_tests_of_quack_that_were_kept():
     kept = json.loads((FOLDER / "quack-tests.json").read_text())
     ran = [r["verdict"] for r in kept["outcomes"] if r["verdict"] != "skip"]

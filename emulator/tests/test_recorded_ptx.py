@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import cute_emulator
 from cute_emulator import Emulator, EmulatorError
 from cute_emulator.host.kernels import device_of
 from cute_emulator.host.launch_files import run_file
@@ -101,3 +102,18 @@ def test_a_finding_names_the_line_of_the_source(tmp_path):
     missing = run("triton-softmax-sm_90a", tmp_path, lambda text: re.sub(r"bar\.sync\s+0;", "", text))
     said = "\n".join(map(str, missing))
     assert "shared-race" in said and "kernels_triton.py:21" in said and "standard.py" not in said
+
+
+def test_a_kernel_of_tilelang_lacks_the_fence_before_its_last_tile():
+    text = (DATA.parent / "tilelang-matmul-sm_90a.ptx").read_text()
+    fence = "fence.proxy.async.shared::cta;"
+    assert text.count(fence) == 3 and text.count("wgmma.fence.sync.aligned;") == 4
+    a, b = np.random.default_rng(0).standard_normal((2, 128, 128)).astype(np.float16)
+    for kernel, kinds in (
+        (text, {"proxy-fence"}),
+        (text.replace("cp.async.wait_all;", f"cp.async.wait_all; {fence}"), set()),
+    ):
+        out = np.zeros((128, 128), np.float32)
+        report = cute_emulator.run(kernel, "matmul_kernel", (2, 2), 128, [a, b, out], shared=16384)
+        assert {finding.kind for finding in report.findings} == kinds
+        np.testing.assert_allclose(out, a.astype(np.float64) @ b, atol=1e-4)
