@@ -58,6 +58,19 @@ def test_times_in_the_kernel_are_those_measured(way, one, case):
         assert abs(model.kernel * 1e6 - more) <= max(6.5, spread), (more, model)
 
 
+def test_norms_are_in_the_kernel_where_that_was_measured_faster_than_a_compiled_norm():
+    data = json.loads((RESULTS / "h200x2-norms.json").read_text())["results"]
+    for row in data:
+        us = {name: 1e6 * seconds for name, seconds in row["graph"]["seconds"].items()}
+        model = times(row["op"], epilogues.add_residual_rms_norm, row["m"], row["n"], row["k"])
+        is_faster = us["fused"] < us["fused, norm, compiled"]
+        assert (model.why_after(one_pass=True) is None) == is_faster, (row["m"], model)
+        assert us["fused"] < us["fused, norm, eager"] and model.why_after(one_pass=False) is None
+        if is_faster:
+            assert abs(model.kernel * 1e6 - (us["fused"] - us["fused, alone"])) <= 2, (row["m"], model)
+    assert [row["m"] for row in data][:3] == [1, 16, 64]
+
+
 def test_the_time_of_blocks_in_the_kernel_is_that_measured():
     gathers = [row for row in SCALED if row["op"] == "all_gather_gemm" and row["m"] >= 2048]
     for row in gathers:

@@ -176,6 +176,12 @@ def of_graphs(file, variant, op=None):
     return [r["graph"]["ratio"][variant] for r in report(file)["results"] if op in (None, r["op"])]
 
 
+def of_norms(variant):
+    """Returns the times of all-reduces of up to 64 rows with a norm, relative to the op alone."""
+    every = [r["graph"]["seconds"] for r in report("h200x2-norms")["results"] if r["m"] <= 64]
+    return [seconds[variant] / seconds["fused, alone"] for seconds in every]
+
+
 def of_one_kernel(variant):
     """Returns a list's times with x's gradient by one kernel, relative to those of a variant."""
     every = [result["graph"]["us"] for result in report("h200x2-weight-list-gradients")["results"]]
@@ -293,6 +299,10 @@ FIGURES = {
         ),
         lambda: f"takes longer than compiled operations after the op in {slower(norms_beside_compiled())}",
         lambda: (
+            f"1 to 64 rows take {said(of_norms('fused'))} of the op's time, compiled operations after it "
+            f"{said(of_norms('fused, norm, compiled'))}"
+        ),
+        lambda: (
             "a residual takes {} of the op's time, with sums of rows {}; SwiGLU {}. "
             "`swiglu_e4m3_blocks` takes {}, compiled operations after the op {}".format(
                 *(
@@ -339,7 +349,7 @@ SOURCES = {
     ],
     "docs/jobs/pretrain.md": ["h200x2-tokens"],
     "docs/all-to-all.md": ["h200x2-all-to-all", "h200x2-weight-lists", "h200x2-weight-list-gradients"],
-    "docs/epilogues.md": ["h200x2-epilogues", "h200x2-scaled-epilogues"],
+    "docs/epilogues.md": ["h200x2-epilogues", "h200x2-scaled-epilogues", "h200x2-norms"],
     "docs/evidence.md": ["h200x4"],
     "docs/fp8.md": ["h200x2-e4m3", "h200-quantize", "h200-train-step"],
 }  # fmt: skip

@@ -11,7 +11,8 @@
   few operations, without conversions.
 - **Partial sums.** The kernel visits a rank's full product. Only the backend `sequential` runs operations,
   before the sum over the ranks.
-- **One pass.** The least that any operations after the op take: a launch, and each tensor once.
+- **One pass.** The least that any operations after the op take: a launch, and each tensor once. A norm reads
+  its rows again, which takes as long as a launch (`h200x2-norms.json`).
 
 Values for rows, columns and the full result take no time. Measured on two H200
 (`h200x2-epilogues.json`, `h200x2-scaled-epilogues.json`).
@@ -24,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..config.gemm_config import DTYPE_BYTES
-from ..epilogues import Epilogue, Value, add_residual_rms_norm
+from ..epilogues import Epilogue, Value
 from ..epilogues.library import BINARY, TORCH_OPERATIONS
 from ..spec import PATTERNS
 from ..spec.sharding import ceil_div
@@ -118,7 +119,8 @@ def epilogue_time(
     moved = gathered * collective_seconds(
         "all_gather", WIDE * m * (facts.world - 1) / facts.world, facts.world, machine
     )
-    one_pass = machine.launch + elements * tally.least / machine.memory_rate
+    launches = 1 + (epilogue.then is not None)
+    one_pass = launches * machine.launch + elements * tally.least / machine.memory_rate
     operations = tally.launches * machine.launch + elements * tally.bytes / machine.memory_rate
 
     in_kernel = elements * (1.0 if is_partial else _share(facts, machine, arch, sms))
@@ -241,8 +243,6 @@ def _tally(epilogue: Epilogue, sizes: Sequence[int], size: int) -> _Tally:
         _count_by_torch(tally, operations, [(size, True)] * (sums - 1) + [
             (nbytes, kind == "element") for (_, kind), nbytes in zip(epilogue.inputs, sizes, strict=True)
         ], size)  # fmt: skip
-    if epilogue.key == add_residual_rms_norm.key:  # a sum, and torch's norm
-        tally.launches, tally.bytes = 2, size * 5.0
     return tally
 
 
