@@ -21,6 +21,7 @@ def load(name):
 
 public = load("run")
 cutlass_examples = load("cutlass_examples")  # which imports the other
+wheels = load("wheels")  # so does this
 
 KERNEL = """
 import sys
@@ -82,6 +83,46 @@ def test_kernels_of_other_compilers_ran():
     assert len(numbers["Triton"]) >= 20 and len(numbers["nvcc"]) >= 10 and numbers["TileLang"]
     sources = {row["package"] for row in rows if row["compiler"].startswith("Triton ")}
     assert sources == {"triton", "liger-kernel", "fla-core", "vllm"}
+
+
+def test_every_file_of_the_wheels_is_in_one_group():
+    kept = json.loads(wheels.RESULTS.read_text())
+    for package in kept["packages"].values():
+        rows = package["files"]
+        assert len({row["file"] for row in rows}) == len(rows) > 0
+        assert {row["group"] for row in rows} <= {*wheels.GROUPS}
+        for row in rows:
+            assert bool(row["why"]) == (row["group"] in ("runs", "not imported")), row
+            assert row["group"] != "runs" or row["why"] == kept["ran"][row["file"]], row
+    cases = {case[3] for case in public.CASES}
+    assert {case.split(" ")[0] for case in kept["ran"].values()} <= cases
+    assert wheels.counts(kept) in public.PAGE.read_text()
+
+
+def test_files_are_grouped_by_their_kernels_and_imports(tmp_path, monkeypatch):
+    texts = {
+        "ran": "@cute.kernel\ndef k(): ...",
+        "complete": "class cute:\n    kernel = staticmethod(lambda f: f)\n@cute.kernel\ndef k(): ...",
+        "names": "# cute.kernel",
+        "lacks": "import nothing_of_this_name\n@cute.kernel\ndef k(): ...",
+        "ends": "import os\nos._exit(1)\n@cute.kernel\ndef k(): ...",
+        "after": "from .complete import k, cute\n@cute.kernel\ndef other(): ...",
+    }
+    (tmp_path / "some_wheel" / "inner").mkdir(parents=True)
+    (tmp_path / "some_wheel" / "__init__.py").write_text("raise OSError('no driver')")
+    for name, text in texts.items():
+        (tmp_path / "some_wheel" / "inner" / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    files = {f"some_wheel/inner/{name}.py": tmp_path / f"some_wheel/inner/{name}.py" for name in texts}
+    rows = wheels.grouped(files, {"some_wheel/inner/ran.py": "case sm_90a: pass"})
+    assert [(row["group"], row["why"]) for row in rows] == [
+        ("runs", "case sm_90a: pass"),
+        ("no case", ""),
+        ("no kernel", ""),
+        ("not imported", "needs nothing_of_this_name"),
+        ("not imported", "crash, or too slow"),
+        ("no case", ""),
+    ]
 
 
 def test_the_page_counts_the_tests_of_quack_that_were_kept():

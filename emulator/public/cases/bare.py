@@ -20,7 +20,7 @@ def bare(*packages: str, **attributes: dict[str, object]) -> None:
         if spec is None or spec.submodule_search_locations is None:
             raise ModuleNotFoundError(f"no package {name}")
         module = sys.modules[name] = types.ModuleType(name)
-        module.__path__ = list(spec.submodule_search_locations)
+        module.__path__, module.__spec__ = list(spec.submodule_search_locations), spec
     for name, held in attributes.items():
         module = sys.modules[name.replace("__", ".")] = types.ModuleType(name.replace("__", "."))
         module.__dict__.update(held)
