@@ -15,6 +15,7 @@ from overlap_gemm.backends.fused import gather_calls, launch_plan
 from overlap_gemm.backends.fused import gather_plans as gathers
 from overlap_gemm.backends.fused import plan_cache as plans
 from overlap_gemm.backends.fused.fused_backend import Fused
+from overlap_gemm.config.rules import MOST_WEIGHTS
 from overlap_gemm.epilogues import add_residual, add_residual_squared, swiglu
 from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.tuning.settings import configured
@@ -347,10 +348,10 @@ def test_a_shard_is_sent_after_the_first_product_and_before_the_next(world, monk
     kernel = lambda *_, **__: lambda *_: events.append("product")  # noqa: E731
     monkeypatch.setattr(gathers, "compiled_gather", kernel)
     monkeypatch.setattr(launch_plan.Copies, "send", lambda *_: events.append("send"))
-    weights = [torch.randn(n, 16).to(DTYPE) for n in (24, 48, 8)]
+    weights = [torch.randn(24, 16).to(DTYPE)] * (MOST_WEIGHTS + 1)  # a launch each
     with configured(shard_transport="copy_engine"):
         overlap_gemm.all_gather_gemm(X[:32], weights, group=world.names[0], rows=64, backend="fused")
-    assert events == ["product", "send", "product", "product"]
+    assert events == ["product", "send", *["product"] * MOST_WEIGHTS]
 
 
 def test_a_call_whose_shard_cannot_be_sent_is_ended(world, monkeypatch):
@@ -358,7 +359,7 @@ def test_a_call_whose_shard_cannot_be_sent_is_ended(world, monkeypatch):
     monkeypatch.setattr(gathers, "compiled_gather", lambda *_, **__: lambda *_: None)
     monkeypatch.setattr(gathers, "compiled_gate", lambda *_: lambda *_: events.append("end"))
     monkeypatch.setattr(launch_plan.Copies, "send", mock.Mock(side_effect=RuntimeError("no copy engine")))
-    weights = [torch.randn(n, 16).to(DTYPE) for n in (24, 48)]
+    weights = [torch.randn(24, 16).to(DTYPE)] * (MOST_WEIGHTS + 1)  # a launch each
     with configured(shard_transport="copy_engine"), pytest.raises(RuntimeError, match="no copy engine"):
         overlap_gemm.all_gather_gemm(X[:32], weights, group=world.names[0], rows=64, backend="fused")
     assert events == ["end"]
