@@ -188,11 +188,19 @@ def of_one_kernel(variant):
     return [times["one"] / times[variant] for times in every]
 
 
-def tokens(way):
-    return f"{report('h200x2-tokens')['ways'][way]['tokens_per_second'] / 1000:.1f}"
+def tokens(way, file="h200x2-tokens"):
+    return f"{report(file)['ways'][way]['tokens_per_second'] / 1000:.1f}"
 
 
 FIGURES = {
+    "docs/jobs/finetune.md": [
+        lambda: "{}; torch's styles {}, compiled as async TP {}; transformers' own {}; FSDP2 {}".format(
+            *(
+                tokens(way, "h200x2-tokens-8B")
+                for way in ("ours", "torch", "async-tp", "transformers", "fsdp2")
+            )
+        ),
+    ],
     "docs/jobs/pretrain.md": [
         lambda: (
             f"{tokens('ours')}, compiled {tokens('ours, compiled')}; torch's styles {tokens('torch')}, as "
@@ -347,6 +355,7 @@ SOURCES = {
         "h200x2-invariance", "h200x2-all-to-all", "h200x2-epilogues",
         "h200x8-reduce-scatter-graphs", "cpu-2-ranks-decode", "h100x2-shapes", "emulator-speed",
     ],
+    "docs/jobs/finetune.md": ["h200x2-tokens-8B"],
     "docs/jobs/pretrain.md": ["h200x2-tokens"],
     "docs/all-to-all.md": ["h200x2-all-to-all", "h200x2-weight-lists", "h200x2-weight-list-gradients"],
     "docs/epilogues.md": ["h200x2-epilogues", "h200x2-scaled-epilogues", "h200x2-norms"],
