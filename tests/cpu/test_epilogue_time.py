@@ -68,7 +68,9 @@ def test_norms_are_in_the_kernel_where_that_was_measured_faster_than_a_compiled_
         assert us["fused"] < us["fused, norm, eager"] and model.why_after(one_pass=False) is None
         if is_faster:
             assert abs(model.kernel * 1e6 - (us["fused"] - us["fused, alone"])) <= 2, (row["m"], model)
-    assert [row["m"] for row in data][:3] == [1, 16, 64]
+    assert [row["m"] for row in data] == [1, 16, 64, 128]
+    few, more = (times("gemm_all_reduce", epilogues.add_residual_rms_norm, m, 8192, 8192) for m in (64, 65))
+    assert few.why_after(one_pass=True) is None and more.why_after(one_pass=True)
 
 
 def test_the_time_of_blocks_in_the_kernel_is_that_measured():

@@ -1,5 +1,7 @@
 """`nn.ParallelBlock` against transformers' LlamaDecoderLayer, whose state it loads, with gradients."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,7 +14,7 @@ from transformers.models.llama.modeling_llama import (
 )
 
 import overlap_gemm
-from overlap_gemm.nn import ParallelAttention, ParallelBlock, full_state_dict
+from overlap_gemm.nn import ParallelAttention, ParallelBlock, full_state_dict, layers
 from overlap_gemm.spec.sharding import Shards
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, BATCH = 8, 8, 4, 2, 2
@@ -144,8 +146,12 @@ def check_rest(rank, size):
     fusions = overlap_gemm.explain(block)
     assert sorted(one.module for one in fusions if one.why_not is None) == ops
     block = ParallelBlock(8, 4, 6, dtype=torch.float64)
-    norm = "self_attn.o_proj: the norm of a result of up to 128 rows"
+    norm = "self_attn.o_proj: the norm of a result of up to 64 rows"
     assert f"{norm} is an epilogue of gemm_all_reduce" in map(str, overlap_gemm.explain(block))
+    with mock.patch.object(layers, "plus_residual_normed", side_effect=ZeroDivisionError):
+        block(torch.randn(65, 1, 8, dtype=torch.float64))  # more rows are normed after the op
+        with pytest.raises(ZeroDivisionError):
+            block(torch.randn(64, 1, 8, dtype=torch.float64))
     results, seen = [block(x)], []
     block.post_attention_layernorm.register_forward_hook(lambda *_: seen.append(1))
     results.append(block(x))

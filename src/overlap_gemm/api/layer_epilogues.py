@@ -19,7 +19,6 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..backends.epilogues import ONE_SHOT_ROWS
 from ..backends.op_call import promises_of
 from ..dispatch.autocast import result_dtype
 from ..epilogues import Applied, Epilogue, add_residual, add_residual_rms_norm, geglu, geglu_tanh, swiglu
@@ -50,7 +49,10 @@ GATINGS: dict[Activation, Gating] = {
 
 
 RESIDUAL = "a residual"
-NORM = f"the norm of a result of up to {ONE_SHOT_ROWS} rows"
+NORM_ROWS = 64
+"""Rows up to which a norm in the kernel is faster than one after the op (`h200x2-norms.json`)."""
+
+NORM = f"the norm of a result of up to {NORM_ROWS} rows"
 NORM_OF_SHARDS = "with sequence parallelism its op shards the rows"
 LOCAL_PRODUCTS = "without sequence parallelism gate and up are local products"
 

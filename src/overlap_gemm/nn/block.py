@@ -7,10 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from ..api.functional import Length
-from ..api.layer_epilogues import NORM, NORM_OF_SHARDS, Activation, Fusion, why_not_fused
+from ..api.layer_epilogues import NORM, NORM_OF_SHARDS, NORM_ROWS, Activation, Fusion, why_not_fused
 from ..api.linears import LayerOptions
 from ..api.norms import RMSNorm
-from ..backends.epilogues import ONE_SHOT_ROWS
 from ..runtime.group import group_name, group_size
 from .attention import attend
 from .layers import (
@@ -142,7 +141,7 @@ class ParallelBlock(nn.Module):
         eps: Epsilon of both norms, which are `RMSNorm`.
         activation: "silu" (SwiGLU), "gelu" or "gelu_tanh" (GeGLU).
         rows: S, as in `ParallelAttention`.
-        fuse: Apply residuals and activation as epilogues, as in `ParallelMLP`. Of up to 128 rows without
+        fuse: Apply residuals and activation as epilogues, as in `ParallelMLP`. Of up to 64 rows without
             `sequence_parallel`, the second norm as well, except in compiled graphs.
         **options: Other options of `ParallelMLP`.
 
@@ -210,5 +209,5 @@ class ParallelBlock(nn.Module):
 
 
 def is_few(x: Tensor) -> bool:
-    """Returns whether a kernel sums entire rows of the result of an all-reduce."""
-    return x.shape[:-1].numel() <= ONE_SHOT_ROWS
+    """Returns whether x has so few rows that a kernel is to norm them."""
+    return x.shape[:-1].numel() <= NORM_ROWS
