@@ -81,6 +81,8 @@ class RowsToColumns(TileExchange):
 class RowsOfSources:
     """Tiles of all sources in turn, from this rank's slots into their rows (a `receive.Part`)."""
 
+    pieces = 1
+
     op: RowsToColumns
 
     def tiles(self, given: Any) -> Any:
