@@ -1,12 +1,9 @@
 """One kernel for a list of weights of `all_gather_gemm`: q, k and v; gate and up."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
-from overlap_gemm.spec import PATTERNS
-from tests.support.emulated.list_cases import GatheredOperands, counted_launches
+from tests.support.emulated.list_cases import GatheredOperands, counted_launches, several_launches
 from tests.support.emulated.op_runs import lagging, world_of
 
 SWAPPED = {"mma": "swap_ab", "tile": (16, 64)}
@@ -77,8 +74,8 @@ def test_scales_follow_their_rows_and_layouts_are_made_equal(launches, kind):
 
 @pytest.mark.parametrize("takes_lists", [True, False])
 def test_the_gathered_x_is_kept_by_one_launch_and_by_several(launches, monkeypatch, takes_lists):
-    pattern = replace(PATTERNS["input_gather"], takes_lists=takes_lists)
-    monkeypatch.setitem(PATTERNS, "input_gather", pattern)
+    if not takes_lists:
+        several_launches(monkeypatch)
     operands = GatheredOperands(130, widths(2))
     with world_of("sm_90a", 2) as world:
         outs = operands.call(world, return_gathered=True)

@@ -19,6 +19,7 @@ from overlap_gemm.runtime.group import find
 from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.testing.cases import Case
 from overlap_gemm.tuning.settings import configured
+from tests.support.emulated.list_cases import several_launches
 from tests.support.emulated.op_runs import world_of
 from tests.support.emulated.programs import Call, Programs, Step
 from tests.support.emulated.scaled_cases import Scaled, queue
@@ -174,6 +175,7 @@ def test_a_second_product_that_fails_leaves_nobody_waiting(monkeypatch):
     """The call that was begun ends, its peers' results are right, and the next call is not blamed."""
     x, weight = torch.randn(130, 64).bfloat16(), torch.randn(2, 3, 64, 64).bfloat16()
     launch, broken = Plan.launch, {"rank": 1}
+    several_launches(monkeypatch)
 
     def breaking(plan, own, weights, *rest):
         if plan.workspace.group.rank == broken["rank"]:

@@ -1,9 +1,12 @@
 """Calls with lists of weights on virtual ranks, their gradients, and exact results."""
 
+from dataclasses import replace
+
 import torch
 
 import overlap_gemm
 from overlap_gemm.backends.fused.launch_plan import Plan
+from overlap_gemm.spec import PATTERNS
 from overlap_gemm.testing.emulated import poisoned_allocations
 from tests.support.emulated.scaled_cases import ACCUMULATION
 
@@ -18,6 +21,12 @@ def counted_launches(monkeypatch):
 
     monkeypatch.setattr(Plan, "launch", counting)
     return seen
+
+
+def several_launches(monkeypatch):
+    """Makes a list of weights of gathered rows a launch for each weight, as with scales of blocks."""
+    pattern = replace(PATTERNS["input_gather"], takes_lists=False)
+    monkeypatch.setitem(PATTERNS, "input_gather", pattern)
 
 
 class Operands:

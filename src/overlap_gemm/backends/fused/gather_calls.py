@@ -132,7 +132,7 @@ def planned(
         depth: K of the sent operand, `[rows, K]`, that the kernel stores; None: x itself is returned.
     """
     without: list[tuple[Tensor, ...] | None] = [None] * len(columns)
-    launch = launch_of(plan, len(columns))
+    launch = joint_launch(plan, len(columns))
 
     def run_as_planned(
         x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]
@@ -141,20 +141,20 @@ def planned(
             return run(x, weights, biases)
         outs = [x.new_empty(rows, n) for n in columns]
         kept = None if depth is None else x.new_empty(rows, depth)
-        launch(x, weights, outs, [(bias,) for bias in biases] or without, kept)
+        (launch or plan.launch)(x, weights, outs, [(bias,) for bias in biases] or without, kept)
         return x if kept is None else kept, outs
 
     return run_as_planned
 
 
-def launch_of(plan: Plan, number: int) -> Callable[..., None]:
-    """Returns the function that launches a plan of `number` weights, with the arguments of `Plan.launch`.
+def joint_launch(plan: Plan, number: int) -> Callable[..., None] | None:
+    """Returns the function that launches one product of `number` weights; None if each weight has one.
 
-    If one product has all weights, the scales of rows of x are the first of each weight's operands, and all
-    others are joined: those of a weight begin with its first tile.
+    Its arguments are those of `Plan.launch`. The scales of rows of x are the first of each weight's operands.
+    All others are joined: those of a weight begin with its first tile.
     """
     if len(plan.products) == number:
-        return plan.launch
+        return None
     (product,) = plan.products
     wide, of_x = product.config.cluster_tile[1], int(product.config.visits_rows)
 
@@ -199,7 +199,7 @@ def _bind_scaled(
     rows, chunk, layout = shards.total, shards.chunk, layout_of(blocks) if blocks else None
     epilogue = bias_visitor(bool(biases), out_dtype)
     plan = plan_for(group, x, depth, weights, epilogue, shards, keep, out_dtype, blocks, at_once)
-    launch = launch_of(plan, len(columns))
+    launch = joint_launch(plan, len(columns))
 
     def read_with(scale_x: Tensor, scales: Sequence[Tensor]) -> list[tuple[Tensor, ...]] | None:
         """Returns the scales of x and of the weight for each product; None if a weight's need a copy."""
@@ -228,7 +228,7 @@ def _bind_scaled(
             extras = [(*read, bias) for read, bias in zip(extras, biases, strict=True)]
         outs = [x.new_empty(rows, n, dtype=out_dtype) for n in columns]
         kept = x.new_empty(rows, depth) if keep else None
-        launch(x, weights, outs, extras, kept)
+        (launch or plan.launch)(x, weights, outs, extras, kept)
         return x if kept is None else kept, outs
 
     return run_as_planned
@@ -333,7 +333,8 @@ def all_gather_gemm(
             kept = shard.new_empty(rows, shard.stride(0)) if keep else None
             how = out_dtype, blocks, at_once
             plan = plan_for(group, x, shard.shape[1], operands, visitors, shards, keep, *how)
-            launch_of(plan, len(used))(shard, operands, narrowed, extras, kept)
+            launch = joint_launch(plan, len(used)) or plan.launch
+            launch(shard, operands, narrowed, extras, kept)
     results = [first_columns(out, width, group) for out, width in zip(outs, local_widths, strict=True)]
     if has_scales:
         pairs = zip(of_blocks, local_widths, strict=True)
