@@ -81,14 +81,17 @@ def footprints(
             cells = np.flatnonzero(epochs)
             cells = cells[(marks[cells] & 7) - 1 == WEAK]
             owners = (epochs[cells] >> 32) & OWN
-            masks: dict[Grid, list[NDArray[np.bool_]]] = {}
-            for number in np.unique(owners).tolist():
-                if number in agents:
-                    masks.setdefault(agents[number].warp.grid, []).append(owners == number)
-            for grid, parts in masks.items():
+            numbers, places = np.unique(owners, return_inverse=True)
+            grids: dict[Grid, int] = {}
+            indices = [
+                grids.setdefault(agents[number].warp.grid, len(grids)) if number in agents else -1
+                for number in numbers.tolist()
+            ]
+            of_cells = np.array(indices, np.int64)[places]
+            for grid, index in grids.items():
                 if allocation is None or allocation.rank != grid.launch.rank:
                     continue
-                accessed = cells[np.logical_or.reduce(parts)]
+                accessed = cells[of_cells == index]
                 gaps = np.flatnonzero(np.diff(accessed) > 1)
                 begins, ends = accessed[np.r_[0, gaps + 1]], accessed[np.r_[gaps, len(accessed) - 1]] + 1
                 spans = (
