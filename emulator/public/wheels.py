@@ -1,10 +1,10 @@
-"""What of the packages' Python files with `cute.kernel` runs: `python emulator/public/wheels.py`.
+"""Groups the packages' files with `cute.kernel` by whether they run: `python emulator/public/wheels.py`.
 
 Every file of a package of `PACKAGES` that can be found is in exactly one group of `wheels.json`:
 
 - `runs`: a case of `run.py` launches a kernel of the file; with the case's verdict.
 - `no kernel`: the file defines none (it names `cute.kernel` in a comment, say).
-- `no case`: it is imported, in a process of its own, and nobody wrote a call of its kernels with arguments.
+- `no case`: it is imported, in a process of its own, but there is no case that calls its kernels.
 - `not imported`: with the reason, for example a module that is not installed.
 
 `--table` prints all files; the counts are written into `docs/public.md`.
@@ -149,7 +149,8 @@ def _import(name: str, bare_packages: bool) -> str:
     except ModuleNotFoundError as missing:
         return f"needs {missing.name}"
     except BaseException as error:
-        return f"{type(error).__name__}: {error}".split("\n")[0].replace("\t", " ")[:90]
+        text = re.sub(r" \(/.*", "", str(error), flags=re.DOTALL)  # the file on this machine
+        return f"{type(error).__name__}: {text}".split("\n")[0].replace("\t", " ")[:90]
     return ""
 
 

@@ -3,7 +3,12 @@
 import pytest
 import torch
 
-from tests.support.emulated.list_cases import GatheredOperands, counted_launches, several_launches
+from tests.support.emulated.list_cases import (
+    GatheredOperands,
+    check_one_launch,
+    counted_launches,
+    several_launches,
+)
 from tests.support.emulated.op_runs import lagging, world_of
 
 SWAPPED = {"mma": "swap_ab", "tile": (16, 64)}
@@ -33,11 +38,7 @@ def widths(ranks):
 def test_a_list_is_one_launch(launches, arch, ranks, rows, fields, transport):
     """Checks ragged rows, of which few are one shard (`gather.few_rows`)."""
     operands = GatheredOperands(rows, widths(ranks))
-    with world_of(arch, ranks, fields, transport=transport) as world:
-        outs = operands.call(world)
-        world.synchronize()
-    operands.check(outs)
-    assert launches == [1] * ranks
+    check_one_launch(operands, launches, arch, ranks, fields, transport)
 
 
 def test_lists_and_single_weights_share_a_workspace(launches):

@@ -5,7 +5,7 @@ import torch
 
 import overlap_gemm
 from overlap_gemm.backends.fused import fused_backend
-from tests.support.emulated.list_cases import Operands, counted_launches
+from tests.support.emulated.list_cases import Operands, check_one_launch, counted_launches
 from tests.support.emulated.op_runs import lagging, world_of
 from tests.support.emulated.rank_scripts import lines_of_ranks
 
@@ -30,11 +30,7 @@ def launches(monkeypatch):
 def test_a_list_is_one_launch(launches, arch, ranks, rows, fields, transport):
     """Rows are ragged. A rank has 136 columns of the first weight, and 72 of the others: parts of tiles."""
     operands = Operands(rows, [136 * ranks, 72 * ranks, 72 * ranks])
-    with world_of(arch, ranks, fields, transport=transport) as world:
-        outs = operands.call(world)
-        world.synchronize()
-    operands.check(outs)
-    assert launches == [1] * ranks
+    check_one_launch(operands, launches, arch, ranks, fields, transport)
 
 
 def test_calls_of_lists_and_of_single_weights_share_workspaces(launches):

@@ -22,16 +22,16 @@ NAMES = {
     "sglang.srt.runtime_context": ["get_exec", "get_forward", "get_parallel"],
     "sglang.srt.layers.quantization.unquant": ["UnquantizedLinearMethod"],
 }
-"""What the plug-in imports."""
+"""Names that the plug-in imports."""
 
 ATTRIBUTES = (
     "bias", "input_is_parallel", "input_size", "input_size_per_partition", "output_size", "quant_method",
     "reduce_results", "skip_bias_add", "tp_group", "use_dp_attention_reduce",
 )  # fmt: skip
-"""What it reads of a layer."""
+"""Attributes of a layer that it reads."""
 
 FLAGS = ("sp_active", "mlp_reduce_scatter")
-"""What it reads of a forward's flags."""
+"""Flags of a forward pass that it reads."""
 
 
 class UnquantizedLinearMethod:

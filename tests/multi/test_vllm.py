@@ -26,7 +26,7 @@ ATTRIBUTES = (
     "input_is_parallel", "reduce_results", "tp_size", "skip_bias_add", "bias", "return_bias", "input_size",
     "quant_method", "output_size",
 )  # fmt: skip
-"""What it reads of a row-parallel layer."""
+"""Attributes of a row-parallel layer that it reads."""
 
 ATTRIBUTES_OF_COLUMNS = ("gather_output", "tp_size", "skip_bias_add", "bias", "return_bias", "quant_method")
 

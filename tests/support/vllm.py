@@ -29,7 +29,7 @@ NAMES = {
     "vllm.model_executor.layers.vocab_parallel_embedding": ["UnquantizedEmbeddingMethod"],
     "vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel": ["FP8ScaledMMLinearKernel"],
 }
-"""What the plug-in imports."""
+"""Names that the plug-in imports."""
 
 
 def stand_in(calls):

@@ -273,7 +273,7 @@ def _why_no_sum(rows: int, reduce_op: str, group: str) -> str | None:
 
 
 _choices: dict[tuple[Any, ...], bool] = {}
-"""Whether `auto` chooses "torch", by all that the choice depends on: `explain` takes longer than an op."""
+"""Choices by call signature, True: "torch". They are kept because `explain` takes longer than an op."""
 
 
 def _why_slower(

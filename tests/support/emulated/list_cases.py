@@ -8,6 +8,7 @@ import overlap_gemm
 from overlap_gemm.backends.fused.launch_plan import Plan
 from overlap_gemm.spec import PATTERNS
 from overlap_gemm.testing.emulated import poisoned_allocations
+from tests.support.emulated.op_runs import world_of
 from tests.support.emulated.scaled_cases import ACCUMULATION
 
 
@@ -21,6 +22,15 @@ def counted_launches(monkeypatch):
 
     monkeypatch.setattr(Plan, "launch", counting)
     return seen
+
+
+def check_one_launch(operands, launches, arch, ranks, fields, transport):
+    """Checks the results of a call with a list, and that each rank launches one kernel."""
+    with world_of(arch, ranks, fields, transport=transport) as world:
+        outs = operands.call(world)
+        world.synchronize()
+    operands.check(outs)
+    assert launches == [1] * ranks
 
 
 def several_launches(monkeypatch):
