@@ -11,6 +11,7 @@ from overlap_gemm.dispatch import choosing
 from overlap_gemm.runtime import agree
 from overlap_gemm.spec import OPS
 from overlap_gemm.spec.sharding import Shards
+from tests.support.chosen import in_turn
 from tests.support.ops import EVERY, SCALED
 
 M, N, K = 9, 7, 10
@@ -143,8 +144,7 @@ def warmed_up_in_8_bits(rank, size, op, block):
         overlap_gemm.warmup(op, (m, n, k), dtype=e4m3, block=block, backward=True)
 
 
-@pytest.mark.parametrize("block", [None, 128, "mx"])
-@pytest.mark.parametrize("op", EVERY)
+@pytest.mark.parametrize(("op", "block"), in_turn(EVERY, [None, 128, "mx"]))
 def test_a_warm_up_in_8_bits(ranks, op, block):
     ranks(2).run(warmed_up_in_8_bits, op, block)
 

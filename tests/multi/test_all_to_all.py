@@ -1,6 +1,7 @@
 """`gemm_all_to_all` and `all_to_all_gemm` as attention calls them: batches, lists of weights, heads."""
 
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from overlap_gemm.runtime.group import group_name, resolve
 from overlap_gemm.spec.sharding import Shards
 from overlap_gemm.testing.workload import OpTensors
 from overlap_gemm_tools import baselines
+from tests.support.chosen import in_turn
 
 BACKENDS = "sequential", "decomposed", "torch"
 DOUBLE = {"dtype": torch.float64}
@@ -63,9 +65,7 @@ def equals_the_unsharded_one(rank, size, backend, dim):
         torch.testing.assert_close(one.grad, exact.grad)
 
 
-@pytest.mark.parametrize("dim", [0, 1])
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize(("backend", "dim", "world"), in_turn(product(BACKENDS, [0, 1]), [3, 1]))
 def test_attention_equals_the_unsharded_one_with_its_gradients(ranks, world, backend, dim):
     ranks(world).run(equals_the_unsharded_one, backend, dim)
 
@@ -240,8 +240,8 @@ def dealt_by_heads(rank, size, backend, heads):
     outs = gemm_all_to_all(
         local_x, local[: len(heads)], bias=local[len(heads) :], heads=heads, backend=backend
     )
-    for out, product, each in zip(outs, products, columns, strict=True):
-        torch.testing.assert_close(out, product.detach()[..., each[rank]])
+    for out, sharded, each in zip(outs, products, columns, strict=True):
+        torch.testing.assert_close(out, sharded.detach()[..., each[rank]])
     sum((out * each[rank]).sum() for out, each in zip(outs, factors, strict=True)).backward()
     torch.testing.assert_close(local_x.grad, x.grad[2 * rank : 2 * rank + 2])
     for one, exact in zip(local, (*weights, *biases), strict=True):

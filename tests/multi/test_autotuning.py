@@ -82,7 +82,13 @@ def in_the_form_of_a_call(rank, size, folder, op):
         warned.assert_not_called()
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(
+    "op",
+    [
+        pytest.param(op, marks=[] if op in ("all_gather_gemm", "gemm_reduce_scatter") else pytest.mark.slow)
+        for op in OPS
+    ],
+)
 def test_candidates_are_called_as_the_op_calls_them(ranks, tmp_path, op):
     ranks(2).run(in_the_form_of_a_call, str(tmp_path), op)
 
@@ -106,7 +112,9 @@ def takes_the_fastest(rank, size, folder, op):
                 assert overlap_gemm.explain(op, x, weight, **said).backend.name == fast
 
 
-@pytest.mark.parametrize("op", SHARDED)
+@pytest.mark.parametrize(
+    "op", [pytest.param(op, marks=[] if op == "gemm_all_reduce" else pytest.mark.slow) for op in SHARDED]
+)
 def test_what_is_fastest_on_the_slowest_rank_is_taken(ranks, tmp_path, op):
     ranks(2).run(takes_the_fastest, str(tmp_path), op)
 

@@ -1,6 +1,7 @@
 """Portable calls carry their identity: what differs between ranks is right, or named on every one of them."""
 
 import contextlib
+from itertools import product
 from unittest import mock
 
 import pytest
@@ -11,6 +12,7 @@ import overlap_gemm
 from overlap_gemm.backends import portable_arithmetic as arithmetic
 from overlap_gemm.runtime.agree import DisagreementError
 from overlap_gemm.spec import OPS
+from tests.support.chosen import in_turn
 from tests.support.ops import EVERY
 
 BACKENDS = ("auto", "torch", "sequential", "decomposed")
@@ -44,15 +46,16 @@ def another_order(rank, size, backend, first, second):
     assert torch.equal(call("gemm_all_reduce", backend, group), torch.full((ROWS, WIDTH), 1.0 * WIDTH * size))
 
 
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("backend", BACKENDS)
+PAIRS = [
+    ("gemm_all_reduce", "gemm_reduce_scatter"),
+    ("all_gather_gemm", "gemm_all_gather"),
+    ("gemm_all_to_all", "all_to_all_gemm"),
+]
+
+
 @pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        ("gemm_all_reduce", "gemm_reduce_scatter"),
-        ("all_gather_gemm", "gemm_all_gather"),
-        ("gemm_all_to_all", "all_to_all_gemm"),
-    ],
+    ("first", "second", "backend", "world"),
+    in_turn([(*pair, backend) for pair in PAIRS for backend in BACKENDS], [2, 3]),
 )
 def test_calls_in_another_order_are_named_on_every_rank(ranks, first, second, backend, world):
     ranks(world).run(another_order, backend, first, second)
@@ -70,9 +73,7 @@ def rows_and_types(rank, size, op, backend):
         )
 
 
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("op", EVERY)
+@pytest.mark.parametrize(("op", "world", "backend"), in_turn(product(EVERY, [2, 3]), BACKENDS))
 def test_known_kinds_of_other_rows_or_types_are_named_on_every_rank(ranks, op, backend, world):
     ranks(world).run(rows_and_types, op, backend)
 
@@ -109,11 +110,13 @@ def refused(rank, size, op, backend, fault):
         named_on_every_rank(group, lambda layer=layer: call(op, backend, group, layer), words)
 
 
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
-    "op", ["gemm_all_reduce", "gemm_reduce_scatter", "gemm_all_gather", "gemm_all_to_all"]
+    ("op", "fault", "backend", "world"),
+    in_turn(
+        product(["gemm_all_reduce", "gemm_reduce_scatter", "gemm_all_gather", "gemm_all_to_all"], FAULTS),
+        BACKENDS,
+        [2, 3],
+    ),
 )
 def test_a_call_that_one_rank_refused_is_not_taken_for_the_next(ranks, op, backend, fault, world):
     ranks(world).run(refused, op, backend, fault)

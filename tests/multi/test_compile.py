@@ -79,7 +79,7 @@ def test_the_first_call_of_a_process_may_be_a_compiled_one():
     assert done.stdout.split() == [name for name in OPS if hasattr(overlap_gemm, name)], done.stderr
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_compiled_layers(ranks, world):
     ranks(world).run(compiled_layers, "auto")
 
@@ -251,7 +251,7 @@ def fake_shapes(rank, size, m, n):
         assert type(out).__name__ == "FakeTensor"
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [1, 3, *(pytest.param(world, marks=pytest.mark.slow) for world in (2, 4))])
 def test_fake_shapes(ranks, world):
     for m, n in ((8, 8), (7, 5), (2, 1)):
         ranks(world).run(fake_shapes, m, n)
@@ -292,6 +292,6 @@ def opchecks(rank, size):
         torch.library.opcheck(op.default, args)
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_opcheck(ranks, world):
     ranks(world).run(opchecks)

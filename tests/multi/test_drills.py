@@ -24,6 +24,7 @@ import torch.distributed as dist
 import overlap_gemm
 from overlap_gemm.runtime import compile_cache
 from overlap_gemm.runtime.agree import DisagreementError
+from tests.support.chosen import in_turn
 from tests.support.ops import SHARDED
 from tests.support.ranks import RankError
 from tests.support.ranks import Ranks as AnyRanks
@@ -39,6 +40,11 @@ START = 60.0
 Ranks = partial(AnyRanks, preload=("overlap_gemm.nn",))
 
 every_backend = pytest.mark.parametrize("backend", BACKENDS)
+one_backend = pytest.mark.parametrize(
+    "backend",
+    ["decomposed", *(pytest.param(one, marks=pytest.mark.slow) for one in BACKENDS if one != "decomposed")],
+)
+"""For drills that take ranks of their own, and the whole of their time-out."""
 
 
 def call(backend, group=None, op="gemm_all_reduce"):
@@ -118,8 +124,7 @@ def memory_at_each_allocation(rank, size, op, backend):
     raise AssertionError("more allocations than expected")
 
 
-@every_backend
-@pytest.mark.parametrize("op", SHARDED)
+@pytest.mark.parametrize(("op", "backend"), in_turn(SHARDED, BACKENDS))
 def test_no_memory_at_each_allocation_is_named_on_every_rank(short, op, backend):
     failures, _ = short.run(memory_at_each_allocation, op, backend)
     assert failures >= 1
@@ -201,7 +206,7 @@ def test_a_rank_that_is_stopped_for_less_than_the_time_out_does_no_harm(short, b
     assert short.run(stopped, backend, 0.5) == [None, None]
 
 
-@every_backend
+@one_backend
 def test_a_rank_that_is_stopped_for_longer_than_the_time_out_is_named(backend):
     with Ranks(2, timeout=TIMEOUT, limit=60) as group:
         of_peer, of_stopped = group.run(stopped, backend, 2 * TIMEOUT)
@@ -218,7 +223,7 @@ def killed(rank, size, backend):
         call(backend, group)
 
 
-@every_backend
+@one_backend
 def test_a_killed_rank_is_named(backend):
     with Ranks(2, timeout=TIMEOUT, limit=60) as group, pytest.raises(RankError) as failure:
         group.run(killed, backend)
@@ -345,7 +350,7 @@ def destroyed(rank, size, backend, file):
     overlap_gemm.finalize()
 
 
-@every_backend
+@one_backend
 def test_a_world_that_is_destroyed_before_finalize_is_named(backend, tmp_path):
     with Ranks(2, timeout=TIMEOUT, limit=60) as group:
         group.run(destroyed, backend, str(tmp_path / "store"))

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import overlap_gemm
 from overlap_gemm.runtime import agree
 from overlap_gemm.runtime.group import find
+from tests.support.chosen import in_turn
 from tests.support.ranks import RankError, Ranks
 
 
@@ -124,9 +125,12 @@ def survive(rank, size, op, backend, victim):
     return time.monotonic() - begin
 
 
-@pytest.mark.parametrize("backend", ["sequential", "decomposed"])
 @pytest.mark.parametrize(
-    "op", ["all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce", "gemm_all_gather"]
+    ("op", "backend"),
+    in_turn(
+        ["all_gather_gemm", "gemm_reduce_scatter", "gemm_all_reduce", "gemm_all_gather"],
+        ["sequential", "decomposed"],
+    ),
 )
 def test_killed_rank_ends_in_an_error(op, backend):
     group = Ranks(3, timeout=5, limit=40)
@@ -160,9 +164,9 @@ def straggle(rank, size, backend, known, told):
     ("backend", "known", "world"),
     [
         ("decomposed", True, 3),
-        ("sequential", True, 2),
         ("torch", True, 2),
-        ("torch", True, 3),
+        pytest.param("sequential", True, 2, marks=pytest.mark.slow),
+        pytest.param("torch", True, 3, marks=pytest.mark.slow),
         ("decomposed", False, 2),
     ],
 )

@@ -1,6 +1,7 @@
 """Linear layers in 8 bits: results and gradients are those of the quantised operands; a model trains."""
 
 import copy
+from itertools import product
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from overlap_gemm.parallel import OverlapRowwiseParallel, parallelize
 from overlap_gemm.runtime.group import Group
 from overlap_gemm.spec import OPS
 from overlap_gemm.testing.cases import LAYOUTS, Case, Layout, operands
+from tests.support.chosen import in_turn
 from tests.support.models import VOCABULARY, tiny
 from tests.support.ops import SHARDED
 
@@ -88,9 +90,7 @@ def check(rank, ranks, op, rows, backend, types=(E4M3, E4M3), dtype=torch.float3
         assert bool(((one.double() - other).abs() <= tolerance * size).all()), name
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("rows", [24, 7, 2])
-@pytest.mark.parametrize("op", PRODUCTS)
+@pytest.mark.parametrize(("rows", "op", "world"), in_turn(product([24, 7, 2], PRODUCTS), [1, 2, 3]))
 def test_results_and_gradients_are_those_of_the_rounded_operands(ranks, op, rows, world):
     ranks(world).run(check, op, rows, "sequential")
 

@@ -1,6 +1,7 @@
 """gradcheck of the dualities, and the ways through backward that the matrix of test_ops does not take."""
 
 from contextlib import nullcontext
+from itertools import product
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from overlap_gemm.dispatch import shard_ops
 from overlap_gemm.spec import OPS
 from overlap_gemm.spec.sharding import Shards
 from overlap_gemm.testing.cases import LAYOUTS
+from tests.support.chosen import in_turn
 
 DOUBLE = {"dtype": torch.float64}
 
@@ -69,9 +71,9 @@ def gradcheck(rank, size, *case):
     assert torch.autograd.gradcheck(*of_whole_operands(rank, size, *case))
 
 
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow), 3])
-@pytest.mark.parametrize("backend", ["sequential", "decomposed", "torch"])
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(
+    ("world", "op", "backend"), in_turn(product([3, 1], OPS), ["sequential", "decomposed", "torch"])
+)
 def test_gradcheck(ranks, op, backend, world):
     ranks(world).run(gradcheck, op, backend, 4, 3, 2)
 
@@ -153,9 +155,10 @@ def written_in_place(rank, size, op, backend, watched):
     torch.testing.assert_close(own_x.grad, layout.part(3 * weight.sum(0).expand(5, 6), layout.x, rank, size))
 
 
-@pytest.mark.parametrize("watched", [False, True], ids=["plain", "watched"])
-@pytest.mark.parametrize("backend", ["sequential", "decomposed", "torch"])
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(
+    ("watched", "op", "backend"),
+    in_turn(product([False, True], OPS), ["sequential", "decomposed", "torch"]),
+)
 def test_results_may_be_written_in_place(ranks, op, backend, watched):
     ranks(2).run(written_in_place, op, backend, watched)
 
@@ -202,10 +205,10 @@ def several_weights(rank, size, backend, return_gathered, save_gathered):
     assert not any(t.grad is not None and t.grad.any() for t in (parts[0][2], parts[1][2]))
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("backend", ["sequential", "decomposed", "torch"])
-@pytest.mark.parametrize("return_gathered", [False, True], ids=["products", "gathered"])
-@pytest.mark.parametrize("save_gathered", [False, True], ids=["gather-again", "save"])
+@pytest.mark.parametrize(
+    ("save_gathered", "return_gathered", "world", "backend"),
+    in_turn(product([False, True], [False, True], [1, 2, 3]), ["sequential", "decomposed", "torch"]),
+)
 def test_several_weights(ranks, save_gathered, return_gathered, backend, world):
     ranks(world).run(several_weights, backend, return_gathered, save_gathered)
 

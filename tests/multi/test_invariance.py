@@ -3,6 +3,7 @@
 import random
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 from unittest import mock
 
@@ -16,6 +17,7 @@ from overlap_gemm.dispatch import gradient_products
 from overlap_gemm.epilogues import add_residual
 from overlap_gemm.runtime.group import group_name
 from overlap_gemm.testing.cases import LAYOUTS, Case
+from tests.support.chosen import in_turn
 from tests.support.gradients import forward_and_backward
 from tests.support.invariance import adversarial, differing, shares, wholes
 from tests.support.ops import EVERY, SHARDED
@@ -37,9 +39,7 @@ def random_case(op: str, dtype: torch.dtype, seed: int, leaves: int = 8) -> Case
 # --- ranks ---
 
 
-@pytest.mark.parametrize("op", EVERY)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("op", "dtype", "seed"), in_turn(product(EVERY, DTYPES), range(3)), ids=str)
 def test_bits_do_not_depend_on_the_number_of_ranks(op, dtype, seed, ranks):
     case = random_case(op, dtype, seed)
     backends = ("sequential", "decomposed")
@@ -174,9 +174,11 @@ def differing_rows(ranks, case, backend, invariant, kept):
     return differing({name: tensor[kept] for name, tensor in everything.items()}, some)
 
 
-@pytest.mark.parametrize("op", SHARDED)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("backend", ["auto", "sequential", "decomposed"])
+@pytest.mark.parametrize(
+    ("op", "dtype", "backend"),
+    in_turn(product(SHARDED, DTYPES), ["auto", "sequential", "decomposed"]),
+    ids=str,
+)
 def test_rows_do_not_depend_on_the_batch(op, dtype, backend, ranks):
     for seed, kept in enumerate(([0], [5], [2, 9, 10], list(range(3, 40)))):
         case = replace(random_case(op, dtype, 10 + seed), m=44)
@@ -214,8 +216,7 @@ def differing_rows_of_bytes(rank, size, op, block, backend, kept):
     return int((outs[0][kept] != outs[1]).sum()), outs[0].std().item()
 
 
-@pytest.mark.parametrize("block", [None, 128, "mx"])
-@pytest.mark.parametrize("backend", ["auto", "decomposed"])
+@pytest.mark.parametrize(("block", "backend"), in_turn([None, 128, "mx"], ["auto", "decomposed"]))
 def test_rows_of_bytes_do_not_depend_on_the_batch(block, backend, ranks):
     for op, kept in (("gemm_all_reduce", [5]), ("all_gather_gemm", [2, 9, 10]), ("gemm_all_gather", [7])):
         for count, spread in ranks(2).run(differing_rows_of_bytes, op, block, backend, kept):

@@ -1,11 +1,14 @@
 """Products of weights that are kept in 8 bits: results and gradients are those of their bits."""
 
+from itertools import product
+
 import pytest
 import torch
 
 from overlap_gemm import quantize_rows
 from overlap_gemm.api.kept_weights import STORED, Stored
 from overlap_gemm.testing.cases import LAYOUTS, Case, Layout, operands
+from tests.support.chosen import in_turn
 from tests.support.ops import SHARDED
 
 PRODUCTS = {**{op: LAYOUTS[op] for op in SHARDED}, "column_parallel_gemm": Layout(None, 0, 0, 1)}
@@ -91,9 +94,7 @@ def check(rank, ranks, op, form, backend, rows=24):
     assert 0 < (grad_x - without_rounding).norm() < 0.04 * without_rounding.norm()
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("op", PRODUCTS)
+@pytest.mark.parametrize(("form", "op", "world"), in_turn(product(FORMS, PRODUCTS), [1, 2, 3]))
 def test_results_and_gradients_are_those_of_the_bits(ranks, op, form, world):
     ranks(world).run(check, op, form, "sequential")
 

@@ -11,7 +11,7 @@ SAY = {
 }
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("launcher", ["torchrun", "mpirun"])
 def test_every_rank_is_started(launch, launcher, ranks):
     say = "print(f\"rank {rank} of {size}, {os.environ['OMP_NUM_THREADS']} threads\\n\", end='')"

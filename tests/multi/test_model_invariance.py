@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from overlap_gemm import nn as layers
 from overlap_gemm.parallel import full_state_dict, parallelize
+from tests.support.chosen import in_turn
 from tests.support.invariance import same_bits
 from tests.support.models import tiny
 from tests.support.scripts import run_program
@@ -53,8 +54,9 @@ def trains(rank, size, dtype, sequence_parallel, invariant):
     return state, logits, one_by_one
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize(
+    ("dtype", "sequence_parallel"), in_turn([torch.float32, torch.bfloat16], [True, False]), ids=str
+)
 def test_a_model_trained_on_two_ranks_has_equal_logits_on_one(dtype, sequence_parallel, ranks):
     for _, logits, alone in ranks(2).run(trains, dtype, sequence_parallel, "ranks"):
         assert same_bits(logits, alone)

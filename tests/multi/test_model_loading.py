@@ -57,7 +57,17 @@ def equals_the_unsharded(rank, size, folder, options):
         assert torch.equal(again.state_dict()[name], value), name
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *MORE_FAMILIES, "one key/value head"])
+QUICK = ("mistral", "gemma3", "phi3", "mixtral", "llama4", "one key/value head")
+"""Families whose parameters are stored otherwise than each other's; mistral without sequence parallelism."""
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, marks=[] if family in QUICK else pytest.mark.slow)
+        for family in (*FAMILIES, *MORE_FAMILIES, "one key/value head")
+    ],
+)
 def test_from_pretrained(ranks, tmp_path, family):
     model = tiny("qwen2", 2, num_key_value_heads=1) if family == "one key/value head" else tiny(family, 2)
     model.save_pretrained(tmp_path, max_shard_size="20KB")  # several files
@@ -140,7 +150,7 @@ def from_meta(rank, size, family):
     found.loss.backward()
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3", "phi3"])
+@pytest.mark.parametrize("family", [pytest.param("qwen3", marks=pytest.mark.slow), "gemma3", "phi3"])
 def test_a_model_without_memory(ranks, family):
     ranks(2).run(from_meta, family)
 

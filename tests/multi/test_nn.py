@@ -1,6 +1,7 @@
 """The layers equal the nn.Linear they are cut from: from a seed, from_linear, state dicts, gradients."""
 
 import copy
+from itertools import product
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from overlap_gemm import all_gather_gemm
 from overlap_gemm.epilogues import add_residual
 from overlap_gemm.nn import ColumnParallelLinear, Float8, ParallelMLP, RowParallelLinear, full_state_dict
 from overlap_gemm.spec.sharding import Shards
+from tests.support.chosen import in_turn
 
 DOUBLE = {"dtype": torch.float64}
 SIZES = (10, 14)  # input, output: divisible by 2, not by 3 or 4
@@ -79,12 +81,18 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "nobias"])
-@pytest.mark.parametrize("built_from", ["seed", "linear"])
 @pytest.mark.parametrize(
-    ("variant", "sequence_dim"),
-    [(name, dim) for name, (_, _, dims) in VARIANTS.items() for dim in dims],
+    ("variant", "sequence_dim", "built_from", "world", "bias"),
+    in_turn(
+        [
+            (name, dim, built_from)
+            for name, (_, _, dims) in VARIANTS.items()
+            for dim in dims
+            for built_from in ("seed", "linear")
+        ],
+        [4, 2, 1],
+        [True, False],
+    ),
 )
 def test_layer_equals_its_linear(ranks, variant, sequence_dim, built_from, bias, world):
     kind, options, _ = VARIANTS[variant]
@@ -116,10 +124,10 @@ def check_mlp(rank, size, sequence_parallel, bias, backend):
             torch.testing.assert_close(layer.weight.grad, mine(linear.weight.grad, dim, rank, size))
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("backend", ["sequential", "decomposed", "torch"])
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "nobias"])
-@pytest.mark.parametrize("sequence_parallel", [True, False], ids=["sequence", "replicated"])
+@pytest.mark.parametrize(
+    ("sequence_parallel", "bias", "world", "backend"),
+    in_turn(product([True, False], [True, False], [1, 2, 3]), ["sequential", "decomposed", "torch"]),
+)
 def test_mlp(ranks, sequence_parallel, bias, backend, world):
     ranks(world).run(check_mlp, sequence_parallel, bias, backend)
 

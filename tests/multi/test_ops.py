@@ -1,10 +1,13 @@
 """Every op, backend, dtype and world size against float64, forward and backward."""
 
+from itertools import product
+
 import pytest
 import torch
 
 from overlap_gemm.spec import OPS
 from overlap_gemm.testing.cases import LAYOUTS, Case, operands
+from tests.support.chosen import in_turn
 from tests.support.gradients import forward_and_backward
 from tests.support.references import reference
 from tests.support.tolerances import assert_as_good_as
@@ -36,23 +39,20 @@ def matches_the_whole(rank: int, size: int, case: Case, backend: str, exchange: 
         assert_as_good_as(result, wanted, truth, what=name, roundings=roundings)
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(("case", "op", "backend"), in_turn(product(CASES, OPS), BACKENDS))
 def test_matches_the_whole_product(ranks, op, backend, case):
     m, n, k, world, dtype = CASES[case]
     ranks(world).run(matches_the_whole, Case(op, m, n, k, dtype), backend)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(("op", "backend"), in_turn(OPS, BACKENDS))
 def test_without_bias(ranks, op, backend):
     ranks(3).run(matches_the_whole, Case(op, 10, 9, 8, bias=False), backend)
 
 
-@pytest.mark.parametrize("exchange", [False, True], ids=["known", "exchange"])
-@pytest.mark.parametrize("m", [0, 1, 3, 4, 9])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("m", "exchange", "backend"), in_turn(product([0, 1, 3, 4, 9], [False, True]), BACKENDS)
+)
 def test_any_number_of_rows(ranks, m, backend, exchange):
     """None, fewer than ranks, as many, and a ragged last shard."""
     for op in OPS:

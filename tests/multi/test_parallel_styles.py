@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import PrepareModuleInput, SequenceParall
 from torch.nn.utils import parametrize
 
 from overlap_gemm.parallel import OverlapColwiseParallel, OverlapRowwiseParallel, OverlapSharedGather
+from tests.support.chosen import in_turn
 
 
 def llama_plan(sequence_parallel: bool, backend: str) -> dict[str, object]:
@@ -77,11 +78,10 @@ def llama_matches(rank, size, sequence_parallel, batch, bias, backend):
         torch.testing.assert_close(found, parameter.grad, msg=lambda text, name=name: f"{name}: {text}")
 
 
-@pytest.mark.parametrize("backend", ["sequential", "decomposed"])
-@pytest.mark.parametrize("bias", [False, True], ids=["nobias", "bias"])
-@pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["replicated", "sequence"])
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize(
+    ("world", "sequence_parallel", "batch", "bias", "backend"),
+    in_turn(itertools.product([3, 1], [False, True], [1, 2]), [False, True], ["sequential", "decomposed"]),
+)
 def test_llama(ranks, world, sequence_parallel, batch, bias, backend):
     ranks(world).run(llama_matches, sequence_parallel, batch, bias, backend)
 
@@ -260,9 +260,10 @@ def parametrized_weights(rank, size, which, layouts):
 
 
 @pytest.mark.parametrize(
-    "layouts", [*itertools.product([Shard(0), Shard(1), Replicate()], repeat=2)], ids=str
+    ("layouts", "which"),
+    in_turn([(pair,) for pair in itertools.product([Shard(0), Shard(1), Replicate()], repeat=2)], [0, 1]),
+    ids=str,
 )
-@pytest.mark.parametrize("which", [0, 1], ids=["column", "row"])
 @pytest.mark.filterwarnings("ignore:CPU process group does not support alltoall")
 def test_parametrized_weights(ranks, which, layouts):
     """What a parametrization returns need not lie as the weight that it was given."""

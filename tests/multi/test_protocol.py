@@ -1,6 +1,7 @@
 """What a transport can get wrong: order of sums, stale data, skewed ranks."""
 
 import time
+from itertools import product
 from unittest import mock
 
 import pytest
@@ -11,6 +12,7 @@ import overlap_gemm
 from overlap_gemm.spec import OPS
 from overlap_gemm.spec.sharding import Shards
 from overlap_gemm.testing.cases import LAYOUTS, Case, operands
+from tests.support.chosen import in_turn
 from tests.support.ops import EVERY
 
 BACKENDS = ("sequential", "decomposed")
@@ -51,10 +53,14 @@ def sums_in_rank_order(rank, size, op, dtype, backend):
     assert size < 4 or dtype != torch.float32 or backwards != wanted, "the values no longer tell orders apart"
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("op", ["gemm_reduce_scatter", "gemm_all_reduce"])
+@pytest.mark.parametrize(
+    ("op", "dtype", "backend", "world"),
+    in_turn(
+        product(["gemm_reduce_scatter", "gemm_all_reduce"], [torch.float32, torch.bfloat16], BACKENDS),
+        [2, 3, 4],
+    ),
+    ids=str,
+)
 def test_sums_in_rank_order(ranks, op, dtype, backend, world):
     ranks(world).run(sums_in_rank_order, op, dtype, backend)
 
@@ -108,9 +114,7 @@ def repeats(rank, size, op, backend, calls):
     torch.testing.assert_close(out, alone)
 
 
-@pytest.mark.parametrize("world", [4, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("op", EVERY)
+@pytest.mark.parametrize(("op", "backend", "world"), in_turn(EVERY, BACKENDS, [4]))
 def test_many_calls_with_changing_data(ranks, op, backend, world):
     """Repeats each of 14 cases four times."""
     ranks(world).run(repeats, op, backend, 56)
@@ -151,8 +155,6 @@ def leading_dimensions(rank, size, op, dim):
     torch.testing.assert_close(out, (whole @ weight.t()).narrow(dim, start, stop - start))
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("op", EVERY)
-@pytest.mark.parametrize("dim", [0, 1, 2])
+@pytest.mark.parametrize(("dim", "op", "world"), in_turn(product([0, 1, 2], EVERY), [1, 2, 3]))
 def test_leading_dimensions(ranks, op, dim, world):
     ranks(world).run(leading_dimensions, op, dim)

@@ -1,10 +1,13 @@
 """An op from outside of the package: what it gets for its registration, on several ranks."""
 
+from itertools import product
+
 import pytest
 import torch
 
 import overlap_gemm
 from overlap_gemm.testing.cases import LAYOUTS, Case, operands
+from tests.support.chosen import in_turn
 from tests.support.gradients import forward_and_backward
 from tests.support.references import reference
 from tests.support.tolerances import assert_as_good_as
@@ -43,9 +46,7 @@ def matches_the_whole(rank, size, case, backend):
         assert_as_good_as(result, wanted, truth, what=name, roundings=max(roundings, size))
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("op", AXES)
+@pytest.mark.parametrize(("case", "op", "backend"), in_turn(product(CASES, AXES), BACKENDS))
 def test_a_registered_op_matches_the_whole_product_with_its_gradients(ranks, op, backend, case):
     m, n, k, world, dtype = CASES[case]
     ranks(world).run(matches_the_whole, Case(op, m, n, k, dtype), backend)

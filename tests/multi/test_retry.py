@@ -10,6 +10,7 @@ import torch.distributed as dist
 import overlap_gemm
 from overlap_gemm.runtime.agree import DisagreementError
 from overlap_gemm.runtime.group import find
+from tests.support.chosen import in_turn
 
 BACKENDS = ("auto", "torch", "sequential", "decomposed")
 LAYERS, WIDTH = 32, 8
@@ -142,8 +143,7 @@ def out_of_memory(rank, size, backend, times):
     assert torch.equal(result, torch.ones(4, WIDTH))
 
 
-@pytest.mark.parametrize("times", [1, 2])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("backend", "times"), in_turn(BACKENDS, [1, 2]))
 def test_torchs_cache_is_freed_before_memory_is_said_to_be_out(ranks, backend, times):
     ranks(2).run(out_of_memory, backend, times)
 

@@ -1,6 +1,7 @@
 """8-bit operands with scales on every portable backend, against float64 of the dequantised operands."""
 
 from functools import partial
+from itertools import product
 from unittest import mock
 
 import pytest
@@ -14,6 +15,7 @@ from overlap_gemm.spec import OPS
 from overlap_gemm.testing.cases import LAYOUTS
 from overlap_gemm.testing.workload import Workload
 from overlap_gemm_tools.baselines import baselines
+from tests.support.chosen import in_turn
 from tests.support.ops import SHARDED
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -75,10 +77,9 @@ def check(rank, ranks, op, shape, backend, **how):
     assert bool(((out.double() - exact).abs() <= bound).all())
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("op", SHARDED)
+@pytest.mark.parametrize(
+    ("shape", "op", "backend", "world"), in_turn(product(SHAPES, SHARDED, BACKENDS), [2, 3, 4, 1])
+)
 def test_is_the_product_of_the_dequantised_operands(ranks, op, shape, backend, world):
     ranks(world).run(check, op, SHAPES[shape], backend)
 

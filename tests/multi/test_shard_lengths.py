@@ -14,6 +14,7 @@ from overlap_gemm.dispatch import lowering
 from overlap_gemm.runtime import agree
 from overlap_gemm.runtime.agree import DisagreementError
 from overlap_gemm.runtime.group import find
+from tests.support.chosen import in_turn
 
 BACKENDS = ("sequential", "decomposed", "torch")
 E4M3 = torch.float8_e4m3fn
@@ -68,9 +69,16 @@ def unequal(rank, size, op, what, kind, checking):
         check_in_step(rank, size)
 
 
-@pytest.mark.parametrize("checking", [False, True], ids=["plain", "debug"])
-@pytest.mark.parametrize("kind", ["plain", "batch", "float8", "profiled", "autocast"])
-@pytest.mark.parametrize(("op", "what"), [("all_gather_gemm", "rows"), ("gemm_all_gather", "columns")])
+EXTENTS = [("all_gather_gemm", "rows"), ("gemm_all_gather", "columns")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "op", "what", "checking"),
+    in_turn(
+        [(kind, *one) for kind in ("plain", "batch", "float8", "profiled", "autocast") for one in EXTENTS],
+        [False, True],
+    ),
+)
 def test_4096_next_to_16(ranks, op, what, kind, checking):
     ranks(2).run(unequal, op, what, kind, checking)
 
@@ -97,10 +105,14 @@ def changes(rank, size, op, what, backend, kind, known):
     check_in_step(rank, size)
 
 
-@pytest.mark.parametrize("known", [False, True], ids=["new", "known"])
-@pytest.mark.parametrize("kind", ["plain", "batch", "float8"])
-@pytest.mark.parametrize("backend", ["sequential", "decomposed"])
-@pytest.mark.parametrize(("op", "what"), [("all_gather_gemm", "rows"), ("gemm_all_gather", "columns")])
+@pytest.mark.parametrize(
+    ("kind", "op", "what", "backend", "known"),
+    in_turn(
+        [(kind, *one) for kind in ("plain", "batch", "float8") for one in EXTENTS],
+        ["sequential", "decomposed"],
+        [False, True],
+    ),
+)
 def test_a_rank_that_changes_its_rows_at_call_50(ranks, op, what, backend, kind, known):
     ranks(3 if known else 2).run(changes, op, what, backend, kind, known)
 
@@ -120,8 +132,7 @@ def otherwise(rank, size, said, checking):
         check_in_step(rank, size)
 
 
-@pytest.mark.parametrize("checking", [False, True], ids=["plain", "debug"])
-@pytest.mark.parametrize("said", [12, "equal", "exchange"])
+@pytest.mark.parametrize(("said", "checking"), in_turn([12, "equal", "exchange"], [False, True]))
 def test_one_rank_says_its_rows(ranks, said, checking):
     ranks(3).run(otherwise, said, checking)
 

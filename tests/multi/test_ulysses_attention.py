@@ -7,6 +7,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from overlap_gemm.nn import UlyssesAttention, full_state_dict
+from tests.support.chosen import in_turn
 
 SIZE = 6
 
@@ -62,11 +63,9 @@ def alone(rank, size, *how):
     check(rank, size, 0, 1, *how)
 
 
-@pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize(
-    ("world", "heads", "kv_heads", "sequence"),
-    [(2, 4, 2, 8), (4, 8, 2, 11), (4, 4, 1, 8), (4, 10, 5, 8), (1, 2, 1, 3)],
-    ids=lambda n: str(n),
+    ("world", "heads", "kv_heads", "sequence", "dim"),
+    in_turn([(2, 4, 2, 8), (4, 8, 2, 11), (4, 4, 1, 8), (4, 10, 5, 8), (1, 2, 1, 3)], [0, 1]),
 )
 def test_attention_equals_the_unsharded_one_with_its_gradients(ranks, world, heads, kv_heads, sequence, dim):
     """Heads are even; replicated; of one key; 2, 2, 1 and 0 groups a rank, the rank without heads last."""

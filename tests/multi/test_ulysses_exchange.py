@@ -7,6 +7,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from overlap_gemm import DisagreementError
 from overlap_gemm.nn import gather_heads, scatter_heads
+from tests.support.chosen import in_turn
 
 BATCH, SIZE = 2, 3
 
@@ -71,11 +72,10 @@ def exchanged(rank, size, heads, kv_heads, sequence, layout):
     torch.testing.assert_close(back_in.grad, factors[0][0].index_select(heads_dim, index))
 
 
-@pytest.mark.parametrize("layout", [(1, 2), (2, 1), (0, 2)], ids=["bshd", "bhsd", "sbhd"])
 @pytest.mark.parametrize(
-    ("world", "heads", "kv_heads", "sequence"),
-    [(1, 2, 1, 3), (2, 4, 2, 8), (4, 8, 2, 11), (4, 10, 5, 5)],
-    ids=lambda n: str(n),
+    ("world", "heads", "kv_heads", "sequence", "layout"),
+    in_turn([(1, 2, 1, 3), (2, 4, 2, 8), (4, 8, 2, 11), (4, 10, 5, 5)], [(1, 2), (2, 1), (0, 2)]),
+    ids=str,
 )
 def test_exchange_gives_each_rank_its_heads_and_undoes_itself(
     ranks, world, heads, kv_heads, sequence, layout
