@@ -25,6 +25,12 @@ QUICK = ["sm_90a_pingpong_128x128_c1x1_bf16", "sm_90a_cooperative_128x256_c1x1_b
 QUICK += ["sm_100a_1cta_128x256_c1x1_bf16", "sm_100a_2cta_256x256_c2x1_bf16"]
 EIGHT_BITS = "sm_90a_cooperative_128x128_c2x1_e4m3_obf16_sbf16"
 QUICK_PROMOTING = [f"{EIGHT_BITS}_b1x32x32", f"{EIGHT_BITS}_{SCALES.name}"]
+FOR_ALL = ("GEMM", "GEMM-RS")
+IN_TURN = {
+    (QUICK[2 - 2 * (number % 2)], op)
+    for number, op in enumerate(op for op in kernels_of(CONFIGS[QUICK[0]]) if op not in FOR_ALL)
+}
+"""Other ops, each with a kernel of one architecture."""
 PROMOTING = [name for name, config in CONFIGS.items() if config.promotes]
 SLACK = 1.03  # instructions: small changes of no consequence
 
@@ -42,7 +48,7 @@ def test_every_kernel_is_recorded():
     ("name", "op"),
     [
         (name, op)
-        if name in (QUICK if op in ("GEMM", "GEMM-RS") else QUICK[::2])
+        if (name, op) in IN_TURN or (name in QUICK and op in FOR_ALL)
         else pytest.param(name, op, marks=pytest.mark.slow)
         for name, op in (key.split(" ", 1) for key in RECORDED)
     ],
@@ -70,7 +76,8 @@ def test_kernels_for_few_rows_are_checked_as_they_run(name):
     ("name", "op"),
     [
         (name, op)
-        if name in QUICK_PROMOTING and op in ("GEMM-RS", "GEMM-AR two-shot", "AG-GEMM sending")
+        if (name, op)
+        in zip(QUICK_PROMOTING * 2, ("GEMM-AR two-shot", "AG-GEMM sending", "GEMM-RS"), strict=False)
         else pytest.param(name, op, marks=pytest.mark.slow)
         for name in PROMOTING
         for op in kernels_of(CONFIGS[name])

@@ -50,9 +50,10 @@ def fits(config, variant):
         return None
 
 
-QUICK = SMALLEST + [c for base, v in zip(SMALLEST * 2, VARIANTS, strict=False) if (c := fits(base, v))]
-EVERY = [c for c in SHAPES if c not in QUICK] + [
-    c for base in LARGEST for v in VARIANTS if (c := fits(base, v)) and c not in QUICK
+VARIED = [c for base, v in zip(SMALLEST * 2, VARIANTS, strict=False) if (c := fits(base, v))]
+QUICK = SMALLEST + VARIED[::5]
+EVERY = [c for c in SHAPES + VARIED if c not in QUICK] + [
+    c for base in LARGEST for v in VARIANTS if (c := fits(base, v)) and c not in QUICK + VARIED
 ]
 
 

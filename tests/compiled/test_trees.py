@@ -10,7 +10,7 @@ BESIDE_NODES = 400
 """Bytes of a thread's stack, on sm_90a, for values that every tile needs once."""
 
 CASES = [
-    ("sm_90a", "pingpong", (128, 128), 2),
+    pytest.param("sm_90a", "pingpong", (128, 128), 2, marks=pytest.mark.slow),
     ("sm_90a", "cooperative", (128, 256), 8),
     ("sm_100a", "1cta", (128, 256), 2),
     pytest.param("sm_90a", "pingpong", (64, 128), 8, marks=pytest.mark.slow),
@@ -48,7 +48,11 @@ def test_nodes_are_kept_in_local_memory_outside_of_inner_loops(arch, mma, tile, 
 
 
 @pytest.mark.parametrize(
-    ("mma", "tile", "cluster"), [("pingpong", (64, 128), (1, 1)), ("cooperative", (128, 128), (1, 1))]
+    ("mma", "tile", "cluster"),
+    [
+        pytest.param("pingpong", (64, 128), (1, 1), marks=pytest.mark.slow),
+        ("cooperative", (128, 128), (1, 1)),
+    ],
 )
 def test_nodes_of_promoted_sums_are_kept_in_local_memory(mma, tile, cluster, compiled):
     eight_bits = {"in_dtype": "e4m3", "blocks": PROMOTED[0]}
