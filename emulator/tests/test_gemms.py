@@ -83,7 +83,17 @@ def test_ragged_problem(name):
 
 
 @pytest.mark.parametrize("seeds", [(0, 1), pytest.param((2,), marks=pytest.mark.slow)], ids=str)
-@pytest.mark.parametrize("name", ["sm100", "sm100-2cta-multicast", "sm90-multicast", "sm90-a-registers"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "sm100",
+        "sm90-multicast",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("sm100-2cta-multicast", "sm90-a-registers")
+        ),
+    ],
+)
 def test_any_order_of_asynchronous_work(name, seeds):
     gemm = CASES[name]
     with Emulator(gemm.arch):
