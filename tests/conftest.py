@@ -3,6 +3,7 @@
 import contextlib
 import faulthandler
 import fcntl
+import gc
 import os
 import shutil
 import tempfile
@@ -67,6 +68,16 @@ def pytest_configure(config: pytest.Config) -> None:
         for variable in ("OVERLAP_GEMM_CACHE_DIR", "CUTE_EMULATOR_COMPILES"):
             folder = run.enter_context(folder_of_this_run())
             run.enter_context(pytest.MonkeyPatch.context()).setenv(variable, folder)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[object]:
+    """Keeps Python's garbage collector off while tests are collected, where it took a fifth of 23 seconds."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
