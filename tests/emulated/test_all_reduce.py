@@ -14,6 +14,7 @@ from overlap_gemm.exchange.all_reduce import TwoShot
 from overlap_gemm.runtime.failures import CommTimeoutError
 from overlap_gemm.testing.cases import Case
 from overlap_gemm.testing.emulated import judge, poisoned_allocations, run_launches
+from tests.support.chosen import in_turn
 from tests.support.emulated.op_runs import LARGER, SMALL, lagging, name, run, world_of
 
 OP = "gemm_all_reduce"
@@ -21,8 +22,7 @@ both = pytest.mark.parametrize("arch", SMALL)
 each_way = pytest.mark.parametrize("algorithm", ["one_shot", "two_shot"])
 
 
-@both
-@each_way
+@pytest.mark.parametrize(("algorithm", "arch"), in_turn(["two_shot", "one_shot"], SMALL))
 @pytest.mark.parametrize("ranks", [3, *(pytest.param(p, marks=pytest.mark.slow) for p in (2, 4))])
 def test_every_world(arch, algorithm, ranks):
     """M, N and M / P are no multiples of a tile, nor K of a stage."""
@@ -89,16 +89,14 @@ def test_types(arch, algorithm, dtype, slot):
     run(OP, arch, 3, (200, 72, 72), fields, algorithm=algorithm, dtype=dtype, bias=False)
 
 
-@both
-@each_way
+@pytest.mark.parametrize(("algorithm", "arch"), in_turn(["one_shot", "two_shot"], SMALL))
 @pytest.mark.parametrize("mode", [pytest.param("random", marks=pytest.mark.slow), "lazy"])
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_whenever_asynchronous_operations_complete(arch, algorithm, mode, seed):
     run(OP, arch, 2, (200, 136, 72), algorithm=algorithm, mode=mode, seed=seed, launches=2, num_sms=1 + seed)
 
 
-@both
-@each_way
+@pytest.mark.parametrize(("algorithm", "arch"), in_turn(["two_shot", "one_shot"], SMALL))
 @pytest.mark.parametrize("slow_rank", [2, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_rank_that_lags_behind(arch, algorithm, slow_rank):
     schedule = lagging(slow_rank)
@@ -123,6 +121,7 @@ def test_fifty_launches_with_a_rank_that_lags_behind(arch, algorithm, mode):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("buffers", [1, 2])
 def test_a_peer_that_runs_ahead_needs_the_second_buffer(monkeypatch, buffers):
     """The control that the lagging rank really lags: with one buffer, results are wrong."""

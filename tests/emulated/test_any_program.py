@@ -251,6 +251,7 @@ def test_300_calls(arch, first):
     assert sweep(arch, range(first, first + AT_ONCE))["calls"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [110, 112])
 def test_without_the_count_of_calls_that_raised_wrong_results_are_counted(seed, monkeypatch):
     """The control."""

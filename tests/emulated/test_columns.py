@@ -36,7 +36,7 @@ EVERY = [
 ]
 QUICK = [
     ("gather", 1, "peer_bulk"),
-    ("scatter", 0, "nvshmem"),
+    ("scatter", 0, "peer_bulk"),
     ("one-shot", 3, "ll"),
     ("two-shot", 2, "peer_bulk"),
 ]

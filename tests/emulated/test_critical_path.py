@@ -40,7 +40,7 @@ def test_little_stands_between_a_wait_and_its_purpose(arch, name):
         assert cost["lookups"] == 0, (stretch, cost)
 
 
-@pytest.mark.parametrize("arch", critical_path.KERNELS)
+@pytest.mark.parametrize("arch", ["sm_90a", pytest.param("sm_100a", marks=pytest.mark.slow)])
 def test_a_pushed_shard_is_announced_to_each_peer_when_it_has_it(arch):
     """Of four ranks the first peer's flag is raised when a part of what is sent to the others is not yet."""
     stored, announced = dict.fromkeys(range(4), 0), {}

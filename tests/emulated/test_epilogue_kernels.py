@@ -45,14 +45,16 @@ CONFIGS = [
 SIZES = {"rows": 150, "cols": 152, "depth": 72}
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
+@pytest.mark.parametrize(
+    "config", [one for one in CONFIGS if one.out_dtype != "f32"], ids=lambda config: config.name
+)
 def test_the_ring_reads_every_kind_of_input(config):
     launched(replace(config, epilogue=(READS,)), None, 1, **SIZES).check()
 
 
 @pytest.mark.parametrize(
     ("config", "visitor", "world"),
-    in_turn(CONFIGS, (WRITES, READS), (2, 3, 4)),
+    in_turn([one for one in CONFIGS if one.cluster == (1, 1)], (WRITES, READS), (2, 3, 4)),
     ids=lambda one: getattr(one, "name", str(one)),
 )
 def test_the_receive_role_reads_and_writes_every_kind(config, visitor, world):
@@ -64,15 +66,16 @@ def gated(gate, up, residual, gamma):
     return silu(gate) * up * gamma + residual
 
 
-@pytest.mark.parametrize("config", [one for one in CONFIGS if not one.is_swap_ab], ids=lambda one: one.name)
+@pytest.mark.parametrize("config", CONFIGS[1:3], ids=lambda one: one.name)
 def test_pairs_of_columns(config):
+    """The kinds of MMA that the next test has not."""
     visitors = bias_of("bf16"), Visitor(gated, ("bf16", "f32"))
     launched(replace(config, epilogue=visitors), None, 1, rows=150, cols=192, depth=72).check()
 
 
 @pytest.mark.parametrize(
     ("config", "seed"),
-    in_turn([one for one in CONFIGS if not one.is_swap_ab], [0, 1]),
+    in_turn(CONFIGS[:4:3], [0, 1]),
     ids=lambda one: one.name if isinstance(one, GemmConfig) else ("gate-first", "up-first")[one],
 )
 def test_pairs_of_columns_of_two_weights(config, seed):
@@ -81,8 +84,7 @@ def test_pairs_of_columns_of_two_weights(config, seed):
 
 
 @pytest.mark.parametrize(("config", "one", "world"), [
-    (CONFIGS[0], swiglu_e4m3, 1), (CONFIGS[1], to_e4m3, 1), (CONFIGS[3], swiglu_e4m3, 1),
-    (CONFIGS[4], to_e4m3, 1), (CONFIGS[2], to_e4m3, 2),
+    (CONFIGS[0], swiglu_e4m3, 1), (CONFIGS[1], to_e4m3, 1), (CONFIGS[2], to_e4m3, 2),
 ], ids=lambda one: getattr(one, "name", str(one)))  # fmt: skip
 def test_results_of_8_bits_are_rounded_once_and_saturated(config, one, world):
     """Checks TMA stores of subtiles, and the receive role's of chunks; the seed's scale is 0.0256."""

@@ -44,7 +44,7 @@ def launch(x: cute.Tensor, out: cute.Tensor, functions: cutlass.Constexpr):
     apply_all(x, out, functions).launch(grid=(1, 1, 1), block=(128, 1, 1))
 
 
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("arch", ["sm_90a", pytest.param("sm_100a", marks=pytest.mark.slow)])
 def test_functions_in_a_kernel_are_those_on_tensors(arch):
     special = torch.tensor([0.0, -0.0, torch.nan, torch.inf, -torch.inf, 1e-30, 100.0, -100.0])
     x = torch.cat([torch.linspace(-12, 12, 115), special])

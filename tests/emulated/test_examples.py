@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from cute_emulator import Schedule, mutate
+from tests.support.chosen import in_turn
 from tests.support.scripts import load
 
 FOLDER = Path(__file__).parents[2] / "examples"
@@ -21,8 +22,10 @@ RING = HARMLESS | {
 TMA_STORE = HARMLESS | {"bar.warp.sync#0: *": "the peer reads the copied rows only after the launch"}
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
-@pytest.mark.parametrize(("mode", "seed"), [("immediate", 0), ("random", 1), ("random", 2), ("lazy", 0)])
+@pytest.mark.parametrize(
+    ("mode", "seed", "name"),
+    in_turn([("immediate", 0), ("random", 1), ("lazy", 0), ("random", 2)], EXAMPLES),
+)
 def test_example_runs(name, mode, seed):
     load(FOLDER / f"{name}.py").main(mode=mode, seed=seed)
 

@@ -37,6 +37,10 @@ WAYS = {
 }
 
 
+FEWER = ["two-shot", *(pytest.param(way, marks=pytest.mark.slow) for way in WAYS if way != "two-shot")]
+"""A two-shot all-reduce waits for all that the others wait for."""
+
+
 @both
 @pytest.mark.parametrize("way", WAYS)
 def test_a_lost_flag_is_reported_with_its_tile_and_epochs(arch, way):
@@ -64,7 +68,7 @@ def test_a_lost_result_is_told_from_a_lost_partial(arch):
 
 
 @both
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", FEWER)
 def test_a_dead_rank_is_named(arch, way):
     with pytest.raises(CommTimeoutError) as caught:
         world(arch, WAYS[way][0], lambda world, faults: faults.kill(1)).run()
@@ -73,7 +77,7 @@ def test_a_dead_rank_is_named(arch, way):
 
 
 @both
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", FEWER)
 def test_late_flags_do_no_harm(arch, way):
     verdicts = world(arch, WAYS[way][0], flag_fault("delay", None, None, instructions=5000)).run()
     assert len(verdicts) == 1 and all(verdict.holds for verdict in verdicts), verdicts

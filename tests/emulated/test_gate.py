@@ -18,6 +18,7 @@ from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.spec.sharding import Shards
 from overlap_gemm.testing.emulated import poisoned_allocations
 from overlap_gemm.tuning.settings import configured
+from tests.support.chosen import in_turn
 
 KERNELS = {"sm_90a": ("pingpong", (64, 128)), "sm_100a": ("1cta", (128, 64))}
 
@@ -104,8 +105,13 @@ def random_calls(seed):
     return ranks, calls, draw.randrange(ranks), draw.choice(["immediate", "random", "lazy"])
 
 
-@pytest.mark.parametrize("arch", KERNELS)
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 30))])
+@pytest.mark.parametrize(
+    ("seed", "arch"),
+    [
+        *in_turn([0], KERNELS),
+        *(pytest.param(seed, arch, marks=pytest.mark.slow) for seed in range(1, 30) for arch in KERNELS),
+    ],
+)
 def test_random_sequences_with_the_fused_op(arch, seed):
     ranks, calls, starved, mode = random_calls(seed)
     run(arch, ranks, calls, mode=mode, seed=seed, starved=starved)

@@ -30,7 +30,7 @@ def widths(ranks):
         ("sm_90a", 3, 200, None, "copy_engine"),
         ("sm_100a", 2, 201, None, None),
         ("sm_90a", 2, 130, {"mma": "cooperative", "tile": (128, 128), "cluster": (1, 2)}, None),
-        ("sm_90a", 4, 30, SWAPPED, None),
+        pytest.param("sm_90a", 4, 30, SWAPPED, None, marks=pytest.mark.slow),
         ("sm_90a", 2, 30, SWAPPED | {"launch": "dependent_weights"}, None),
         pytest.param("sm_100a", 8, 500, None, None, marks=pytest.mark.slow),
     ],
@@ -60,7 +60,9 @@ def test_lists_and_single_weights_share_a_workspace(launches):
     assert launches == [1] * 8
 
 
-@pytest.mark.parametrize("kind", ["scales of rows", "few rows with scales", "two layouts"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("scales of rows", marks=pytest.mark.slow), "few rows with scales", "two layouts"]
+)
 def test_scales_follow_their_rows_and_layouts_are_made_equal(launches, kind):
     scaled = kind != "two layouts"
     operands = GatheredOperands(16 if "few" in kind else 70, widths(2), 128 if scaled else 72, scaled)

@@ -6,13 +6,13 @@ import torch
 import overlap_gemm
 from overlap_gemm.testing.cases import LAYOUTS, Case, operands
 from overlap_gemm.testing.emulated import joined_results
+from tests.support.chosen import in_turn
 from tests.support.emulated.op_runs import SMALL, world_of
 from tests.support.references import reference
 from tests.support.tolerances import assert_as_good_as
 
 
-@pytest.mark.parametrize("arch", SMALL)
-@pytest.mark.parametrize("op", ["gemm_all_reduce", "gemm_all_gather"])
+@pytest.mark.parametrize(("op", "arch"), in_turn(["gemm_all_reduce", "gemm_all_gather"], SMALL))
 def test_every_gradient_is_as_good_as_one_process_s(arch, op):
     """The gradient of gemm_all_gather's input is a fused gemm_all_reduce; the other ops' are local."""
     case, layout = Case(op, 70, 144, 80, torch.bfloat16), LAYOUTS[op]

@@ -19,13 +19,12 @@ from overlap_gemm.runtime.group import find
 from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.testing.cases import Case
 from overlap_gemm.tuning.settings import configured
+from tests.support.chosen import in_turn
 from tests.support.emulated.list_cases import several_launches
 from tests.support.emulated.op_runs import world_of
 from tests.support.emulated.programs import Call, Programs, Step
 from tests.support.emulated.scaled_cases import Scaled, queue
 from tests.support.emulated.sequences import ARCHS
-
-both = pytest.mark.parametrize("arch", ARCHS)
 
 WAYS = {
     "scatter": ("gemm_reduce_scatter", ()),
@@ -56,7 +55,7 @@ def steps(*numbers):
 # --- another order ---
 
 
-@both
+@pytest.mark.parametrize("arch", ["sm_90a", pytest.param("sm_100a", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "way", ["scatter", *(pytest.param(w, marks=pytest.mark.slow) for w in list(WAYS)[1:])]
 )
@@ -68,7 +67,13 @@ def test_another_order_is_an_error_by_name(arch, way):
     assert "rows=130" in str(found.error) and "rows=200" in str(found.error)
 
 
-@pytest.mark.parametrize("ways", [("scatter", "output gather"), ("gather by copies", "gather by kernel")])
+@pytest.mark.parametrize(
+    "ways",
+    [
+        ("gather by copies", "gather by kernel"),
+        pytest.param(("scatter", "output gather"), marks=pytest.mark.slow),
+    ],
+)
 def test_another_order_of_ops(ways):
     calls = [call_of(way, 64 + 66 * i, 64, 2, i) for i, way in enumerate(ways)]
     found = run("sm_90a", calls, [steps(0, 1), steps(1, 0)])
@@ -90,10 +95,12 @@ def lagging(rank):
 # --- a call that one rank skips ---
 
 
-@both
 @pytest.mark.parametrize(
-    "way",
-    ["one-shot", "gather by copies", *(pytest.param(w, marks=pytest.mark.slow) for w in ("scatter", "LL"))],
+    ("way", "arch"),
+    [
+        *in_turn(["one-shot", "gather by copies"], ARCHS),
+        *(pytest.param(way, arch, marks=pytest.mark.slow) for way in ("scatter", "LL") for arch in ARCHS),
+    ],
 )
 def test_a_call_that_raised_on_one_rank_is_not_paired_with_its_next(arch, way):
     """The two are alike, but for their data."""
@@ -141,6 +148,7 @@ def test_arguments_that_do_not_fit_count_also_where_one_error_is_raised_twice(mo
 # --- the controls ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["the kind of call", "calls that raised"])
 def test_without_its_part_of_the_signature_a_wrong_result_is_returned(monkeypatch, what):
     calls = [call_of("one-shot", 130 + 70 * i * (what == "the kind of call"), 64, 2, i) for i in range(2)]
@@ -154,6 +162,7 @@ def test_without_its_part_of_the_signature_a_wrong_result_is_returned(monkeypatc
     assert found.wrong, found
 
 
+@pytest.mark.slow
 def test_with_equal_signatures_a_gather_returns_a_wrong_result(monkeypatch):
     monkeypatch.setattr(gather_plans, "signature_of", lambda *_: 0)
     calls = [call_of("gather by copies", 64 * (1 + i), 64, 2, i) for i in range(2)]

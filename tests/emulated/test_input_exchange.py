@@ -33,7 +33,7 @@ def small_chunks(monkeypatch):
     )
 
 
-@pytest.mark.parametrize(("ranks", "transport", "arch"), in_turn([1, 2, 3, 4], WAYS, KINDS))
+@pytest.mark.parametrize(("ranks", "transport", "arch"), in_turn([1, 4], WAYS, KINDS))
 def test_every_world(arch, ranks, transport):
     """Rows are uneven, and no multiple of a tile, nor are the columns, nor K of a rank."""
     with World(arch, ranks, transport=transport) as world:
@@ -56,13 +56,8 @@ def test_every_kernel(kind, transport):
 
 
 SHAPES = {
-    "even": (256, 256, 192),
-    "a shard ends inside a tile": (258, 64, 192),
-    "the last shard is short": (200, 128, 384),
     "a row for each rank": (3, 264, 192),
-    "N no multiple of 8": (130, 39, 192),
     "several k tiles in a slice": (130, 64, 9 * 64),
-    "a slice ends inside a k tile": (130, 64, 3 * 136),
     "a slice is smaller than a k tile": (258, 64, 3 * 8),
 }
 
@@ -77,7 +72,9 @@ def test_every_shape(arch, shape, transport):
         world.run()
 
 
-@pytest.mark.parametrize(("slow_rank", "transport", "arch"), in_turn([0, 1, 2], WAYS, KINDS))
+@pytest.mark.parametrize(
+    ("slow_rank", "transport", "arch"), in_turn([(0, "copy_engine"), (2, "peer_bulk")], KINDS)
+)
 @pytest.mark.parametrize("mode", [pytest.param("random", marks=pytest.mark.slow), "lazy"])
 def test_a_rank_that_lags_behind(arch, slow_rank, transport, mode):
     with World(arch, 3, transport=transport, mode=mode, seed=slow_rank, starved=slow_rank, sms=2) as world:
@@ -228,7 +225,7 @@ def test_a_lost_flag_of_a_chunk_is_named(arch, transport):
     assert (failure.role, failure.tile, failure.expected, failure.seen) == (Role.LOAD_GATE, 1, 1, 0)
 
 
-@pytest.mark.parametrize(("transport", "arch"), in_turn(WAYS, KINDS))
+@pytest.mark.parametrize(("transport", "arch"), in_turn(["peer_bulk"], KINDS))
 def test_a_late_flag_does_no_harm(arch, transport):
     with World(arch, 3, transport=transport) as world:
         for _ in range(3):

@@ -67,7 +67,7 @@ def test_every_kernel_sums_k_in_one_order(arch, depth):
         assert same_bits(reference[: len(other)], other)
 
 
-@pytest.mark.parametrize("arch", SHAPES)
+@pytest.mark.parametrize("arch", ["sm_90a", pytest.param("sm_100a", marks=pytest.mark.slow)])
 def test_another_order_of_k_shows_in_these_operands(arch):
     """That of the same products, with the k tiles in another order."""
     depth, shape = 640, SHAPES[arch][0]
@@ -128,7 +128,7 @@ def test_both_all_reduces_sum_three_ranks_in_one_order():
     assert results[0].any() and all(same_bits(results[0], one) for one in results[1:])
 
 
-@pytest.mark.parametrize(("op", "arch"), in_turn(["gemm_reduce_scatter", "gemm_all_reduce"], SHAPES))
+@pytest.mark.parametrize(("op", "arch"), in_turn(["gemm_all_reduce"], SHAPES))
 def test_float32_partial_sums_are_rounded_once(arch, op):
     """Of 1 + 2**-8 and 2**-8, which bfloat16 holds apart but not their first: 1 + 2**-7 it does."""
     sums = {None: 1.0, "float32": 1 + 2.0**-7}
@@ -159,7 +159,7 @@ def test_a_kernel_that_cuts_k_is_refused():
         overlap_gemm.gemm_all_reduce(x, weight, group=world.names[0], backend="fused", invariant="batch")
 
 
-@pytest.mark.parametrize("arch", SHAPES)
+@pytest.mark.parametrize("arch", ["sm_90a", pytest.param("sm_100a", marks=pytest.mark.slow)])
 def test_swapped_kernels_sum_k_in_the_same_order_unless_they_split_it(arch):
     """Compares float32 sums, of which bfloat16 hides most differences."""
     sizes, swapped = (8, 72, 640), ("swap_ab", (16, 64), (1, 1))

@@ -37,7 +37,10 @@ DEPTH = 336
 
 
 @pytest.mark.parametrize("in_dtype", ["e4m3", pytest.param("e5m2", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("arch", "scaled"), KERNELS)
+@pytest.mark.parametrize(
+    ("arch", "scaled"),
+    [pytest.param(*one, marks=pytest.mark.slow if one[1] == PROMOTED[1] else []) for one in KERNELS],
+)
 def test_every_kernel_of_bytes_sums_k_in_one_order(arch, scaled, in_dtype):
     one, *others = KERNELS[arch, scaled]
     fields = {"in_dtype": in_dtype, "blocks": scaled}
@@ -56,7 +59,7 @@ def test_kernels_that_do_not_promote_have_other_bits():
     assert (promoted != fast).float().mean() > 0.5
 
 
-@pytest.mark.parametrize("parts", [2, 4])
+@pytest.mark.parametrize("parts", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_kernels_that_split_k_have_other_bits(parts):
     kernel = ("sm_100a", "swap_ab", (32, 64), (1, 1))
     in_one, split = (
@@ -68,7 +71,7 @@ def test_kernels_that_split_k_have_other_bits(parts):
 CALLS = [
     ("sm_90a", "gemm_all_reduce", None),
     ("sm_90a", "gemm_reduce_scatter", 128),
-    ("sm_100a", "gemm_reduce_scatter", None),
+    pytest.param("sm_100a", "gemm_reduce_scatter", None, marks=pytest.mark.slow),
     ("sm_100a", "gemm_all_reduce", "mx"),
 ]
 

@@ -48,7 +48,10 @@ def test_a_kernel_adds_the_sums_of_leaves_by_a_tree(arch, mma, tile, cluster, bl
     assert not same_bits(results, ((sums[0] + sums[1]) + sums[2]) + sums[3])
 
 
-CALLS = [("sm_90a", "gemm_reduce_scatter", 128), ("sm_100a", "gemm_all_reduce", "mx")]
+CALLS = [
+    ("sm_90a", "gemm_reduce_scatter", 128),
+    pytest.param("sm_100a", "gemm_all_reduce", "mx", marks=pytest.mark.slow),
+]
 OTHER = {
     "sm_90a": {"mma": "cooperative", "tile": (128, 128), "cluster": (1, 2)},
     "sm_100a": {"mma": "2cta", "tile": (256, 128), "cluster": (2, 1)},

@@ -60,9 +60,11 @@ def quick(chosen):
     return [c if c in chosen else pytest.param(c, marks=pytest.mark.slow) for c in every]
 
 
-@pytest.mark.parametrize("config", quick(SMALLEST + OPERANDS + OTHERS[::3] + ALONG_M), ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "config", quick([c for c in SMALLEST if not c.is_swap_ab] + OPERANDS + ALONG_M), ids=lambda c: c.name
+)
 def test_plain_gemm(config):
-    """By default not all that run in the next test."""
+    """By default those that run neither in the next test nor in test_swap_ab.py."""
     case = KernelCase(
         config, rows=2 * config.cluster_tile[0] + 8, cols=config.cluster_tile[1] + 24, depth=136
     )
@@ -72,10 +74,12 @@ def test_plain_gemm(config):
 
 
 @pytest.mark.parametrize(
-    "config", quick([c for c in OTHERS if c not in SMALLEST + OPERANDS]), ids=lambda c: c.name
+    "config",
+    quick([c for c in OTHERS if c not in SMALLEST + OPERANDS and not c.epilogue]),
+    ids=lambda c: c.name,
 )
 def test_reduce_scatter(config):
-    """The smallest run in test_reduce_scatter.py and test_swap_ab.py."""
+    """The smallest run in test_reduce_scatter.py and test_swap_ab.py, visitors in test_epilogue_*.py."""
     ragged = 8 if config.a_major == "k" else 16  # along M a load of a shard begins at multiples of 8 rows
     case = KernelCase(
         config, 2 * config.cluster_tile[0] + ragged, config.cluster_tile[1] + 24, depth=72, world=2

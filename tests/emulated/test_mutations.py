@@ -67,7 +67,8 @@ def test_every_weakened_flag_and_bulk_wait_shows(kind):
     assert {"full -> .read", "wait for one group less"} <= detected
 
 
-@pytest.mark.parametrize("kind", [pytest.param("1cta", marks=pytest.mark.slow), "pingpong"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["1cta", "pingpong"])
 def test_every_weakened_entry_flag_shows(kind):
     """The flags by which ranks tell of their entry, which guard the slots of the call after next."""
     arch, fields, _, num_sms = KERNELS[kind]

@@ -33,8 +33,10 @@ CONFIGS = [
 @pytest.mark.parametrize(
     ("config", "world"),
     [
-        *((config, 1) for config in CONFIGS),
+        (CONFIGS[0], 1),
+        (CONFIGS[3], 1),
         (CONFIGS[0], 3),
+        *(pytest.param(config, 1, marks=pytest.mark.slow) for config in CONFIGS[1:3]),
         pytest.param(CONFIGS[3], 2, marks=pytest.mark.slow),
     ],
     ids=lambda given: given.name if isinstance(given, GemmConfig) else f"P{given}",
@@ -192,7 +194,7 @@ PAIR = {"mma": "2cta", "tile": (256, 128), "cluster": (2, 1)}
         (3, Case("gemm_all_to_all", 101, 3 * 72, 160), TILE, None),
         (3, Case(GATHER, 130, 72, 160), TILE, None),
         pytest.param(4, Case(GATHER, 3, 136, 32, torch.float8_e5m2), TILE, None, marks=pytest.mark.slow),
-        (1, Case(GATHER, 66, 20, 288), TILE, None),
+        pytest.param(1, Case(GATHER, 66, 20, 288), TILE, None, marks=pytest.mark.slow),
         pytest.param(2, Case(GATHER, 600, 264, 160), PAIR, None, marks=pytest.mark.slow),
     ],
     ids=lambda given: f"{given.op}-{given.m}" if isinstance(given, Case) else "",
@@ -284,6 +286,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", [RS, GATHER])
 def test_what_is_judged_notices(op):
     case = Case(op, 70, 136, 3 * 64)

@@ -17,9 +17,9 @@ from overlap_gemm.testing.cases import Case
 from overlap_gemm.testing.emulated import judge, queue_launch, run_launches
 from overlap_gemm.tuning.settings import configured
 from overlap_gemm.tuning.space import default_config
+from tests.support.chosen import in_turn
 
 ARCHS = {"sm_100a": {"mma": "1cta", "tile": (128, 64)}, "sm_90a": {"mma": "pingpong", "tile": (64, 128)}}
-both = pytest.mark.parametrize("arch", ARCHS)
 
 CASES = [
     Case("gemm_reduce_scatter", 256, 64, 64, torch.bfloat16),
@@ -58,11 +58,12 @@ def run_on_two_streams(seed):
 
 
 @pytest.mark.usefixtures("small_classes")
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
 def test_two_streams_and_two_size_classes(seed):
     run_on_two_streams(seed)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_classes")
 def test_without_the_order_they_wait_for_each_other_for_ever(monkeypatch):
     """The control: one of these seeds shows the hole."""
@@ -84,7 +85,7 @@ def own_choice(monkeypatch):
     return lambda: monkeypatch.setattr(peers, "merge_proposals", alone)
 
 
-@pytest.mark.parametrize("agreed", [True, False])
+@pytest.mark.parametrize("agreed", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_ranks_of_different_sizes_run_the_same_kernel(own_choice, agreed):
     """Two SMs and three, as beside a MIG slice: alone they would choose different tiles."""
     sms = (2, 3)
@@ -134,8 +135,7 @@ def test_sms_that_are_left_to_others_change_no_bit():
     assert all(torch.equal(a, b) for out in outs for a, b in zip(out, outs[0], strict=True))
 
 
-@both
-@pytest.mark.parametrize("way", ["scatter", "gather"])
+@pytest.mark.parametrize(("way", "arch"), in_turn(["scatter", "gather"], ARCHS))
 def test_a_call_beside_another_tells_nobody_of_its_entry(arch, way, monkeypatch):
     """It registers the launch first, and where another one runs its peers hear nothing of it.
 

@@ -11,13 +11,14 @@ from overlap_gemm.spec.sharding import Shards
 from overlap_gemm.testing.cases import Case, operands
 from overlap_gemm.testing.emulated import judge, poisoned_allocations
 from overlap_gemm.tuning.settings import configured
+from tests.support.chosen import in_turn
 from tests.support.emulated.op_runs import LARGER, SMALL, lagging, name, run, world_of
 
 OP = "gemm_all_gather"
 both = pytest.mark.parametrize("arch", SMALL)
 
 
-@both
+@pytest.mark.parametrize("arch", ["sm_90a", pytest.param("sm_100a", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("ranks", [3, *(pytest.param(p, marks=pytest.mark.slow) for p in (1, 2, 4))])
 def test_every_world(arch, ranks):
     """M and n are no multiples of a tile, nor K of a stage."""
@@ -54,14 +55,13 @@ def test_f16_without_bias(arch, slot):
     run(OP, arch, 2, (70, 2 * 72, 72), fields, dtype=torch.float16, bias=False)
 
 
-@both
-@pytest.mark.parametrize("mode", [pytest.param("random", marks=pytest.mark.slow), "lazy"])
+@pytest.mark.parametrize(("mode", "arch"), in_turn(["lazy"], SMALL))
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_whenever_asynchronous_operations_complete(arch, mode, seed):
     run(OP, arch, 2, (200, 272, 72), mode=mode, seed=seed, launches=2, num_sms=1 + seed)
 
 
-@both
+@pytest.mark.parametrize("arch", ["sm_90a", pytest.param("sm_100a", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("slow_rank", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_rank_that_lags_behind(arch, slow_rank):
     run(OP, arch, 3, (130, 3 * 64, 64), launches=6, schedule=lagging(slow_rank), num_sms=1)
@@ -91,7 +91,7 @@ def with_shards(world: VirtualWorld, case, chunk):
     return given, outs
 
 
-@both
+@pytest.mark.parametrize("arch", ["sm_90a", pytest.param("sm_100a", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("ranks", "columns", "chunk"), [(3, 72, 64), pytest.param(3, 208, 136, marks=pytest.mark.slow)]
 )

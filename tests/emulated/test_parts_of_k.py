@@ -90,7 +90,7 @@ def test_a_lost_flag_of_a_list_is_named():
     ("arch", "ranks", "widths", "layouts"),
     [
         ("sm_90a", 2, (2 * 72, 2 * 8), ("rows",)),
-        ("sm_90a", 1, (72, 16), ("columns",)),
+        pytest.param("sm_90a", 1, (72, 16), ("columns",), marks=pytest.mark.slow),
         ("sm_100a", 3, (3 * 136, 3 * 72, 3 * 8), ("slice", "rows")),
         pytest.param("sm_90a", 3, (3 * 72, 3 * 12, 2), ("columns", "rows"), marks=pytest.mark.slow),
         pytest.param("sm_100a", 2, (2 * 72, 1), ("columns",), marks=pytest.mark.slow),

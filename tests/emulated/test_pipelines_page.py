@@ -14,6 +14,7 @@ from cutlass.cute.runtime import from_dlpack
 
 from cute_emulator import Emulator, EmulatorError, FindingsError, Schedule
 from overlap_gemm.pipelines import RECORD_WORDS, LaggedPublication, WaitBound
+from tests.support.chosen import in_turn
 
 PAGE = (Path(__file__).parents[2] / "docs" / "pipelines.md").read_text()
 BLOCKS = [dedent(text) for text in re.findall(r"^ *```python\n(.*?)^ *```$", PAGE, re.M | re.S)]
@@ -236,18 +237,17 @@ def run(launch, tiles, launches=2, begin=0, places=MOST, **options) -> None:
 LAGGING = Schedule(starved=lambda rank, cta, warp: rank == 1)
 
 
-@pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize(
-    ("tiles", "options"),
-    [
-        ((3, 5), {"mode": "random", "seed": 1}),
-        ((1, 0), {"mode": "lazy", "schedule": LAGGING, "launches": 4}),
-        ((2, 3), {"mode": "lazy", "begin": 2**48 - 2, "launches": 3}),
-        ((2, 1), {"mode": "lazy", "schedule": Schedule(order="random", lanes=True), "seed": 2}),
-    ],
-    ids=["random", "a rank lags", "epochs of 48 bits go through 0", "lanes in turn"],
-)
-def test_the_page_is_right(kernel, name, tiles, options):
+RUNS = {
+    "random": ((3, 5), {"mode": "random", "seed": 1}),
+    "a rank lags": ((1, 0), {"mode": "lazy", "schedule": LAGGING, "launches": 4}),
+    "lanes in turn": ((2, 1), {"mode": "lazy", "schedule": Schedule(order="random", lanes=True), "seed": 2}),
+    "epochs of 48 bits go through 0": ((2, 3), {"mode": "lazy", "begin": 2**48 - 2, "launches": 3}),
+}
+
+
+@pytest.mark.parametrize(("how", "name"), in_turn(RUNS, KERNELS))
+def test_the_page_is_right(kernel, name, how):
+    tiles, options = RUNS[how]
     run(kernel(name), tiles, **options)
 
 
@@ -257,15 +257,16 @@ WAITS = {
 }
 
 
-@pytest.mark.parametrize("wait", WAITS)
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize(("wait", "name"), in_turn(WAITS, KERNELS))
 def test_each_wait_is_needed(kernel, name, wait):
     text = WAITS[wait].replace("self.", "") if name == "tma_store" else WAITS[wait]
     with pytest.raises(FindingsError, match="race"):
         run(kernel(name, without=text), (3, 2), mode="lazy")
 
 
-@pytest.mark.parametrize("mode", ["immediate", "random", "lazy"])
+@pytest.mark.parametrize(
+    "mode", ["lazy", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("immediate", "random"))]
+)
 def test_a_warp_that_does_not_meet_is_noticed(kernel, mode):
     sync = f"{at(16, 'cute.arch.sync_warp()')}\n{at(16, 'if lane == 0:')}\n{at(20, 'written.release()')}"
     launch = kernel("tma_store", without=sync, instead="\n".join(sync.split("\n")[1:]))

@@ -22,7 +22,7 @@ FEW_ROWS = {"mma": "swap_ab", "tile": (16, 64)}
         ("sm_90a", "gemm_reduce_scatter", None, None),
         ("sm_90a", "gemm_all_reduce", "two_shot", None),
         ("sm_90a", "gemm_all_reduce", "one_shot", FEW_ROWS),
-        ("sm_100a", "gemm_reduce_scatter", None, None),
+        pytest.param("sm_100a", "gemm_reduce_scatter", None, None, marks=pytest.mark.slow),
         *(
             pytest.param("sm_100a", "gemm_all_reduce", way, fields, marks=pytest.mark.slow)
             for way, fields in (("two_shot", None), ("one_shot", FEW_ROWS))

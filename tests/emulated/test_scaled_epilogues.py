@@ -31,16 +31,18 @@ CASES = [
     pytest.param(
         "sm_90a", 2, GATHER, "rows", gated, (70, 144, 80), {"has_bias": True}, marks=pytest.mark.slow
     ),
-    ("sm_100a", 1, GATHER, "rows", epilogues.swiglu_e4m3, (70, 192, 80), {}),
+    pytest.param(
+        "sm_100a", 1, GATHER, "rows", epilogues.swiglu_e4m3, (70, 192, 80), {}, marks=pytest.mark.slow
+    ),
     ("sm_90a", 2, GATHER, 128, epilogues.swiglu, (70, 256, 272), {}),
     ("sm_100a", 2, GATHER, "rows", epilogues.swiglu, (70, 384, 80), {"two_weights": "up-first"}),
     ("sm_100a", 2, RS, "rows", STREAM, (70, 144, 80), {}),
-    ("sm_90a", 1, RS, 128, gated, (70, 144, 272), {"has_bias": True}),
+    pytest.param("sm_90a", 1, RS, 128, gated, (70, 144, 272), {"has_bias": True}, marks=pytest.mark.slow),
     pytest.param("sm_90a", 2, RS, 32, gated, (70, 144, 80), {}, marks=pytest.mark.slow),
     ("sm_100a", 2, RS, "mx", gated, (70, 144, 160), {"has_bias": True}),
     ("sm_90a", 2, AR, "rows", epilogues.to_e4m3, (70, 144, 80), {}),
-    ("sm_90a", 2, AG, "rows", gated, (70, 192, 80), {}),
-    ("sm_90a", 2, A2A, "rows", gated, (70, 288, 80), {}),
+    pytest.param("sm_90a", 2, AG, "rows", gated, (70, 192, 80), {}, marks=pytest.mark.slow),
+    pytest.param("sm_90a", 2, A2A, "rows", gated, (70, 288, 80), {}, marks=pytest.mark.slow),
     ("sm_90a", 2, DUAL, 128, gated, (70, 144, 512), {}),
 ]
 
@@ -80,7 +82,7 @@ WIDE = {"tile": (128, 256), "mma": "cooperative"}, {"tile": (128, 256), "mma": "
 TALL = {"tile": (256, 128), "mma": "2cta", "cluster": (2, 1)}
 BLOCKS = [
     ("sm_90a", 2, epilogues.to_e4m3_blocks, (70, 512, 80), None, {}),
-    ("sm_90a", 1, epilogues.swiglu_e4m3_blocks, (66, 256, 80), None, {}),
+    pytest.param("sm_90a", 1, epilogues.swiglu_e4m3_blocks, (66, 256, 80), None, {}, marks=pytest.mark.slow),
     ("sm_90a", 1, epilogues.swiglu_e4m3_blocks, (70, 512, 80), None, WIDE[0]),
     ("sm_100a", 2, epilogues.swiglu_e4m3_blocks, (71, 1024, 80), "rows", WIDE[1]),
     ("sm_100a", 1, epilogues.to_e4m3_blocks, (300, 256, 80), None, TALL),

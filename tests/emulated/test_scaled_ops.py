@@ -14,6 +14,7 @@ from overlap_gemm.kernel import epilogue
 from overlap_gemm.kernel.fused_gemm import FusedGemm
 from overlap_gemm.testing.emulated import poisoned_allocations
 from overlap_gemm.tuning.settings import configured
+from tests.support.chosen import in_turn
 from tests.support.emulated.flag_order import with_flags_before_scales
 from tests.support.emulated.op_runs import SMALL, lagging, world_of
 from tests.support.emulated.scaled_cases import (
@@ -41,20 +42,20 @@ from tests.support.emulated.scaled_cases import (
         ("sm_90a", 2, Scaled(AR, 70, 72, 160, E5M2, torch.float16, bias=False)),
         ("sm_90a", 4, Scaled(AG, 40, 128, 144)),
         ("sm_100a", 3, Scaled(RS, 100, 72, 240)),
-        ("sm_90a", 1, Scaled(RS, 66, 24, 48)),
+        pytest.param("sm_90a", 1, Scaled(RS, 66, 24, 48), marks=pytest.mark.slow),
         ("sm_90a", 3, Scaled(GATHER, 130, 72, 144)),
         ("sm_100a", 2, Scaled(GATHER, 130, 40, 48)),
         pytest.param("sm_90a", 2, Scaled(RS, 70, 72, 96, E5M2, weight=E4M3), marks=pytest.mark.slow),
-        ("sm_90a", 2, Scaled(GATHER, 70, 72, 48, E4M3, weight=E5M2)),
-        ("sm_90a", 2, Scaled(A2A, 101, 2 * 72, 144)),
-        ("sm_100a", 3, Scaled(A2A, 100, 3 * 72, 240)),
+        pytest.param("sm_90a", 2, Scaled(GATHER, 70, 72, 48, E4M3, weight=E5M2), marks=pytest.mark.slow),
+        pytest.param("sm_90a", 2, Scaled(A2A, 101, 2 * 72, 144), marks=pytest.mark.slow),
+        pytest.param("sm_100a", 3, Scaled(A2A, 100, 3 * 72, 240), marks=pytest.mark.slow),
         ("sm_100a", 2, Scaled(AR, 70, 72, 96, E5M2, weight=E4M3)),
         ("sm_90a", 3, Scaled(RS, 70, 72, 3 * 145 - 1)),  # rank 2 has another K, padded as far
         pytest.param("sm_90a", 2, Scaled(AR, 20, 72, 2 * 17, E5M2), marks=pytest.mark.slow),
         pytest.param("sm_90a", 2, Scaled(AG, 40, 48, 45), marks=pytest.mark.slow),
-        ("sm_90a", 3, Scaled(GATHER, 40, 72, 145)),
+        pytest.param("sm_90a", 3, Scaled(GATHER, 40, 72, 145), marks=pytest.mark.slow),
         pytest.param("sm_90a", 1, Scaled(RS, 66, 24, 33), marks=pytest.mark.slow),
-        ("sm_100a", 2, Scaled(GATHER, 40, 72, 1)),
+        pytest.param("sm_100a", 2, Scaled(GATHER, 40, 72, 1), marks=pytest.mark.slow),
         pytest.param("sm_90a", 1, Scaled(GATHER, 66, 20, 33), marks=pytest.mark.slow),
         pytest.param("sm_100a", 2, Scaled(RS, 70, 72, 2 * 33), marks=pytest.mark.slow),
         pytest.param("sm_100a", 3, Scaled(GATHER, 70, 72, 48, E4M3, weight=E5M2), marks=pytest.mark.slow),
@@ -82,7 +83,7 @@ def test_every_partial_has_its_own_ranks_scales(arch, ranks, case):
         (2, Scaled(AR, 70, 264, 2 * 144, E5M2, torch.float16, bias=False, blocks=128)),
         (2, Scaled(A2A, 101, 2 * 128, 272, blocks=128)),
         pytest.param(2, Scaled(RS, 70, 136, 2 * 270 - 1, blocks=128), marks=pytest.mark.slow),
-        (2, Scaled(GATHER, 70, 2 * 128, 259, blocks=128)),
+        pytest.param(2, Scaled(GATHER, 70, 2 * 128, 259, blocks=128), marks=pytest.mark.slow),
         pytest.param(2, Scaled(GATHER, 70, 2 * 32, 145, blocks=32), marks=pytest.mark.slow),
         pytest.param(2, Scaled(AG, 40, 2 * 128, 257, blocks=128), marks=pytest.mark.slow),
         pytest.param(2, Scaled(RS, 70, 136, 2 * 272, E5M2, blocks=128, weight=E4M3), marks=pytest.mark.slow),
@@ -111,7 +112,12 @@ def test_scales_of_blocks(ranks, case):
     ("ranks", "case", "transport"),
     [
         (3, Scaled(DUAL, 301, 136, 3 * 384, blocks=128), "peer_bulk"),
-        (2, Scaled(DUAL, 101, 72, 2 * 256, E5M2, torch.float16, bias=False, blocks=32), "copy_engine"),
+        pytest.param(
+            2,
+            Scaled(DUAL, 101, 72, 2 * 256, E5M2, torch.float16, bias=False, blocks=32),
+            "copy_engine",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_parts_of_k_are_sent_with_their_scales_of_blocks(ranks, case, transport):
@@ -133,7 +139,7 @@ WIDE = [{"mma": "cooperative", "tile": (128, 256), "cluster": cluster} for clust
 @pytest.mark.parametrize(
     ("ranks", "fields", "transport"),
     [
-        (2, WIDE[0], None),
+        pytest.param(2, WIDE[0], None, marks=pytest.mark.slow),
         (2, WIDE[1], "copy_engine"),
         pytest.param(4, WIDE[0], "copy_engine", marks=pytest.mark.slow),
     ],
@@ -208,7 +214,7 @@ def test_gathers_of_either_kind_share_a_buffer(transport):
                 assert share_of_bound(case, outs) <= 1
 
 
-@pytest.mark.parametrize("k", [48, 45])
+@pytest.mark.parametrize("k", [45, pytest.param(48, marks=pytest.mark.slow)])
 def test_gathered_rows_come_back_and_weights_share_a_gather(three, k):
     x, scale = torch.randn(30, k).to(torch.float8_e4m3fn), torch.rand(30, 1) + 0.5
     weights = [torch.randn(n, k).to(torch.float8_e4m3fn) for n in (16, 0)]
@@ -235,8 +241,8 @@ SPOILED = {
 }
 
 
-@pytest.mark.parametrize("op", [RS, GATHER])
-@pytest.mark.parametrize("way", SPOILED)
+@pytest.mark.slow
+@pytest.mark.parametrize(("way", "op"), in_turn(SPOILED, [RS, GATHER]))
 def test_what_is_judged_notices(three, way, op):
     case = Scaled(op, 70, 72, 96, seed=7)
     outs = queue(case, three, SPOILED[way])
@@ -244,7 +250,7 @@ def test_what_is_judged_notices(three, way, op):
     assert share_of_bound(case, outs) > 1
 
 
-@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("which", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_shard_with_another_ranks_scales_is_noticed(three, which, monkeypatch):
     """As if scales were taken from the rank before."""
     case, vectors, given = Scaled(RS, 70, 136, 96, seed=9), fused._vectors, []

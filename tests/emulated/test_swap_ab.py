@@ -58,7 +58,7 @@ def test_every_world_and_few_rows(arch, sender, world, rows, tile, split):
     run(op, arch, world, (rows, columns, depth), kernel, launches=2, mode="lazy", num_sms=8, **fields)
 
 
-@pytest.mark.parametrize("arch", SMALL)
+@pytest.mark.parametrize("arch", ["sm_90a", pytest.param("sm_100a", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("split", "depth"),
     [(2, 72), *(pytest.param(*way, marks=pytest.mark.slow) for way in ((4, 8), (2, 328), (4, 328)))],

@@ -37,12 +37,18 @@ def test_a_file_stands_by_itself(file):
     assert text.startswith("# Copyright") and "SPDX-License-Identifier: BSD-3-Clause" in text
 
 
+QUICK = "1rank-tile64x64", "2ranks-cluster1x2-fp16-bf16", "2ranks-ragged", "4ranks-ragged-cluster2x1"
+
+
 def cases():
     """The cases of the example's own tests; asynchronous modes take turns."""
     with pytest.MonkeyPatch.context() as patch:
         small = load(f"test_{NAME}", patch).SMALL
     modes = ("immediate", "random", "lazy")
-    return [pytest.param(*p.values, modes[i % 3], id=p.id) for i, p in enumerate(small)]
+    return [
+        pytest.param(*p.values, modes[i % 3], id=p.id, marks=[] if p.id in QUICK else pytest.mark.slow)
+        for i, p in enumerate(small)
+    ]
 
 
 @pytest.mark.parametrize(("ranks", "mnkl", "tile", "cluster", "ab_dtype", "c_dtype", "mode"), cases())
@@ -92,13 +98,13 @@ def test_times_are_printed():
 NOTHING = "fence_acq_rel_gpu()"  # in the place of a statement
 RACE, LANE_RACE = r"\[race\]", r"\[(lane-)?race\]"
 BROKEN = {
-    "no wait before the flag": ("cp_async_bulk_wait_group(0, read=False)", NOTHING, RACE),
     "no proxy fence": ('fence_proxy("async.shared", space="cta")', NOTHING, r"\[proxy-fence\]"),
     "a flag at .gpu scope": ('sem="release", scope="sys"', 'sem="release", scope="gpu"', RACE),
-    "a flag to the wrong rank": ("flag = flags[owner]", "flag = flags[rank]", "deadlock"),
-    "one buffer for all launches": ("((epoch % 2) * world + source)", "source", RACE),
 }
 BROKEN_TOO = {
+    "no wait before the flag": ("cp_async_bulk_wait_group(0, read=False)", NOTHING, RACE),
+    "a flag to the wrong rank": ("flag = flags[owner]", "flag = flags[rank]", "deadlock"),
+    "one buffer for all launches": ("((epoch % 2) * world + source)", "source", RACE),
     "a read wait before the flag": ("(0, read=False)", "(0, read=True)", rf"{RACE} no full wait_group"),
     "a tile to the wrong rank": ("slot = slots[owner]", "slot = slots[rank]", RACE),
     "a tile to the wrong slot": ("_slot_offset(epoch, rank,", "_slot_offset(epoch, owner,", RACE),
@@ -128,7 +134,7 @@ def test_what_is_broken_is_noticed(change, tmp_path):
     assert re.search(message, done.stdout + done.stderr), done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("order", ["source", "world - 1 - source"])
+@pytest.mark.parametrize("order", ["source", pytest.param("world - 1 - source", marks=pytest.mark.slow)])
 def test_sums_are_in_rank_order(order, monkeypatch, tmp_path):
     """Partial sums p, -p, q, r, where p absorbs q and r: (p - p) + q + r is not r + q + (-p) + p."""
     text = SCRIPT.read_text()
@@ -151,7 +157,7 @@ def test_sums_are_in_rank_order(order, monkeypatch, tmp_path):
         example.run((256, 64, 64, 1), bf16, bf16, (64, 64), (1, 1), 4, iterations=0)
 
 
-@pytest.mark.parametrize("mode", ["immediate", "lazy"])
+@pytest.mark.parametrize("mode", [pytest.param("immediate", marks=pytest.mark.slow), "lazy"])
 def test_read_wait_is_a_race(mode):
     assert emulator_command("--arch", "sm_90a", "--mode", mode, READ_WAIT, "--wait", "full").returncode == 0
     done = emulator_command("--arch", "sm_90a", "--mode", mode, READ_WAIT, "--wait", "read")

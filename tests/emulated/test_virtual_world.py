@@ -83,7 +83,7 @@ def test_the_limit_of_all_workspaces_is_kept(world, monkeypatch):
         call(world, (0, 1))
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_rank_that_never_calls_is_named(world, monkeypatch, rank):
     monkeypatch.setenv("OVERLAP_GEMM_TIMEOUT", "0.001")
     call(world, (rank,))
@@ -118,7 +118,7 @@ def test_shards_cut_in_groups_of_rows(world):
     assert (torch.cat(outs).double() - exact).abs().max() < 2**-6 * exact.abs().max()
 
 
-@pytest.mark.parametrize("rows", [48, 36, 35])
+@pytest.mark.parametrize("rows", [48, 36, pytest.param(35, marks=pytest.mark.slow)])
 def test_a_transposed_x_with_shards_of_any_rows(world, rows):
     """Shards of 18 rows begin where TMA does not along M."""
     x = torch.randn(64, 48, dtype=torch.bfloat16).t()[:rows]
@@ -134,7 +134,7 @@ def test_a_transposed_x_with_shards_of_any_rows(world, rows):
     assert (torch.cat(outs).double() - exact).abs().max() < 2**-6 * exact.abs().max()
 
 
-@pytest.mark.parametrize("mode", ["immediate", "lazy"])
+@pytest.mark.parametrize("mode", [pytest.param("immediate", marks=pytest.mark.slow), "lazy"])
 def test_many_launches_with_changing_data_and_no_reset(mode):
     with Emulator("sm_100a", 2, mode, seed=3) as emulator, VirtualWorld(2, emulator=emulator) as world:
         verdicts = [judge(CASE, given, outs, torch.bfloat16) for given, outs in run_launches(CASE, world, 12)]
@@ -142,7 +142,7 @@ def test_many_launches_with_changing_data_and_no_reset(mode):
     assert all(verdict.holds for verdict in verdicts), verdicts
 
 
-@pytest.mark.parametrize("mode", ["random", "lazy"])
+@pytest.mark.parametrize("mode", ["random", pytest.param("lazy", marks=pytest.mark.slow)])
 def test_peers_beyond_reach_get_their_tiles_through_nvshmem(mode):
     case = Case("gemm_reduce_scatter", 200, 64, 72, torch.bfloat16)
     with (

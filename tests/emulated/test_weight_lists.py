@@ -10,6 +10,7 @@ from tests.support.emulated.op_runs import lagging, world_of
 from tests.support.emulated.rank_scripts import lines_of_ranks
 
 SWAPPED = {"mma": "swap_ab", "tile": (16, 64)}
+COOPERATIVE = {"mma": "cooperative", "tile": (128, 128), "cluster": (1, 2)}
 
 
 @pytest.fixture
@@ -22,9 +23,11 @@ def launches(monkeypatch):
     [
         ("sm_90a", 3, 200, None, None),
         ("sm_100a", 2, 201, None, None),
-        ("sm_90a", 2, 130, {"mma": "cooperative", "tile": (128, 128), "cluster": (1, 2)}, None),
         ("sm_90a", 4, 30, SWAPPED, "ll"),
-        ("sm_90a", 2, 30, SWAPPED | {"launch": "dependent_weights"}, None),
+        pytest.param("sm_90a", 2, 130, COOPERATIVE, None, marks=pytest.mark.slow),
+        pytest.param(
+            "sm_90a", 2, 30, SWAPPED | {"launch": "dependent_weights"}, None, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_list_is_one_launch(launches, arch, ranks, rows, fields, transport):
