@@ -238,7 +238,9 @@ def test_all_is_among_what_is_drawn():
     assert few, "gathers to which some ranks have nothing to give"
 
 
-@pytest.mark.parametrize(("arch", "seeds"), [("sm_90a", (104, 112)), ("sm_100a", (110,))])
+@pytest.mark.parametrize(
+    ("arch", "seeds"), [("sm_90a", (104, 112)), pytest.param("sm_100a", (110,), marks=pytest.mark.slow)]
+)
 def test_some_programs(arch, seeds):
     sweep(arch, seeds)
 

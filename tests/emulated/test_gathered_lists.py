@@ -29,7 +29,14 @@ def widths(ranks):
     [
         ("sm_90a", 3, 200, None, "copy_engine"),
         ("sm_100a", 2, 201, None, None),
-        ("sm_90a", 2, 130, {"mma": "cooperative", "tile": (128, 128), "cluster": (1, 2)}, None),
+        pytest.param(
+            "sm_90a",
+            2,
+            130,
+            {"mma": "cooperative", "tile": (128, 128), "cluster": (1, 2)},
+            None,
+            marks=pytest.mark.slow,
+        ),
         pytest.param("sm_90a", 4, 30, SWAPPED, None, marks=pytest.mark.slow),
         ("sm_90a", 2, 30, SWAPPED | {"launch": "dependent_weights"}, None),
         pytest.param("sm_100a", 8, 500, None, None, marks=pytest.mark.slow),

@@ -33,7 +33,7 @@ def small_chunks(monkeypatch):
     )
 
 
-@pytest.mark.parametrize(("ranks", "transport", "arch"), in_turn([1, 4], WAYS, KINDS))
+@pytest.mark.parametrize(("ranks", "transport", "arch"), in_turn([4], WAYS, KINDS))
 def test_every_world(arch, ranks, transport):
     """Rows are uneven, and no multiple of a tile, nor are the columns, nor K of a rank."""
     with World(arch, ranks, transport=transport) as world:

@@ -76,7 +76,7 @@ def run(*words, script=SCRIPT, ranks=2, mode="immediate", schedule="round_robin"
     ("ranks", "mode", "schedule"),
     [
         pytest.param(1, "lazy", "round_robin", marks=pytest.mark.slow),
-        (2, "lazy", "starve:1"),
+        pytest.param(2, "lazy", "starve:1", marks=pytest.mark.slow),
         pytest.param(4, "random", "shuffled", marks=pytest.mark.slow),
     ],
 )
