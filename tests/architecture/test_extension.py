@@ -39,15 +39,15 @@ class OrdinaryStores(Transport):
     """One thread loads a stage chunk by chunk, and stores it at the owner."""
 
     @cute.jit
-    def put(self, route, offset, stage, num_bytes):
+    def put(self, target, stage, num_bytes):
         chunks = cute.zipped_divide(stage, (CHUNK_BYTES * 8 // stage.element_type.width,))
         for i in cutlass.range(num_bytes // CHUNK_BYTES, unroll=1):
             values = cute.make_rmem_tensor(chunks.shape[0], stage.element_type)
             cute.autovec_copy(chunks[(None, i)], values)
-            self.store(route.peers, route.owner, route.slot + offset + i * CHUNK_BYTES, values)
+            self.store(target.at[i * CHUNK_BYTES], values)
 
-    def store(self, peers, peer, offset, values):
-        store_run(peers[peer] + offset, values)
+    def store(self, target, values):
+        store_run(target.address, values)
 
 
 ARCHITECTURES = "sm_90a", "sm_100a"

@@ -17,7 +17,7 @@ from overlap_gemm.exchange.geometry import (
     ExchangeShape,
     shard_puts,
     slots_offset,
-    staged_flags_offset,
+    staged_flags,
     tile_puts,
 )
 from overlap_gemm.pipelines.publication import LaggedPublication
@@ -93,7 +93,7 @@ def test_slots_hold_every_tile_of_every_source(config, rows, cols, world):
 def test_workspace_layout_does_not_overlap():
     for flags in (0, 1, 256, 1000):
         slots = slots_offset(flags)
-        staged = staged_flags_offset(slots)
+        staged = staged_flags(slots, 1)[0, 0]
         assert staged >= CONTROL_BYTES + FLAG_BYTES * flags
         assert slots >= staged + FLAG_BYTES * flags
         assert staged % FLAG_BYTES == 0 and slots % 1024 == 0

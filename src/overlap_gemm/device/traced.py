@@ -12,6 +12,16 @@ Scalar: TypeAlias = Any
 Address: TypeAlias = Any
 """``Int64``: an address, or a byte offset from the base of every rank's workspace."""
 
+
+def wide(index: Scalar) -> Any:
+    """Returns an index as ``Int64``, whose product with bytes does not overflow; an ``int`` unchanged."""
+    if isinstance(index, int):
+        return index
+    from cutlass import Int64
+
+    return Int64(index)
+
+
 Predicate: TypeAlias = Any
 """Run-time truth value: ``Boolean``, or ``Int32`` 0 or 1."""
 

@@ -116,9 +116,9 @@ class RowsOfSources:
         source, tile = index % call.exchange.world, index // call.exchange.world
         at = CtaTile.numbered(config, self.op.order, work.all_tiles, tile)
         at, window = self._window(context, at, source * work.shards.rows)
-        slot = (Int64(source) * work.slots + tile) * config.tile_bytes
+        slot = call.memory.local.at[call.slots(config, work.slots)[Int64(source), tile]]
         exists = unit_exists(config, unit, at, window)
-        return CopiedUnit(exists, call.base + call.buffer + slot, unit, at, window, source, tile)
+        return CopiedUnit(exists, slot.address, unit, at, window, source, tile)
 
     def _window(self, context: ReceiveContext, at: CtaTile, first: Scalar) -> tuple[CtaTile, Window]:
         """Returns the tile's place in its window: rows from ``first`` on of the output of its weight."""

@@ -51,21 +51,25 @@ from typing import Any, NamedTuple
 import cutlass
 from cutlass import Int32, Int64, Uint32, Uint64, cute
 
+from overlap_gemm.config.gemm_config import GemmConfig
 from overlap_gemm.device.failure import FailureSite, Role
 from overlap_gemm.device.flags import WaitBound, fail, wait_flag, wait_identity
 from overlap_gemm.device.memory import global_pointer
+from overlap_gemm.device.remote import Ref, SymmetricWorkspace, copy_table
 from overlap_gemm.device.traced import Address, Scalar
 from overlap_gemm.exchange.arguments import Exchange
 from overlap_gemm.exchange.geometry import (
     CLAIM_OFFSET,
-    CONTROL_BYTES,
-    ENTERED_OFFSET,
     EPOCH_OFFSET,
-    FLAG_BYTES,
-    MAX_WORLD,
     NEXT_EPOCH_OFFSET,
-    READ_OFFSET,
+    READ,
+    SLOT_BUFFERS,
     TICKET_OFFSET,
+    Region,
+    arrival_flags,
+    entry_signals,
+    staged_flags,
+    tile_slots,
 )
 from overlap_gemm.kernel.shared_words import count
 from overlap_gemm.kernel.work import num_ctas
@@ -76,7 +80,7 @@ class Call(NamedTuple):
 
     Attributes:
         exchange: Arguments of the launch.
-        base: Address of this rank's workspace.
+        base: ``Int64``: address of this rank's workspace; for `memory` alone.
         last: ``Int64``: address of the epoch of the last finished call.
         buffer: ``Int64``: byte offset of the buffer of this epoch's parity, the same in every workspace.
         bound: Limit of waits on peers.
@@ -97,22 +101,38 @@ class Call(NamedTuple):
         (`smem_peer_table`), if passed, gets a copy of the ranks' addresses. The copy is complete after the
         barrier; the roles then use it.
         """
-        base = exchange.peers[exchange.rank]
+        local = SymmetricWorkspace.of(exchange.peers, exchange.rank, exchange.world).local
         if peer_table is not None:
             copy_table(exchange.peers, peer_table)
             exchange = exchange._replace(peers=peer_table)
-        epoch = _next_epoch(base + epoch_offset)
-        return Call(
-            exchange,
-            base,
-            base + epoch_offset,
-            exchange.slots_offset + Int64(epoch & 1) * exchange.buffer_bytes,
-            WaitBound(exchange.timeout_ns, exchange.record, base + CLAIM_OFFSET),
-        )
+        last = local.at[epoch_offset].address
+        buffer = exchange.slots_offset + Int64(_next_epoch(last) & 1) * exchange.buffer_bytes
+        bound = WaitBound(exchange.timeout_ns, exchange.record, local.at[CLAIM_OFFSET].address)
+        return Call(exchange, local.address, last, buffer, bound)
 
-    def flag(self, base: Address, tile: Scalar, source: Scalar) -> Any:
-        """Returns ``base`` plus the byte offset of the flag that ``source`` raises for tile ``tile``."""
-        return base + (CONTROL_BYTES + FLAG_BYTES * Int64(tile * self.exchange.world + source))
+    @property
+    def memory(self) -> SymmetricWorkspace:
+        """Returns the workspaces of all ranks."""
+        exchange = self.exchange
+        return SymmetricWorkspace(exchange.peers, exchange.rank, exchange.world, self.base)
+
+    @property
+    def flags(self) -> Region:
+        """Returns the arrival flags: ``[tile][source]``."""
+        return arrival_flags(self.exchange.world)
+
+    @property
+    def staged_flags(self) -> Region:
+        """Returns the local flags of staged tiles: ``[tile][owner]``."""
+        return staged_flags(self.exchange.slots_offset, self.exchange.world)
+
+    def slots(self, config: GemmConfig, tiles: Scalar) -> Region:
+        """Returns the slots of the call, ``[source][tile]``, of ``tiles`` CTA tiles for each source."""
+        return tile_slots(config, self.buffer, tiles)
+
+    def staged_tiles(self, config: GemmConfig, tiles: Scalar) -> Region:
+        """Returns the local slots of staged tiles: ``[owner][tile]``."""
+        return tile_slots(config, self.buffer + SLOT_BUFFERS * self.exchange.buffer_bytes, tiles)
 
     @property
     def epoch(self) -> Any:
@@ -129,29 +149,11 @@ class Call(NamedTuple):
 
     def entered(self, source: Scalar) -> Any:
         """Returns the byte offset of the entry signal of ``source`` for this epoch's parity."""
-        parity = Int64(self.epoch & 1) * (MAX_WORLD * FLAG_BYTES)
-        return ENTERED_OFFSET + parity + FLAG_BYTES * Int64(source)
-
-    def has_read(self, source: Scalar) -> Any:
-        """Returns the byte offset of the flag that ``source`` raises when it has read all its shards."""
-        return READ_OFFSET + FLAG_BYTES * Int64(source)
+        return entry_signals(Int64(self.epoch & 1))[source]
 
     def site(self, op: int, role: Role, tile: Scalar, source: Scalar, index: Scalar) -> FailureSite:
         """Returns the site of a wait, for its failure record."""
         return FailureSite(self.exchange.rank, int(op), int(role), tile, source, index)
-
-
-@cute.jit
-def copy_table(peers: cute.Tensor, peer_table: cute.Tensor) -> None:
-    """Copies the ranks' addresses to shared memory; all threads of a CTA, before its barrier.
-
-    Each acquire at system scope invalidates the L1 cache. From global memory, each store to a peer would
-    first need a load from L2.
-    """
-    thread, _, _ = cute.arch.thread_idx()
-    threads, _, _ = cute.arch.block_dim()
-    for i in cutlass.range(thread, cute.size(peers), threads, unroll=1):
-        peer_table[i] = peers[i]
 
 
 def _next_epoch(last: Any) -> Any:
@@ -193,10 +195,10 @@ def signal_entry(call: Call, transport: cutlass.Constexpr) -> None:
     `await_entry` of a peer acquires it. It releases all accesses of this rank's earlier calls.
     """
     exchange, identity = call.exchange, call.identity
-    offset = call.entered(exchange.rank)
+    signal = call.memory.local.at[call.entered(exchange.rank)]
     for peer in cutlass.range(cute.arch.lane_idx(), exchange.world, 32, unroll=1):
         if peer != exchange.rank:
-            transport.signal(exchange.peers, exchange.rank, peer, offset, identity)
+            transport.signal(signal.remote(peer), identity)
 
 
 @cute.jit
@@ -206,7 +208,7 @@ def await_entry(call: Call, op: cutlass.Constexpr, peer: Scalar) -> None:
     Traps if the signal has another signature, or on timeout.
     """
     site = call.site(op, Role.CALL_ENTERED, 0, peer, peer)
-    wait_identity(call.base + call.entered(peer), call.identity, call.bound, site)
+    wait_identity(call.memory.local.at[call.entered(peer)].address, call.identity, call.bound, site)
 
 
 @cute.jit
@@ -230,7 +232,7 @@ def signal_read(call: Call, transport: cutlass.Constexpr) -> None:
     exchange = call.exchange
     for peer in cutlass.range(cute.arch.lane_idx(), exchange.world, 32, unroll=1):
         if peer != exchange.rank:
-            transport.signal(exchange.peers, exchange.rank, peer, call.has_read(exchange.rank), call.epoch)
+            transport.signal(call.memory.remote(peer).at[READ[exchange.rank]], call.epoch)
 
 
 @cute.jit
@@ -240,12 +242,12 @@ def await_readers(call: Call, op: cutlass.Constexpr) -> None:
     for peer in cutlass.range(cute.arch.lane_idx(), exchange.world, 32, unroll=1):
         if peer != exchange.rank:
             site = call.site(op, Role.CALL_READ, 0, peer, peer)
-            wait_flag(call.base + call.has_read(peer), call.epoch, call.bound, site)
+            wait_flag(call.memory.local.at[READ[peer]].address, call.epoch, call.bound, site)
 
 
 @cute.jit
-def count_grid(call: Call, offset: Int32, warps: cutlass.Constexpr) -> Int32:
-    """Counts a warp at the control word at ``offset``; returns 1 to the grid's last warp, 0 to others.
+def count_grid(word: Ref, warps: cutlass.Constexpr) -> Int32:
+    """Counts a warp at a local control word; returns 1 to the grid's last warp, 0 to others.
 
     All lanes of ``warps`` warps of each CTA call it; the last warp resets the word. The counter acquires and
     releases at device scope, between two warp barriers. So all lanes of the last warp are ordered after
@@ -254,10 +256,10 @@ def count_grid(call: Call, offset: Int32, warps: cutlass.Constexpr) -> Int32:
     is_last = Int32(0)
     cute.arch.sync_warp()
     if cute.arch.lane_idx() == 0:
-        word = global_pointer(Uint32, call.base + offset, 4)
-        taken = cute.arch.atomic_add(word, Uint32(1), sem="acq_rel", scope="gpu")
+        counter = global_pointer(Uint32, word.address, 4)
+        taken = cute.arch.atomic_add(counter, Uint32(1), sem="acq_rel", scope="gpu")
         if Int32(taken) == num_ctas() * warps - 1:
-            cute.arch.store(word, Uint32(0))
+            cute.arch.store(counter, Uint32(0))
             is_last = Int32(1)
     is_last = Int32(cute.arch.shuffle_sync(is_last, 0))
     cute.arch.sync_warp()
@@ -284,13 +286,15 @@ def finish(call: Call) -> None:
     accesses of all CTAs. It resets the ticket, stores this epoch at `EPOCH_OFFSET` and the next one at
     `NEXT_EPOCH_OFFSET` (for copy engines), and clears the in-call word.
     """
-    ticket = global_pointer(Uint32, call.base + TICKET_OFFSET, 4)
+    local = call.memory.local
+    ticket = global_pointer(Uint32, local.at[TICKET_OFFSET].address, 4)
     if cute.arch.lane_idx() == 0:
         taken = cute.arch.atomic_add(ticket, Uint32(1), sem="acq_rel", scope="gpu")
         if Int32(taken) == num_ctas() - 1:
             cute.arch.store(ticket, Uint32(0))
             epoch = call.epoch
             cute.arch.store(global_pointer(Uint64, call.last, 8), epoch)
-            cute.arch.store(global_pointer(Uint64, call.base + NEXT_EPOCH_OFFSET, 8), epoch + 1)
+            following = global_pointer(Uint64, local.at[NEXT_EPOCH_OFFSET].address, 8)
+            cute.arch.store(following, epoch + 1)
             word = global_pointer(Uint32, call.exchange.call_word, 4)
             cute.arch.store(word, Uint32(0), sem="relaxed", scope="gpu")

@@ -18,9 +18,10 @@ from overlap_gemm.config.gemm_config import GemmConfig
 from overlap_gemm.config.orders import TileGrid, WorkList
 from overlap_gemm.device.failure import Role
 from overlap_gemm.device.memory import DTYPES, LANES
-from overlap_gemm.device.route import Route
-from overlap_gemm.device.traced import Address, Predicate, Scalar
+from overlap_gemm.device.remote import Ref
+from overlap_gemm.device.traced import Predicate, Scalar
 from overlap_gemm.exchange.call import Call
+from overlap_gemm.exchange.geometry import result_slots
 from overlap_gemm.exchange.receive import (
     ReceiveContext,
     Window,
@@ -103,9 +104,9 @@ class TileCopies:
         at = CtaTile.numbered(cfg, self.order, work_list, tile)
         first, columns = self._columns(context, source)
         window = Window.of(out, 0, first, cute.size(out, mode=[0]), columns)
-        slot = (Int64(source) * self._slots(context) + tile) * cfg.tile_bytes
+        slot = call.memory.local.at[call.slots(cfg, self._slots(context))[Int64(source), tile]]
         exists = (tile < shard_tiles(cfg, work_list)) & unit_exists(cfg, unit, at, window)
-        return CopiedUnit(exists, call.base + call.buffer + slot, unit, at, window, source, tile)
+        return CopiedUnit(exists, slot.address, unit, at, window, source, tile)
 
     @cute.jit
     def finish(self, context: ReceiveContext, place: CopiedUnit) -> None:
@@ -191,7 +192,7 @@ class ResultCopies:
         owner = (rank + 1 + index % others) % work.all_tiles.owners
         at = CtaTile.numbered(cfg, self.order, work.all_tiles, tile)
         window = Window.shard(context.out, work, owner)
-        slot = call.base + self.results.slot(call, work, owner, tile)
+        slot = self.results.slot(call, work, owner, tile).address
         return CopiedUnit(unit_exists(cfg, unit, at, window), slot, unit, at, window, owner, tile)
 
     @cute.jit
@@ -216,18 +217,6 @@ class ResultCopies:
         """
         work_list = context.work.all_tiles
         return work_list.owners - (work_list.rank < work_list.owners) * 1
-
-
-class ResultLane(NamedTuple):
-    """Destination of one lane's sums of a unit.
-
-    Attributes:
-        call: Run-time values of the call.
-        offset: ``Int64``: byte offset, in every workspace, of the lane's first chunk.
-    """
-
-    call: Any
-    offset: Address
 
 
 @dataclass(frozen=True)
@@ -256,26 +245,26 @@ class Results:
         """Returns the bytes of a chunk."""
         return StageChunks(self.config).elements * (DTYPES[self.config.out_dtype].width // 8)
 
-    def slot(self, call: Call, work: Work, owner: Scalar, tile: Scalar) -> Any:
-        """Returns the byte offset of a summed tile's slot in every workspace."""
-        partials = Int64(call.exchange.world) * work.slots * self.config.tile_bytes
-        return call.buffer + partials + (Int64(owner) * work.slots + tile) * self.config.result_bytes
+    def slot(self, call: Call, work: Work, owner: Scalar, tile: Scalar) -> Ref:
+        """Returns a summed tile's slot on this rank; it is in the same place everywhere."""
+        world = Int64(call.exchange.world)
+        slots = result_slots(self.config, call.buffer, work.slots, world)
+        return call.memory.local.at[slots[Int64(owner), tile]]
 
     def flag(self, work: Work, tile: Scalar, unit: Scalar) -> Any:
         """Returns the number of a unit's flag, as `Call.flag` takes it."""
         return work.slots + tile * self.config.units + unit
 
-    def lane(self, call: Call, work: Work, tile: Scalar, first: Scalar) -> ResultLane:
-        """Returns the calling lane's destination of its sums, from chunk ``first`` of a local tile on."""
-        slot = self.slot(call, work, call.exchange.rank, tile)
-        return ResultLane(call, slot + first * self.chunk_bytes)
+    def lane(self, call: Call, work: Work, tile: Scalar, first: Scalar) -> Ref:
+        """Returns the calling lane's place of its sums, from chunk ``first`` of a local tile on."""
+        return self.slot(call, work, call.exchange.rank, tile).at[first * self.chunk_bytes]
 
-    def send(self, lane: ResultLane, chunk: Scalar, values: cute.Tensor) -> None:
+    def send(self, lane: Ref, chunk: Scalar, values: cute.Tensor) -> None:
         """Stores a chunk, ``chunk`` after the lane's first, at every peer; one lane."""
-        self.transport.store_to_all(lane.call.exchange, lane.offset + chunk * self.chunk_bytes, values)
+        self.transport.store_to_all(lane.at[chunk * self.chunk_bytes], values)
 
     @cute.jit
-    def pad(self, lane: ResultLane, chunk: Int32, values: cute.Tensor) -> None:
+    def pad(self, lane: Ref, chunk: Int32, values: cute.Tensor) -> None:
         """Stores zeros for a chunk outside the output; one lane."""
         values.fill(0.0)
         self.send(lane, chunk, values)
@@ -290,11 +279,10 @@ class Results:
         """
         call = Call.begin(call.exchange)  # again: while it sums, the role has no registers for it
         cute.arch.sync_warp()
-        (peers, rank, world, *_), base = call.exchange, call.base
-        unit_bytes = self.config.result_bytes // self.config.units
-        slot = self.slot(call, work, rank, tile) + unit * unit_bytes
-        flag = call.flag(Int64(0), self.flag(work, tile, unit), rank)
-        for peer in cutlass.range(cute.arch.lane_idx(), world, LANES, unroll=1):
+        rank, unit_bytes = call.exchange.rank, self.config.result_bytes // self.config.units
+        slot = self.slot(call, work, rank, tile).at[unit * unit_bytes]
+        flag = call.memory.local.at[call.flags[self.flag(work, tile, unit), rank]]
+        for peer in cutlass.range(cute.arch.lane_idx(), call.exchange.world, LANES, unroll=1):
             if peer != rank:
-                route = Route(peers, rank, peer, slot, base + slot, flag, base + flag)
-                self.transport.publish(route, Int32(unit_bytes * exists), call.epoch)
+                num_bytes = Int32(unit_bytes * exists)
+                self.transport.publish(slot.remote(peer), flag.remote(peer), num_bytes, call.epoch)

@@ -30,7 +30,7 @@ from overlap_gemm.config.gemm_config import GemmConfig
 from overlap_gemm.config.orders import TileGrid
 from overlap_gemm.config.rules import MAX_WORLD as MAX_WORLD
 from overlap_gemm.config.scale_blocks import Blocks
-from overlap_gemm.device.traced import Scalar
+from overlap_gemm.device.traced import Address, Scalar, wide
 from overlap_gemm.spec import PATTERNS, PatternSpec
 from overlap_gemm.spec.sharding import ceil_div, num_owners, shard_rows
 
@@ -61,6 +61,30 @@ resets it."""
 FLAG_BYTES = 8
 """A flag has 64 bits, the only width of an NVSHMEM signal; see :mod:`overlap_gemm.device.flags`."""
 
+
+@dataclass(frozen=True)
+class Region:
+    """Array of equal elements, at the same place in every rank's workspace.
+
+    ``region[i, j]``, or ``region[j]``, is the byte offset of an element from a workspace's base: a Python
+    integer on the host, ``Int64`` in a kernel.
+
+    Attributes:
+        first: Byte offset of the first element.
+        nbytes: Bytes of an element.
+        pitch: Elements from ``[i, j]`` to ``[i + 1, j]``.
+    """
+
+    first: Address
+    nbytes: int
+    pitch: Scalar = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        """Returns the byte offset of an element."""
+        i, j = index if isinstance(index, tuple) else (0, index)
+        return self.first + wide(i * self.pitch + j) * self.nbytes
+
+
 ENTERED_OFFSET = 128
 """``uint64[2][MAX_WORLD]``, by parity of the epoch and peer: entry signal (`exchange.call.Call.identity`).
 Its low half is that of the epoch, its high half the call's signature."""
@@ -81,6 +105,49 @@ FLAG_ALIGN = 1024
 SLOT_BUFFERS = 2
 STAGING_BUFFERS = 2
 """Number of equal buffers of each kind after the flags. Staging exists if some peer is not P2P-accessible."""
+
+
+READ = Region(READ_OFFSET, FLAG_BYTES)
+"""Flags of the peers that have read all shards: ``[peer]``."""
+
+
+def sender_counter(peer: Scalar) -> Any:
+    """Returns the byte offset of the counter at `SENDERS_OFFSET` for a peer, of 32 bits in a kernel."""
+    return SENDERS_OFFSET + SENDER_BYTES * peer
+
+
+def entry_signals(parity: Scalar) -> Region:
+    """Returns the peers' entry signals in calls of a parity of the epoch: ``[peer]``."""
+    return Region(ENTERED_OFFSET + parity * (MAX_WORLD * FLAG_BYTES), FLAG_BYTES)
+
+
+def arrival_flags(world: Scalar) -> Region:
+    """Returns the arrival flags: ``[tile][source]``."""
+    return Region(CONTROL_BYTES, FLAG_BYTES, world)
+
+
+def staged_flags(slots: Address, world: Scalar) -> Region:
+    """Returns the local flags of staged tiles, ``[tile][owner]``; ``slots`` is `slots_offset`.
+
+    The arrival flags take at most the first half of the bytes between control words and slots.
+    """
+    return Region((CONTROL_BYTES + slots) // 2, FLAG_BYTES, world)
+
+
+def tile_slots(config: GemmConfig, buffer: Address, tiles: Scalar) -> Region:
+    """Returns the slots of a buffer of slots, ``[source][tile]``, or of staged tiles, ``[owner][tile]``.
+
+    Args:
+        config: The kernel's configuration.
+        buffer: Byte offset of the buffer.
+        tiles: CTA tiles for which a source has slots.
+    """
+    return Region(buffer, config.tile_bytes, tiles)
+
+
+def result_slots(config: GemmConfig, buffer: Address, tiles: Scalar, world: Scalar) -> Region:
+    """Returns the slots of sums, ``[owner][tile]``, after those of the ``world`` sources' partial tiles."""
+    return Region(tile_slots(config, buffer, tiles)[world, 0], config.result_bytes, tiles)
 
 
 OWNED = 64
@@ -217,14 +284,6 @@ def slots_offset(max_flags: int) -> int:
     return ceil_div(CONTROL_BYTES + 2 * FLAG_BYTES * max_flags, FLAG_ALIGN) * FLAG_ALIGN
 
 
-def staged_flags_offset(slots: Scalar) -> Any:
-    """Returns the byte offset of the local flags of staged tiles; ``slots`` is `slots_offset`.
-
-    The arrival flags take at most the first half of the bytes between control words and slots.
-    """
-    return (CONTROL_BYTES + slots) // 2
-
-
 class Puts(NamedTuple):
     """Puts of a relay kernel to the ranks without P2P access: equal pieces, each put to every such rank.
 
@@ -267,21 +326,19 @@ def tile_puts(config: GemmConfig, shape: ExchangeShape, rank: int, slots: int, b
         buffer: Bytes of one slot buffer of the workspace.
     """
     tiles, tile, world = shape.cta_tiles(config), config.tile_bytes, shape.world
-    local_slots = rank * tiles * tile
+    flags, local_slots = arrival_flags(world), tile_slots(config, 0, tiles)[rank, 0]
     if shape.spec.to_all:  # from the local slots
         if shape.is_by_columns:
             columns = min(max(shape.cols - rank * shape.shard, 0), shape.shard)
             tiles = tiles // shape.grid(config).cols * ceil_div(columns, config.cluster_tile[1])
-        staged = CONTROL_BYTES + FLAG_BYTES * rank
-        return [Puts(tiles * tile, tile, world, local_slots, 0, local_slots, staged)]
+        return [Puts(tiles * tile, tile, world, local_slots, 0, local_slots, flags[0, rank])]
     owners, staging = shape.owners, SLOT_BUFFERS * buffer
-    staged = staged_flags_offset(slots)
+    staged = staged_flags(slots, world)[0, 0]
     partials = Puts(tiles * tile, tile, owners, staging, tiles * tile, local_slots, staged, FLAG_BYTES)
     if not shape.spec.returns:
         return [partials]
     result = config.result_bytes
-    sums = (world * tile + rank * result) * tiles
-    summed = CONTROL_BYTES + FLAG_BYTES * (tiles * world + rank)
+    sums, summed = result_slots(config, 0, tiles, world)[rank, 0], flags[tiles, rank]
     nbytes = tiles * result if rank < owners else 0
     return [partials, Puts(nbytes, result // config.units, world, sums, 0, sums, summed, 0, tiles)]
 

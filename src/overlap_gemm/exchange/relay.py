@@ -37,10 +37,10 @@ from cutlass import Int32, Int64, Uint64, cute
 from overlap_gemm.device.failure import FailureSite, Role
 from overlap_gemm.device.flags import wait_flag, wait_identity
 from overlap_gemm.device.memory import global_pointer
-from overlap_gemm.device.route import Route
+from overlap_gemm.device.remote import Ref
 from overlap_gemm.exchange.arguments import Exchange
 from overlap_gemm.exchange.call import Call
-from overlap_gemm.exchange.geometry import FLAG_BYTES, RELAY_EPOCH_OFFSET, Puts
+from overlap_gemm.exchange.geometry import FLAG_BYTES, READ, RELAY_EPOCH_OFFSET, Puts, Region
 from overlap_gemm.spec import ALL_GATHER_GEMM
 from overlap_gemm.spec.sharding import ceil_div
 
@@ -87,28 +87,28 @@ class Relay:
         rank = call.exchange.rank
         site = FailureSite(rank, op, int(Role.RELAY_STAGED), 0, rank, rank)
         if self._needs_relay(call) != 0:
-            wait_identity(call.base + call.entered(rank), call.identity, call.bound, site)
-            self._signal_remote(call, call.entered(rank), call.identity)
+            entered, has_read = call.memory.local.at[call.entered(rank)], call.memory.local.at[READ[rank]]
+            wait_identity(entered.address, call.identity, call.bound, site)
+            self._signal_remote(entered, call.identity)
             if op == ALL_GATHER_GEMM.code:
-                wait_flag(call.base + call.has_read(rank), call.epoch, call.bound, site)
-                self._signal_remote(call, call.has_read(rank), call.epoch)
+                wait_flag(has_read.address, call.epoch, call.bound, site)
+                self._signal_remote(has_read, call.epoch)
 
     @cute.jit
     def _needs_relay(self, call: Call) -> Int32:
         """Returns 1 if a rank has no P2P access (negative entry of the table), else 0."""
         needs_relay = Int32(0)
         for peer in cutlass.range(call.exchange.world, unroll=1):
-            if call.exchange.peers[peer] < 0:
+            if not call.memory.remote(peer).has_p2p:
                 needs_relay = Int32(1)
         return needs_relay
 
     @cute.jit
-    def _signal_remote(self, call: Call, offset: Int64, word: Uint64) -> None:
-        """Signals to every rank without P2P access."""
-        exchange = call.exchange
-        for peer in cutlass.range(exchange.world, unroll=1):
-            if exchange.peers[peer] < 0:
-                self.transport.signal(exchange.peers, exchange.rank, peer, offset, word)
+    def _signal_remote(self, place: Ref, word: Uint64) -> None:
+        """Signals to every rank without P2P access, in the same place as on this rank."""
+        for peer in cutlass.range(place.memory.world, unroll=1):
+            if not place.remote(peer).has_p2p:
+                self.transport.signal(place.remote(peer), word)
 
     @cute.jit
     def _put_all(self, call: Call, op: Int32, puts: Puts, warp: Int32) -> None:
@@ -117,7 +117,7 @@ class Relay:
         total = Int32(ceil_div(puts.nbytes, puts.piece)) * ranks
         for t in cutlass.range(warp, total, WARPS, unroll=1):
             to, piece = (exchange.rank + 1 + t) % ranks, t // ranks
-            if exchange.peers[to] < 0:
+            if not call.memory.remote(to).has_p2p:
                 self._put(call, op, puts, piece, to)
 
     @cute.jit
@@ -127,20 +127,15 @@ class Relay:
         start = piece * puts.piece
         num_bytes = Int64(cutlass.min(puts.piece, puts.nbytes - start))
         flag = Int32(puts.flag) + piece
-        staged = call.base + puts.staged + puts.staged_pitch * to + FLAG_BYTES * Int64(piece * exchange.world)
+        flags = Region(puts.staged + puts.staged_pitch * to, FLAG_BYTES, exchange.world)
+        memory, staged = call.memory, call.memory.local.at[flags[piece, 0]]
         if puts.staged != 0:
             if cute.arch.lane_idx() == 0:
                 site = FailureSite(exchange.rank, op, int(Role.RELAY_STAGED), piece, to, flag)
-                wait_flag(staged, call.epoch, call.bound, site)
+                wait_flag(staged.address, call.epoch, call.bound, site)
             cute.arch.sync_warp()
             num_bytes = self.transport.staged_bytes(staged)
-        route = Route(
-            exchange.peers,
-            exchange.rank,
-            to,
-            call.buffer + puts.target + start,
-            call.base + call.buffer + puts.source + puts.source_pitch * to + start,
-            call.flag(Int64(0), flag, exchange.rank),
-            staged,
-        )
-        self.transport.relay(route, num_bytes, call.epoch)
+        source = memory.local.at[call.buffer + puts.source + puts.source_pitch * to + start]
+        target = memory.remote(to).at[call.buffer + puts.target + start].staged(source)
+        arrived = memory.remote(to).at[call.flags[flag, exchange.rank]]
+        self.transport.relay(target, arrived, num_bytes, call.epoch)

@@ -11,10 +11,9 @@ from cutlass import Int32, Int64, cute
 
 from overlap_gemm.config.gemm_config import GemmConfig
 from overlap_gemm.device.flags import release_fence
-from overlap_gemm.device.route import Route
+from overlap_gemm.device.remote import Ref
 from overlap_gemm.device.traced import Scalar, Stages
 from overlap_gemm.exchange.call import Call, await_peers, begin_warp
-from overlap_gemm.exchange.geometry import FLAG_BYTES, SLOT_BUFFERS, staged_flags_offset
 from overlap_gemm.kernel.plain_gemm import store_subtile
 from overlap_gemm.kernel.protocols import Output
 from overlap_gemm.kernel.stages import has_empty_subtiles
@@ -44,7 +43,7 @@ def send_role(ring: Any, sender: Any, call: Call, op: cutlass.Constexpr) -> None
 
 
 class Destination(NamedTuple):
-    """A tile that is sent: its route, and its extents.
+    """A tile that is sent: where to, and its extents.
 
     At the end of the matrix only a part of a tile is sent:
 
@@ -57,12 +56,14 @@ class Destination(NamedTuple):
     subtiles of the first row two units are sent: 8 KiB each.
 
     Attributes:
-        route: Route of the tile.
+        slot: Slot of the tile in its owner's memory.
+        flag: Flag of the tile in its owner's memory.
         rows: Rows of its owner's product from the tile's first one on; 0 or less if the tile is after them.
         columns: Columns from the tile's first one on; 0 or less if the tile is after them.
     """
 
-    route: Route
+    slot: Ref
+    flag: Ref
     rows: Scalar
     columns: Scalar
 
@@ -130,10 +131,14 @@ class OwnerSender(SlotSender):
     """Sends each tile to the slot of its owner and releases its flag there."""
 
     def locate(self, tile: Scalar) -> Destination:
-        """Returns the tile's route to its owner."""
-        work, at = self.work, self.at(tile)
-        route = route_of(self.config, self.call, work.slots, at.index, self.call.exchange.rank, at.owner)
-        return Destination(route, *work.left(at))
+        """Returns the tile's slot and flag at its owner."""
+        work, call, at = self.work, self.call, self.at(tile)
+        slots, staged = call.slots(self.config, work.slots), call.staged_tiles(self.config, work.slots)
+        memory, rank = call.memory, call.exchange.rank
+        owner, local = memory.remote(at.owner), memory.local
+        slot = owner.at[slots[Int64(rank), at.index]].staged(local.at[staged[Int64(at.owner), at.index]])
+        flag = owner.at[call.flags[at.index, rank]].staged(local.at[call.staged_flags[at.index, at.owner]])
+        return Destination(slot, flag, *work.left(at))
 
     @cute.jit
     def send(self, place: Destination, subtile: Int32, stage: Int32) -> None:
@@ -141,11 +146,11 @@ class OwnerSender(SlotSender):
         num_bytes = place.num_bytes(self.config, subtile)
         if num_bytes > 0:
             offset = subtile * self.config.slot_subtile_bytes
-            self.transport.put(place.route, offset, self.stages.flat[(None, stage)], num_bytes)
+            self.transport.put(place.slot.at[offset], self.stages.flat[(None, stage)], num_bytes)
 
     def publish(self, tile: Scalar, place: Destination) -> None:
         """Signals to the owner that the tile's slot is complete, by `Transport.publish`."""
-        self.transport.publish(place.route, place.put_bytes(self.config), self.epoch)
+        self.transport.publish(place.slot, place.flag, place.put_bytes(self.config), self.epoch)
 
 
 @dataclass(frozen=True)
@@ -163,34 +168,32 @@ class BroadcastSender(SlotSender):
     to_itself: bool = True
 
     def locate(self, tile: Scalar) -> Destination:
-        """Returns the tile's route to this rank itself: slot and flag are the same everywhere."""
-        at = self.at(tile)
-        rank = self.call.exchange.rank
-        route = route_of(self.config, self.call, self.work.slots, at.index, rank, rank)
-        local_route = route._replace(staging=self.call.base + route.slot, staged=self.call.base + route.flag)
-        return Destination(local_route, *self.work.left(at))
+        """Returns the tile's slot and flag on this rank: they are in the same place everywhere."""
+        at, call = self.at(tile), self.call
+        local, rank = call.memory.local, call.exchange.rank
+        slot = local.at[call.slots(self.config, self.work.slots)[Int64(rank), at.index]]
+        return Destination(slot, local.at[call.flags[at.index, rank]], *self.work.left(at))
 
     @cute.jit
     def send(self, place: Destination, subtile: Int32, stage: Int32) -> None:
         """Starts moving one subtile to every rank, the next one first, this one last."""
-        route, num_bytes = place.route, place.num_bytes(self.config, subtile)
+        num_bytes, rank = place.num_bytes(self.config, subtile), Int32(self.call.exchange.rank)
         if num_bytes > 0:
-            offset = subtile * self.config.slot_subtile_bytes
-            rank = Int32(route.rank)
+            part = place.slot.at[subtile * self.config.slot_subtile_bytes]
             for _ in cutlass.range(self._ranks, unroll=1):
                 rank = _next(rank, self.call.exchange.world)
-                to = route._replace(owner=rank)
-                self.transport.put_to_each(to, offset, self.stages.flat[(None, stage)], num_bytes)
+                self.transport.put_to_each(part.remote(rank), self.stages.flat[(None, stage)], num_bytes)
 
     @cute.jit
     def publish(self, tile: Int32, place: Destination) -> None:
         """Signals to every rank that the tile's slot is complete."""
-        route, nbytes, epoch = place.route, place.put_bytes(self.config), self.epoch
-        rank = Int32(route.rank)
+        nbytes, epoch, rank = place.put_bytes(self.config), self.epoch, Int32(self.call.exchange.rank)
         release_fence()
         for _ in cutlass.range(self._ranks, unroll=1):
             rank = _next(rank, self.call.exchange.world)
-            self.transport.publish(route._replace(owner=rank), nbytes, epoch, fenced=True)
+            self.transport.publish(
+                place.slot.remote(rank), place.flag.remote(rank), nbytes, epoch, fenced=True
+            )
 
     @property
     def _ranks(self) -> Any:
@@ -236,7 +239,7 @@ class GatherSender:
         return self.peers.has(tile)
 
     def locate(self, tile: Scalar) -> Placed:
-        """Returns the tile's place, and its route."""
+        """Returns the tile's place, and its destination."""
         return Placed(self.peers.at(tile), self.peers.locate(tile))
 
     @cute.jit
@@ -263,28 +266,3 @@ def _next(rank: Int32, world: Int32) -> Int32:
     if following == world:
         following = Int32(0)
     return following
-
-
-def place_of(config: GemmConfig, call: Call, tiles: Scalar, index: Scalar, rank: Scalar) -> Any:
-    """Returns the byte offset, in every workspace, of slot ``index`` of ``rank``, a source or an owner."""
-    return call.buffer + (Int64(rank) * tiles + index) * config.tile_bytes
-
-
-def route_of(
-    config: GemmConfig, call: Call, tiles: Scalar, index: Scalar, source: Scalar, owner: Scalar
-) -> Route:
-    """Returns the route to ``owner`` of CTA tile ``index``, of ``tiles`` for which a ``source`` has slots."""
-    exchange = call.exchange
-    rank = exchange.rank
-    slot = place_of(config, call, tiles, index, source)
-    staging = (Int64(owner) * tiles + index) * config.tile_bytes
-    staged_flags = call.base + staged_flags_offset(exchange.slots_offset)
-    return Route(
-        exchange.peers,
-        rank,
-        owner,
-        slot,
-        call.base + call.buffer + SLOT_BUFFERS * exchange.buffer_bytes + staging,
-        call.flag(Int64(0), index, rank),
-        staged_flags + FLAG_BYTES * Int64(index * exchange.world + owner),
-    )

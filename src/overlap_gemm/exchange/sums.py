@@ -22,7 +22,6 @@ from overlap_gemm.device.failure import Role
 from overlap_gemm.device.memory import CHUNK_BYTES, DTYPES, LANES
 from overlap_gemm.device.traced import Address, Extras, Fragment, Predicate, Scalar
 from overlap_gemm.exchange.receive import ReceiveContext, Window, of_chunk, unit_exists
-from overlap_gemm.exchange.send import place_of
 from overlap_gemm.kernel.epilogue import Visits
 from overlap_gemm.kernel.stages import StageChunks
 from overlap_gemm.kernel.work import CtaTile, shard_tiles
@@ -123,7 +122,8 @@ class Sums:
         exists = unit_exists(self.config, unit, tile, window)
         source_bytes = Int64(work.slots) * self.config.tile_bytes
         first = unit * (self.config.lane_chunks * LANES) + cute.arch.lane_idx()
-        address = call.base + place_of(self.config, call, work.slots, index, 0) + first * CHUNK_BYTES
+        slot = call.slots(self.config, work.slots)[Int64(0), index]
+        address = call.memory.local.at[slot].at[first * CHUNK_BYTES].address
         result = None if self.results is None else self.results.lane(call, work, index, first)
         arrival = self.transport.arrival(call, self.op, Role.RECEIVE_PARTIAL, index)
         lane = Lane(

@@ -322,7 +322,7 @@ class ArrivalGate:
     def _row_scales(self, shard: Scalar, first: Scalar, call: GatherCall) -> cute.Tensor:
         """Returns the scales gathered with the rows of a shard: one for each row."""
         arguments, exchange = call.arguments, call.call.exchange
-        (_, nbytes), arrived = call.rows(shard), call.buffer + call.scales(shard)
+        (_, nbytes), arrived = call.rows(shard), call.buffer.at[call.scales(shard)].address
         base = cutlass.select_(shard == exchange.rank, cast(Any, arguments.after).address, arrived)
         scales = global_pointer(cutlass.Float32, base - Int64(first) * SCALE_BYTES, SCALE_BYTES)
         return cute.make_tensor(scales, cute.make_layout(first + Int32(nbytes // arguments.row_bytes)))

@@ -90,7 +90,7 @@ class AllShardsGate(ArrivalGate):
 
     def with_rows(self, tile: CtaTile, first: Scalar, extras: Extras, call: GatherCall) -> Any:
         """Returns the operands of a tile's epilogue; the first are the gathered scales of all rows."""
-        scales = global_pointer(cutlass.Float32, call.buffer + call.scales(0), SCALE_BYTES)
+        scales = global_pointer(cutlass.Float32, call.buffer.at[call.scales(0)].address, SCALE_BYTES)
         return (cute.make_tensor(scales, cute.make_layout(call.arguments.rows)), *extras[1:])
 
 

@@ -17,6 +17,7 @@ from overlap_gemm.config.gemm_config import GemmConfig
 from overlap_gemm.device.failure import Role
 from overlap_gemm.device.flags import wait_flag
 from overlap_gemm.device.memory import CHUNK_BYTES, CHUNK_WORDS, LANES, global_pointer
+from overlap_gemm.device.remote import Ref
 from overlap_gemm.device.traced import Address, Extras, Scalar
 from overlap_gemm.exchange.arguments import Exchange
 from overlap_gemm.exchange.call import (
@@ -27,8 +28,7 @@ from overlap_gemm.exchange.call import (
 )
 from overlap_gemm.exchange.geometry import (
     READERS_OFFSET,
-    SENDER_BYTES,
-    SENDERS_OFFSET,
+    sender_counter,
     shard_piece,
 )
 from overlap_gemm.kernel.work import Work, cta_number, num_ctas
@@ -159,15 +159,10 @@ class GatherCall(NamedTuple):
         return [self._replace(arguments=self.arguments.part_of_k(i)) for i in range(1 + len(later))]
 
     @property
-    def slots_offset(self) -> Any:
-        """Returns the bytes from a rank's memory to its gather buffer, or to the region of this part of K."""
-        offset, region = self.call.exchange.slots_offset, self.arguments.region
-        return offset if region is None else offset + region
-
-    @property
-    def buffer(self) -> Any:
-        """Returns the address of this rank's gather buffer, or of the region of this part of K."""
-        return self.call.base + self.slots_offset
+    def buffer(self) -> Ref:
+        """Returns this rank's gather buffer, or the region of this part of K; it has one place everywhere."""
+        buffer = self.call.memory.local.at[self.call.exchange.slots_offset]
+        return buffer if self.arguments.region is None else buffer.at[self.arguments.region]
 
     def shard(self, source: Scalar) -> tuple[Any, Any]:
         """Returns (offset in a gather buffer, bytes) of a shard; bytes are 0 or less after the last owner.
@@ -230,7 +225,7 @@ def await_piece(call: Call, source: Int32, piece: Scalar) -> None:
     A failure record has ``source`` as tile and flag, whichever piece is missing.
     """
     site = call.site(ALL_GATHER_GEMM.code, Role.LOAD_GATE, source, source, source)
-    wait_flag(call.flag(call.base, piece, source), call.epoch, call.bound, site)
+    wait_flag(call.memory.local.at[call.flags[piece, source]].address, call.epoch, call.bound, site)
 
 
 def readers(config: GemmConfig, keep: bool) -> int:
@@ -250,7 +245,7 @@ def has_read(call: GatherCall, transport: cutlass.Constexpr, warps: cutlass.Cons
     All lanes. Every shard has a tile here, and its CTA has waited for the shard. So after the last read
     nothing is in flight to this rank.
     """
-    if count_grid(call.call, READERS_OFFSET, warps) != 0:
+    if count_grid(call.call.memory.local.at[READERS_OFFSET], warps) != 0:
         signal_read(call.call, transport)
 
 
@@ -298,27 +293,27 @@ class ShardRole:
         """Stores this warp's units of the local shard at ``rank - 1``, then at ``rank - 2``, and so on.
 
         Scales are sent first, to all peers. For each peer the grid's warps are counted (`count_grid` at
-        `SENDERS_OFFSET`). The last one releases the shard's flag there. So a peer may read the shard before
+        `sender_counter`). The last one releases the shard's flag there. So a peer may read the shard before
         all others have it.
         """
-        exchange, epoch = call.call.exchange, call.call.epoch
-        (peers, rank, world, *_), warps = exchange, self.config.receive_warps
+        memory, epoch, warps = call.call.memory, call.call.epoch, self.config.receive_warps
+        rank, world = memory.rank, memory.world
         (offset, _), (_, nbytes), size = call.shard(rank), call.rows(rank), self.config.copied_bytes
         last = world + int(self.to_itself)
         if rank < call.owners:
             if cutlass.const_expr(call.arguments.after is not None):  # first: the loop needs few registers
                 scales = cast(ShardScales, call.arguments.after)
                 for i in cutlass.range(1, last, unroll=1):
-                    place = peers[(rank + world - i) % world] + exchange.slots_offset + call.scales(rank)
-                    copy_units(size, place, scales.address, scales.nbytes, first, stride)
-            flag = call.call.flag(Int64(0), 0, rank)
+                    place = call.buffer.remote((rank + world - i) % world).at[call.scales(rank)]
+                    copy_units(size, place.address, scales.address, scales.nbytes, first, stride)
+            flag = memory.local.at[call.call.flags[0, rank]]
             for i in cutlass.range(1, last, unroll=1):
                 peer = (rank + world - i) % world
-                target = peers[peer] + exchange.slots_offset + offset
-                copy_units(size, target, call.arguments.local_shard, nbytes, first, stride)
-                if count_grid(call.call, SENDERS_OFFSET + SENDER_BYTES * peer, warps) != 0:  # noqa: SIM102
+                target = call.buffer.remote(peer).at[offset]
+                copy_units(size, target.address, call.arguments.local_shard, nbytes, first, stride)
+                if count_grid(memory.local.at[sender_counter(peer)], warps) != 0:  # noqa: SIM102
                     if cute.arch.lane_idx() == 0:
-                        self.transport.signal(peers, rank, peer, flag, epoch)
+                        self.transport.signal(flag.remote(peer), epoch)
 
     @cute.jit
     def _keep(self, call: GatherCall, first: Int32, stride: Int32) -> None:
@@ -330,7 +325,7 @@ class ShardRole:
                 await_shard(call, source, self.transport)
             (offset, _), (kept, nbytes) = call.shard(source), call.rows(source)
             origin = cutlass.select_(
-                source == exchange.rank, call.arguments.local_shard, call.buffer + offset
+                source == exchange.rank, call.arguments.local_shard, call.buffer.at[offset].address
             )
             copy_units(
                 self.config.copied_bytes,

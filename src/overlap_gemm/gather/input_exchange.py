@@ -39,7 +39,7 @@ from overlap_gemm.device.flags import wait_flag
 from overlap_gemm.device.memory import order_async_writes
 from overlap_gemm.device.traced import Scalar
 from overlap_gemm.exchange.call import await_entry, count_grid
-from overlap_gemm.exchange.geometry import SENDER_BYTES, SENDERS_OFFSET
+from overlap_gemm.exchange.geometry import sender_counter
 from overlap_gemm.gather.all_gather import GatheredShards, GatherToOneShard
 from overlap_gemm.gather.gathering import (
     GatherCall,
@@ -208,7 +208,8 @@ def await_chunk(call: GatherCall, chunk: Int32, source: Int32) -> None:
         await_entry(call.call, ALL_TO_ALL_GEMM.code, source)
         number = chunk * call.call.exchange.world + source
         site = call.call.site(ALL_TO_ALL_GEMM.code, Role.LOAD_GATE, chunk, source, number)
-        wait_flag(call.call.flag(call.call.base, chunk, source), call.call.epoch, call.call.bound, site)
+        flag = call.call.memory.local.at[call.call.flags[chunk, source]]
+        wait_flag(flag.address, call.call.epoch, call.call.bound, site)
     cute.arch.sync_warp()
 
 
@@ -218,27 +219,26 @@ class SliceRole(ShardRole):
     @cute.jit
     def _send(self, call: GatherCall, first: Int32, stride: Int32) -> None:
         """Stores this warp's units of one peer's rows after the other; the last warp raises flags there."""
-        exchange, epoch, size = call.call.exchange, call.call.epoch, self.config.copied_bytes
-        (peers, rank, world, *_), warps = exchange, self.config.receive_warps
+        memory, epoch, size = call.call.memory, call.call.epoch, self.config.copied_bytes
+        rank, world, warps = memory.rank, memory.world, self.config.receive_warps
         if cutlass.const_expr(call.arguments.after is not None):
             scales = cast(ShardScales, call.arguments.after)
             for i in cutlass.range(1, world, unroll=1):
                 peer = (rank + world - i) % world
-                target = peers[peer] + exchange.slots_offset + call.scales(rank)
+                target = call.buffer.remote(peer).at[call.scales(rank)]
                 source = scales.address + peer * scales.nbytes
-                copy_units(size, target, source, scales.nbytes, first, stride)
+                copy_units(size, target.address, source, scales.nbytes, first, stride)
         for i in cutlass.range(1, world, unroll=1):
             peer = (rank + world - i) % world
             for part in call.parts_of_k:
-                (before, nbytes), slot = part.rows(peer), part.slots_offset + part.shard(rank)[0]
+                (before, nbytes), slot = part.rows(peer), part.buffer.remote(peer).at[part.shard(rank)[0]]
                 source = part.arguments.local_shard + before
-                copy_units(size, peers[peer] + slot, source, nbytes, first, stride)
-            if count_grid(call.call, SENDERS_OFFSET + SENDER_BYTES * peer, warps) != 0:  # noqa: SIM102
+                copy_units(size, slot.address, source, nbytes, first, stride)
+            if count_grid(memory.local.at[sender_counter(peer)], warps) != 0:  # noqa: SIM102
                 if cute.arch.lane_idx() == 0:
                     chunks = ceil_div(call.num_rows(peer), call.arguments.chunk_rows)
                     for chunk in cutlass.range(chunks, unroll=1):
-                        flag = call.call.flag(Int64(0), chunk, rank)
-                        self.transport.signal(peers, rank, peer, flag, epoch)
+                        self.transport.signal(memory.remote(peer).at[call.call.flags[chunk, rank]], epoch)
 
     @cute.jit
     def _keep(self, call: GatherCall, first: Int32, stride: Int32) -> None:
@@ -254,7 +254,7 @@ class SliceRole(ShardRole):
                 origin = cutlass.select_(
                     source == rank,
                     local_shard + part.rows(rank)[0],
-                    part.buffer + part.shard(source)[0],
+                    part.buffer.at[part.shard(source)[0]].address,
                 )
                 target = kept.iterator.toint() + Int64(source) * row_bytes
                 pitch, size = row_bytes * world, self.config.copied_bytes

@@ -18,7 +18,7 @@ from cutlass import Int32, cute
 from overlap_gemm.device.failure import Role
 from overlap_gemm.device.flags import raise_flag, release_flag, wait_flag
 from overlap_gemm.device.memory import LANES, load_run, order_async_writes
-from overlap_gemm.device.route import Route
+from overlap_gemm.device.remote import Ref
 from overlap_gemm.device.traced import Address, Fragment, Predicate, Scalar
 
 
@@ -31,51 +31,50 @@ class Transport(ABC):
     `take`. Every wait has the limit of the call (`device.flags.WaitBound`). If it expires, the kernel writes
     a failure record and traps, and a later call raises `CommTimeoutError`.
 
-    Arguments ``call`` are `exchange.call.Call`. ``peers`` has a workspace address for each rank, or
-    ``-1 - pe`` for one without P2P access. Offsets are in bytes. A unit is the part of a sum that one warp
-    sums and publishes at once.
+    Arguments ``call`` are `exchange.call.Call`. A unit is the part of a sum that one warp sums and publishes
+    at once.
     """
 
     # --- one tile, to one rank; each method is called by one thread, unless `drain` differs
 
     @abstractmethod
-    def put(self, route: Route, offset: Address, stage: Any, num_bytes: Scalar) -> None:
-        """Starts the copy of a stage's first bytes to the tile's slot; the caller commits and waits.
+    def put(self, target: Ref, stage: Any, num_bytes: Scalar) -> None:
+        """Starts the copy of a stage's first bytes to a tile's slot; the caller commits and waits.
 
         Called by one thread, or by all lanes in a transport whose `drain` does so. On return no data need
         have arrived.
 
         Args:
-            route: Route of the tile to its owner.
-            offset: Byte offset from ``route.slot``, a multiple of 16.
+            target: Place in the slot, at its owner; a multiple of 16 bytes.
             stage: Contiguous shared-memory tensor.
             num_bytes: Number of the stage's first bytes, a multiple of 16.
         """
 
-    def publish(self, route: Route, num_bytes: Scalar, epoch: Scalar, fenced: bool = False) -> None:
+    def publish(self, slot: Ref, flag: Ref, num_bytes: Scalar, epoch: Scalar, fenced: bool = False) -> None:
         """Releases the tile's flag at its owner (system scope), where a receiver waits for it; one thread.
 
         The thread has executed a full ``wait_group`` for the tile's bulk stores.
 
         Args:
-            route: Route of the tile.
+            slot: Slot of the tile at its owner.
+            flag: Flag of the tile at its owner.
             num_bytes: Bytes of the slot to put to an owner without P2P access; 0 or less: the flag alone.
             epoch: Epoch of the call.
             fenced: Whether the thread has executed `device.flags.release_fence` after that wait; one fence
                 may serve several flags.
         """
         if fenced:
-            raise_flag(route.peers[route.owner] + route.flag, epoch)
+            raise_flag(flag.address, epoch)
         else:
-            self.signal(route.peers, route.rank, route.owner, route.flag, epoch)
+            self.signal(flag, epoch)
 
-    def signal(self, peers: Any, rank: Scalar, peer: Scalar, offset: Address, value: Any) -> None:
-        """Releases ``value`` in the flag at ``offset`` of the workspace of ``peer`` (system scope)."""
-        release_flag(peers[peer] + offset, value)
+    def signal(self, flag: Ref, value: Any) -> None:
+        """Releases ``value`` in a flag of a rank (system scope)."""
+        release_flag(flag.address, value)
 
     @abstractmethod
-    def store(self, peers: Any, peer: Scalar, offset: Address, values: Fragment) -> None:
-        """Stores a chunk at ``offset`` of the workspace of ``peer``, if that has an address; one thread.
+    def store(self, target: Ref, values: Fragment) -> None:
+        """Stores a chunk in the memory of a rank, if the rank is P2P-accessible; one thread.
 
         The thread that later releases a flag for the chunk must observe the store: it is the same thread, or
         a barrier is between the two.
@@ -113,13 +112,13 @@ class Transport(ABC):
         """
         return world - (not itself)
 
-    def put_to_each(self, route: Route, offset: Address, stage: Any, num_bytes: Scalar) -> None:
-        """Starts the copy of a broadcast tile to ``route.owner``, one of its ranks; see `put`."""
-        self.put(route, offset, stage, num_bytes)
+    def put_to_each(self, target: Ref, stage: Any, num_bytes: Scalar) -> None:
+        """Starts the copy of a broadcast tile to one of its ranks; see `put`."""
+        self.put(target, stage, num_bytes)
 
-    def store_to_all(self, exchange: Any, offset: Address, values: Fragment) -> None:
-        """Stores a chunk at ``offset`` of every other workspace, the next rank's first."""
-        store_in_turn(self, exchange, offset, values, exchange.world - 1)
+    def store_to_all(self, place: Ref, values: Fragment) -> None:
+        """Stores a chunk in the same place of every other rank, the next rank's first."""
+        store_in_turn(self, place, values, place.memory.world - 1)
 
     # --- units of a sum (`exchange.copies.Results`)
 
@@ -147,7 +146,7 @@ class Transport(ABC):
         for source in cutlass.range(cute.arch.lane_idx(), call.exchange.world, LANES, unroll=1):
             flag = tile * call.exchange.world + source
             site = call.site(op, Role.RECEIVE_PARTIAL, tile, source, flag)
-            wait_flag(call.flag(call.base, tile, source), call.epoch, call.bound, site)
+            wait_flag(call.memory.local.at[call.flags[tile, source]].address, call.epoch, call.bound, site)
         cute.arch.sync_warp()
 
     @cute.jit
@@ -165,14 +164,15 @@ class Transport(ABC):
         Args:
             call: Call.
             op: Code of the op, for the failure record.
-            flag: Number of the flag, as in `Call.flag`.
+            flag: Number of the flag, the first index of `Call.flags`.
             tile: Tile, for the failure record.
             source: Rank that raises the flag.
             waits: Factor of the wait limit (`WaitBound.times`).
         """
         if cute.arch.lane_idx() == 0:
             site = call.site(op, Role.RECEIVE_RESULT, tile, source, flag * call.exchange.world + source)
-            wait_flag(call.flag(call.base, flag, source), call.epoch, call.bound.times(waits), site)
+            raised = call.memory.local.at[call.flags[flag, source]]
+            wait_flag(raised.address, call.epoch, call.bound.times(waits), site)
         cute.arch.sync_warp()
 
     @cute.jit
@@ -214,13 +214,11 @@ class Transport(ABC):
 
 
 @cute.jit
-def store_in_turn(
-    transport: cutlass.Constexpr, exchange: Any, offset: Address, values: Fragment, number: Scalar
-) -> None:
-    """Stores a chunk at ``offset`` of the workspaces of ``number`` ranks, the next rank's first."""
-    peer = Int32(exchange.rank)
+def store_in_turn(transport: cutlass.Constexpr, place: Ref, values: Fragment, number: Scalar) -> None:
+    """Stores a chunk in the same place of ``number`` ranks, the next rank's first."""
+    peer = Int32(place.memory.rank)
     for _ in cutlass.range(number, unroll=1):
         peer += 1
-        if peer == exchange.world:
+        if peer == place.memory.world:
             peer = Int32(0)
-        transport.store(exchange.peers, peer, offset, values)
+        transport.store(place.remote(peer), values)

@@ -11,7 +11,7 @@ from cutlass import Int32, Uint32, cute
 
 from overlap_gemm.device.ll_words import load_words, store_words, take_words
 from overlap_gemm.device.memory import CHUNK_BYTES, LANES
-from overlap_gemm.device.route import Route
+from overlap_gemm.device.remote import Ref
 from overlap_gemm.device.traced import Address, Fragment, Scalar
 from overlap_gemm.transports.interface import Transport
 
@@ -43,11 +43,11 @@ class LL(Transport):
     """
 
     @cute.jit
-    def put(self, route: Route, offset: Address, stage: cute.Tensor, num_bytes: Scalar) -> None:
+    def put(self, target: Ref, stage: cute.Tensor, num_bytes: Scalar) -> None:
         """Stores a stage's first bytes as packets in the tile's slot; all lanes of a warp, without a wait."""
         chunk = CHUNK_BYTES * 8 // stage.element_type.width
         source = cute.zipped_divide(stage, (chunk,))
-        address = route.peers[route.owner] + route.slot + offset
+        address = target.address
         for i in cutlass.range_constexpr(cute.ceil_div(cute.size(source, mode=[1]), LANES)):
             at = Int32(i * LANES) + cute.arch.lane_idx()
             if at * CHUNK_BYTES < num_bytes:
@@ -56,10 +56,10 @@ class LL(Transport):
                 store_words(address + at * CHUNK_BYTES, cute.recast_tensor(values, Uint32))
 
     @cute.jit
-    def store(self, peers: Any, peer: Scalar, offset: Address, values: cute.Tensor) -> None:
-        """Stores a chunk of 16 bytes as packets at ``offset`` of the workspace of ``peer``; one thread."""
+    def store(self, target: Ref, values: cute.Tensor) -> None:
+        """Stores a chunk of 16 bytes as packets in the memory of a rank; one thread."""
         assert cute.size(values) * values.element_type.width // 8 == CHUNK_BYTES
-        store_words(peers[peer] + offset, cute.recast_tensor(values, Uint32))
+        store_words(target.address, cute.recast_tensor(values, Uint32))
 
     def drain(self, ring: Any, sender: Any) -> None:
         """Sends every tile of the ring by all lanes of the comm warp; there are no flags to publish."""

@@ -26,7 +26,7 @@ from cutlass import Int32, Int64, Uint32, Uint64, cute
 
 from overlap_gemm.device.flags import EPOCH_BITS, EPOCH_MASK, raise_flag, release_flag
 from overlap_gemm.device.memory import LANES, bulk_store, global_pointer, store_run
-from overlap_gemm.device.route import Route
+from overlap_gemm.device.remote import Ref, reachable_address
 from overlap_gemm.device.traced import Address, Fragment, Predicate, Scalar
 from overlap_gemm.transports.interface import Transport, store_in_turn
 
@@ -43,42 +43,37 @@ STAGED_UNIT = 16
 class _Puts(Transport):
     """Base of the transports that put from this rank's workspace to peers without P2P access."""
 
-    @cute.jit
-    def put(self, route: Route, offset: Int64, stage: cute.Tensor, num_bytes: Int32) -> None:
+    def put(self, target: Ref, stage: cute.Tensor, num_bytes: Int32) -> None:
         """Starts one bulk store, to the owner's slot or to local staging; the thread commits and waits."""
-        peer = route.peers[route.owner]
-        address = peer + route.slot
-        if peer < 0:
-            address = route.staging
-        bulk_store(stage, address + offset, num_bytes)
+        bulk_store(stage, reachable_address(target), num_bytes)
 
     @abstractmethod
-    def publish(self, route: Route, num_bytes: Scalar, epoch: Scalar, fenced: bool = False) -> None:
+    def publish(self, slot: Ref, flag: Ref, num_bytes: Scalar, epoch: Scalar, fenced: bool = False) -> None:
         """Releases the tile's flag at its owner, with the staged data if any; see `Transport.publish`."""
 
     @abstractmethod
-    def signal(self, peers: Any, rank: Scalar, peer: Scalar, offset: Address, value: Any) -> None:
-        """Releases ``value`` in a flag of ``peer``; see `Transport.signal`."""
+    def signal(self, flag: Ref, value: Any) -> None:
+        """Releases ``value`` in a flag of a rank; see `Transport.signal`."""
 
     @cute.jit
-    def store(self, peers: cute.Tensor, peer: Int32, offset: Int64, values: cute.Tensor) -> None:
-        """Stores a chunk at ``offset`` of the workspace of ``peer``, if ``peer`` is P2P-accessible."""
-        if peers[peer] >= 0:
-            store_run(peers[peer] + offset, values)
+    def store(self, target: Ref, values: cute.Tensor) -> None:
+        """Stores a chunk in the memory of a rank, if the rank is P2P-accessible."""
+        if target.has_p2p:
+            store_run(target.address, values)
 
     def num_recipients(self, world: Scalar, itself: bool) -> Any:
         """Returns ``world``: this rank gets each broadcast tile too, because puts read it from its slot."""
         return world
 
     @cute.jit
-    def put_to_each(self, route: Route, offset: Int64, stage: cute.Tensor, num_bytes: Int32) -> None:
+    def put_to_each(self, target: Ref, stage: cute.Tensor, num_bytes: Int32) -> None:
         """Starts the copy of a tile to a P2P-accessible rank. To others it is put from the local slot."""
-        if route.peers[route.owner] >= 0:
-            self.put(route, offset, stage, num_bytes)
+        if target.has_p2p:
+            bulk_store(stage, target.address, num_bytes)
 
-    def store_to_all(self, exchange: Any, offset: Address, values: Fragment) -> None:
+    def store_to_all(self, place: Ref, values: Fragment) -> None:
         """Stores a chunk in every P2P-accessible workspace, this rank's last; the others get it by a put."""
-        store_in_turn(self, exchange, offset, values, exchange.world)
+        store_in_turn(self, place, values, place.memory.world)
 
     @cute.jit
     def if_absent(self, exists: Predicate, act: cutlass.Constexpr) -> None:
@@ -106,35 +101,24 @@ class Staged(_Puts):
     owner.
     """
 
-    @cute.jit
-    def publish(
-        self, route: Route, num_bytes: Int32, epoch: Uint64, fenced: cutlass.Constexpr = False
-    ) -> None:
+    def publish(self, slot: Ref, flag: Ref, num_bytes: Int32, epoch: Uint64, fenced: bool = False) -> None:
         """Releases the tile's flag at its owner, or, without P2P access, the local flag for the relay.
 
         The local flag has the number of bytes to put above the epoch, in units of `STAGED_UNIT`.
         """
-        peer = route.peers[route.owner]
-        address = peer + route.flag
-        if peer < 0:
-            address = route.staged
         units = Uint64(cutlass.max(num_bytes, 0) // STAGED_UNIT)
-        _store_flag(address, (epoch & EPOCH_MASK) | (units << EPOCH_BITS), fenced)
+        _store_flag(reachable_address(flag), (epoch & EPOCH_MASK) | (units << EPOCH_BITS), fenced)
 
-    @cute.jit
-    def signal(self, peers: cute.Tensor, rank: Int32, peer: Int32, offset: Int64, value: Uint64) -> None:
-        """Releases ``value`` in the flag at ``offset``: of ``peer``, or of this rank for the relay."""
-        base = peers[peer]
-        if base < 0:
-            base = peers[rank]
-        release_flag(base + offset, value)
+    def signal(self, flag: Ref, value: Uint64) -> None:
+        """Releases ``value`` in a flag of a rank, or in the staged flag for the relay."""
+        release_flag(reachable_address(flag), value)
 
 
 @dataclass(frozen=True)
 class Nvshmem(_Puts):
     """Transport of a GEMM whose publishing lane puts (`publish`), and of the relay kernel (`relay`).
 
-    If ``peers[peer]`` is an address, data is stored there. If it is ``-1 - pe``, data is put to PE ``pe``.
+    Data is stored in the memory of P2P-accessible ranks, and put to the others.
     One lane puts in thread scope, since a remote put is one descriptor. The relay puts by a full warp.
     """
 
@@ -144,49 +128,47 @@ class Nvshmem(_Puts):
 
     @cute.jit
     def publish(
-        self, route: Route, num_bytes: Int32, epoch: Uint64, fenced: cutlass.Constexpr = False
+        self, slot: Ref, flag: Ref, num_bytes: Int32, epoch: Uint64, fenced: cutlass.Constexpr = False
     ) -> None:
         """Releases the tile's flag, or, without P2P access, puts the staged tile with its flag; one lane."""
         import nvshmem.core.device.cute as nv
 
-        peer = route.peers[route.owner]
-        if peer >= 0:
-            _store_flag(peer + route.flag, epoch, fenced)
+        if flag.has_p2p:
+            _store_flag(flag.address, epoch, fenced)
         elif num_bytes <= 0:
-            self.signal(route.peers, route.rank, route.owner, route.flag, epoch)
+            self.signal(flag, epoch)
         else:
-            _put_staged(nv.put_signal_nbi, route, num_bytes, epoch)
+            _put_staged(nv.put_signal_nbi, slot, flag, num_bytes, epoch)
 
     @cute.jit
-    def relay(self, route: Route, num_bytes: Int64, epoch: Uint64) -> None:
+    def relay(self, slot: Ref, flag: Ref, num_bytes: Int64, epoch: Uint64) -> None:
         """Puts staged data with its flag, or the flag alone if ``num_bytes`` is not positive; a full warp."""
         import nvshmem.core.device.cute as nv
 
         if num_bytes > 0:
-            _put_staged(nv.put_signal_nbi_warp, route, num_bytes, epoch)
+            _put_staged(nv.put_signal_nbi_warp, slot, flag, num_bytes, epoch)
         elif cute.arch.lane_idx() == 0:
-            self.signal(route.peers, route.rank, route.owner, route.flag, epoch)
+            self.signal(flag, epoch)
 
     @cute.jit
-    def staged_bytes(self, staged: Int64) -> Int64:
+    def staged_bytes(self, staged: Ref) -> Int64:
         """Returns the number of bytes to put, from the local flag at ``staged``, which has been awaited."""
         flag = cute.arch.load(
-            global_pointer(Uint64, staged, Uint64.width // 8), Uint64, sem="relaxed", scope="sys"
+            global_pointer(Uint64, staged.address, Uint64.width // 8), Uint64, sem="relaxed", scope="sys"
         )
         return Int64(Uint64(flag) >> EPOCH_BITS) * STAGED_UNIT
 
     @cute.jit
-    def signal(self, peers: cute.Tensor, rank: Int32, peer: Int32, offset: Int64, value: Uint64) -> None:
-        """Releases ``value`` in the flag at ``offset`` of the workspace of ``peer``: a store or a signal."""
+    def signal(self, flag: Ref, value: Uint64) -> None:
+        """Releases ``value`` in a flag of a rank: a store or a signal."""
         import nvshmem.core.device.cute as nv
 
-        base = peers[peer]
-        if base >= 0:
-            release_flag(base + offset, value)
+        if flag.has_p2p:
+            release_flag(flag.address, value)
         else:
             # A signal alone orders nothing; after this fence it releases what this thread has observed.
             cute.arch.fence_acq_rel_sys()
-            nv.signal_op(_word(peers[rank] + offset), Uint64(value), SIGNAL_SET, Int32(-1 - base))
+            nv.signal_op(_word(flag.symmetric_address), Uint64(value), SIGNAL_SET, flag.pe)
 
 
 @cute.jit
@@ -198,11 +180,10 @@ def _store_flag(address: Int64, word: Scalar, fenced: cutlass.Constexpr) -> None
         release_flag(address, word)
 
 
-def _put_staged(put: Any, route: Route, num_bytes: Scalar, epoch: Scalar) -> None:
+def _put_staged(put: Any, slot: Ref, flag: Ref, num_bytes: Scalar, epoch: Scalar) -> None:
     """Puts a tile's staged bytes with its flag to its owner, by ``put``, a ``put_signal`` of the bindings."""
-    local_base, peer = route.peers[route.rank], route.peers[route.owner]
-    words = _words(local_base + route.slot, num_bytes), _words(route.staging, num_bytes)
-    put(*words, _word(local_base + route.flag), Uint64(epoch), SIGNAL_SET, Int32(-1 - peer))
+    words = _words(slot.symmetric_address, num_bytes), _words(slot.staging_address, num_bytes)
+    put(*words, _word(flag.symmetric_address), Uint64(epoch), SIGNAL_SET, slot.pe)
 
 
 def _words(address: Address, num_bytes: Scalar) -> Any:

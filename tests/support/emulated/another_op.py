@@ -97,9 +97,9 @@ class RowsOfSources:
         first = source * work.shards.rows
         rows = cutlass.min(work.shards.rows, cute.size(out, mode=[0]) - first)
         window = Window.of(out, first, 0, rows, cute.size(out, mode=[1]))
-        slot = (Int64(source) * work.slots + tile) * cfg.tile_bytes
+        slot = call.memory.local.at[call.slots(cfg, work.slots)[Int64(source), tile]]
         exists = unit_exists(cfg, unit, at, window)
-        return CopiedUnit(exists, call.base + call.buffer + slot, unit, at, window, source, tile)
+        return CopiedUnit(exists, slot.address, unit, at, window, source, tile)
 
     def await_tile(self, given: Any, index: Any) -> None:
         """The source's flag of the tile."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from ...config.gemm_config import TILE_K_BYTES
 from ...config.scale_blocks import Blocks
 from ...config.visitors import Visitor
-from ...exchange.geometry import CONTROL_BYTES, FLAG_BYTES, NEXT_EPOCH_OFFSET, ExchangeShape, chunk_rows
+from ...exchange.geometry import FLAG_BYTES, NEXT_EPOCH_OFFSET, ExchangeShape, arrival_flags, chunk_rows
 from ...runtime.executor import Executor
 from ...runtime.group import Group
 from ...runtime.identity import call_signature
@@ -126,7 +126,7 @@ def copies_of(
                 row, flag = layout.row, 0
                 target = bases[peer] + region + group.rank * layout.shard + number * chunk * row
                 if part == len(layouts) - 1:
-                    flag = bases[peer] + CONTROL_BYTES + FLAG_BYTES * (number * group.size + group.rank)
+                    flag = bases[peer] + arrival_flags(group.size)[number, group.rank]
                 places.append((part, first * row, target, (last - first) * row, flag))
     scales = [(peer * scale_bytes, bases[peer] + scales_at, scale_bytes) for peer in order if scale_bytes]
     return RowCopies(tuple(places), workspace.memory.local.data_ptr() + NEXT_EPOCH_OFFSET, tuple(scales))

@@ -23,12 +23,7 @@ from ...config.gemm_config import GemmConfig
 from ...config.orders import joins_shards
 from ...config.scale_blocks import Blocks
 from ...config.visitors import Visitor
-from ...exchange.geometry import (
-    CONTROL_BYTES,
-    FLAG_BYTES,
-    NEXT_EPOCH_OFFSET,
-    shard_puts,
-)
+from ...exchange.geometry import NEXT_EPOCH_OFFSET, arrival_flags, shard_puts
 from ...runtime.executor import CudaExecutor
 from ...runtime.group import Group
 from ...runtime.identity import call_signature
@@ -328,7 +323,7 @@ def copies_of(workspace: Workspace, full: int, shard: LocalShard) -> Copies:
         shard: Layout of the local shard.
     """
     group, bases = workspace.group, workspace.addresses
-    offset, flag = workspace.size.zeroed + group.rank * full, CONTROL_BYTES + FLAG_BYTES * group.rank
+    offset, flag = workspace.size.zeroed + group.rank * full, arrival_flags(group.size)[0, group.rank]
     order = [(group.rank - i) % group.size for i in range(1, group.size)] if shard.row_bytes else []
     places = tuple((bases[peer] + offset, bases[peer] + flag) for peer in order)
     return Copies(places, workspace.memory.local.data_ptr() + NEXT_EPOCH_OFFSET, shard)
