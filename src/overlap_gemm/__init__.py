@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .api.explanation import explain
     from .api.functional import all_gather_gemm, gemm_all_gather, gemm_all_reduce, gemm_reduce_scatter
     from .api.quantization import quantize_rows, swizzle_scales
-    from .api.registration import Arch, Mma, OpSpec, PatternSpec, register
+    from .api.registration import Arch, Mma, OpSpec, PatternSpec, TransportSpec, register
     from .api.statistics import stats
     from .epilogues import epilogue
     from .runtime.agree import DisagreementError
@@ -67,6 +67,7 @@ __all__ = [
     "OverlappingCallsError",
     "PatternSpec",
     "SymmetricMemoryError",
+    "TransportSpec",
     "World",
     "all_gather_gemm",
     "all_to_all_gemm",

@@ -2,24 +2,25 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
-import cutlass
 import pytest
-from cutlass import cute
 
 import overlap_gemm
 from overlap_gemm import epilogue
 from overlap_gemm.config.arch import ARCHS, arch_of
 from overlap_gemm.config.gemm_config import GemmConfig
 from overlap_gemm.config.visitors import Visitor, bias_of
-from overlap_gemm.device.memory import CHUNK_BYTES, store_run
-from overlap_gemm.transports import PeerBulk, Transport
+from overlap_gemm.transports import PeerBulk
 from tests.support.chosen import in_turn
+from tests.support.emulated import another_transport
+from tests.support.emulated.another_transport import SPEC, ChunkStores
 from tests.support.emulated.kernel_cases import launched
+from tests.support.emulated.rank_scripts import lines_of_ranks
 
 
 @epilogue(inputs={"factor": "rows"})
@@ -32,22 +33,6 @@ def gated_square(x, factor):
 def halve(x):
     """Returns half of each partial sum."""
     return x * 0.5
-
-
-@dataclass(frozen=True)
-class OrdinaryStores(Transport):
-    """One thread loads a stage chunk by chunk, and stores it at the owner."""
-
-    @cute.jit
-    def put(self, target, stage, num_bytes):
-        chunks = cute.zipped_divide(stage, (CHUNK_BYTES * 8 // stage.element_type.width,))
-        for i in cutlass.range(num_bytes // CHUNK_BYTES, unroll=1):
-            values = cute.make_rmem_tensor(chunks.shape[0], stage.element_type)
-            cute.autovec_copy(chunks[(None, i)], values)
-            self.store(target.at[i * CHUNK_BYTES], values)
-
-    def store(self, target, values):
-        store_run(target.address, values)
 
 
 ARCHITECTURES = "sm_90a", "sm_100a"
@@ -76,7 +61,86 @@ def test_another_epilogue(arch, transport, world):
 @pytest.mark.parametrize("arch", ["sm_90a", pytest.param("sm_100a", marks=pytest.mark.slow)])
 def test_another_transport(arch):
     mma = next(iter(ARCHS[arch].mma))
-    run(GemmConfig(arch, mma=mma, tile=(64, 128) if mma == "pingpong" else (128, 64)), OrdinaryStores(), 3)
+    run(GemmConfig(arch, mma=mma, tile=(64, 128) if mma == "pingpong" else (128, 64)), ChunkStores(), 3)
+
+
+REFUSED = {
+    "is there already; there are copy_engine, peer_bulk": {"name": "peer_bulk"},
+    "'stores' must have tiles=True, and shards, puts and by_host False": {"shards": True},
+    "must have tiles=True": {"tiles": False},
+    "registered transport stores tiles at peers": {"puts": True},
+    "stores tiles at peers, got TransportSpec": {"by_host": True},
+    "'stores' needs device='module:class', .* got 'module'": {"device": "module"},
+    "got ''": {"device": ""},
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_a_transport_that_does_not_store_tiles_is_refused(why):
+    with pytest.raises(ValueError, match=why):
+        overlap_gemm.register(replace(SPEC, **{"name": "stores", **REFUSED[why]}))
+    with pytest.raises(ValueError, match="must be one of copy_engine, peer_bulk, ll, nvshmem, got 'stores'"):  # noqa: SIM117
+        with overlap_gemm.configured(transport="stores"):
+            pass
+
+
+TRANSPORTS = """
+import sys
+import torch
+import another_transport
+import overlap_gemm
+from overlap_gemm import DisagreementError
+
+world = overlap_gemm.init()
+if world.rank == 0:  # emulated ranks share a process
+    overlap_gemm.register(another_transport.SPEC)
+torch.distributed.barrier()
+generator = torch.Generator().manual_seed(0)
+x, weight = (torch.randn(rows, 72 * world.size, generator=generator).bfloat16() for rows in (150, 136))
+exact, ours = x.double() @ weight.double().T, slice(72 * world.rank, 72 * (world.rank + 1))
+local, columns = x[:, ours].contiguous(), weight[:, ours].contiguous()
+for transport in ("chunk_stores", "peer_bulk", "chunk_stores"):
+    number = len(another_transport.traced)
+    with overlap_gemm.configured(transport=transport):
+        out = overlap_gemm.gemm_reduce_scatter(local, columns, backend="fused")
+        said = str(overlap_gemm.explain("gemm_reduce_scatter", local, columns, backend="fused"))
+        torch.cuda.synchronize()
+    expected = exact.chunk(world.size)[world.rank]
+    assert ((out.double() - expected).abs() <= 0.02 * expected.abs() + 0.2).all()
+    assert f"transport {transport!r}, as configured" in said, said
+assert another_transport.traced and len(another_transport.traced) == number
+try:
+    with overlap_gemm.configured(transport="peer_bulk" if world.rank else "chunk_stores"):
+        overlap_gemm.gemm_reduce_scatter(local[:64], columns, backend="fused")  # not compared before
+except DisagreementError as error:
+    print("DIFFER" if "chunk_stores" in str(error) else error)
+try:
+    with overlap_gemm.configured(transport="chunk_stores"):
+        overlap_gemm.all_gather_gemm(local, columns, backend="fused")
+except ValueError as error:
+    print("GATHERS" if "transport='chunk_stores' is for gemm_reduce_scatter" in str(error) else error)
+overlap_gemm.finalize()
+"""
+
+
+def test_another_transport_is_registered_configured_explained_and_compared(tmp_path):
+    shutil.copy(another_transport.__file__, tmp_path)
+    lines = lines_of_ranks(tmp_path, TRANSPORTS, env={**os.environ, "OVERLAP_GEMM_CACHE": "0"})
+    assert lines == ["DIFFER", "DIFFER", "GATHERS", "GATHERS"]
+
+
+PLANNED_TRANSPORT = """
+import overlap_gemm
+from overlap_gemm.cli import app
+from tests.support.emulated import another_transport
+overlap_gemm.register(another_transport.SPEC)
+with overlap_gemm.configured(tile_transport="chunk_stores"):
+    app(["plan", "gemm_reduce_scatter", "8192", "8192", "2048", "--ranks", "4"], standalone_mode=False)
+"""
+
+
+def test_the_planner_names_another_transport():
+    assert " by transport chunk_stores, " in run_script(PLANNED_TRANSPORT)
 
 
 def test_an_unknown_architecture_is_an_error():
@@ -168,6 +232,7 @@ from overlap_gemm.config.gemm_config import GemmConfig
 from overlap_gemm.transports import PeerBulk
 from tests.support.emulated.another_arch import SMALL_HOPPER
 from tests.support.emulated.kernel_cases import launched
+from tests.support.emulated.rank_scripts import lines_of_ranks
 
 config = GemmConfig("sm_90s", mma="cooperative", tile=(128, 128))
 assert config.ab_stages == 2 < replace(config, arch="sm_90a").ab_stages
@@ -183,8 +248,9 @@ for error, why, entry, *patterns in (
      replace(SMALL_HOPPER, name="sm_90t", capability=(9, 0))),
     (ValueError, "'sm_90u' has devices, and .* OVERLAP_GEMM_MACHINE must name a file",
      replace(SMALL_HOPPER, name="sm_90u", capability=(9, 8))),
-    (TypeError, "patterns are of ops, and sm_90v is", replace(SMALL_HOPPER, name="sm_90v"), pattern),
-    (TypeError, "takes an OpSpec or an Arch, got str", "sm_90w"),
+    (TypeError, "patterns are of ops, and sm_90v is of type Arch",
+     replace(SMALL_HOPPER, name="sm_90v"), pattern),
+    (TypeError, "takes an OpSpec, an Arch or a TransportSpec, got str", "sm_90w"),
 ):
     with pytest.raises(error, match=why):
         register(entry, *patterns)

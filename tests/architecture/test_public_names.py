@@ -83,7 +83,7 @@ def test_public_names():
         [
             *SIGNATURES, "Arch", "CaptureError", "CommTimeoutError", "DisagreementError",
             "GroupThreadError", "InvarianceError", "MismatchedCallsError", "Mma", "OverlappingCallsError",
-            "OpSpec", "PatternSpec", "SymmetricMemoryError", "World", "explain",
+            "OpSpec", "PatternSpec", "SymmetricMemoryError", "TransportSpec", "World", "explain",
         ]
     )  # fmt: skip
     assert all(hasattr(overlap_gemm, name) for name in overlap_gemm.__all__)

@@ -1,4 +1,4 @@
-"""`register`: adds an op or an architecture to the library.
+"""`register`: adds an op, an architecture or a transport to the library.
 
 An op is one object, an `OpSpec`: its name, and the axis of the product along which each of its tensors is
 sharded. These follow from it:
@@ -23,11 +23,11 @@ from ..dispatch.bound import call_op
 from ..dispatch.ops import GemmOp
 from ..dispatch.with_epilogue import EpilogueOp, call_with_epilogue
 from ..runtime.group import GroupLike
-from ..spec import ARGUMENTS, OpSpec, PatternSpec, add_op, add_pattern
+from ..spec import ARGUMENTS, OpSpec, PatternSpec, TransportSpec, add_op, add_pattern, add_transport
 from ..tuning.machine import MACHINE_VARIABLE, machine_for
 from . import functional
 
-__all__ = ["Arch", "Mma", "OpSpec", "PatternSpec", "register"]
+__all__ = ["Arch", "Mma", "OpSpec", "PatternSpec", "TransportSpec", "register"]
 
 Function = Callable[..., Any]
 
@@ -37,40 +37,44 @@ def register(entry: OpSpec, *patterns: PatternSpec) -> Function: ...
 
 
 @overload
-def register(entry: Arch) -> None: ...
+def register(entry: Arch | TransportSpec) -> None: ...
 
 
-def register(entry: OpSpec | Arch, *patterns: PatternSpec) -> Function | None:
-    """Adds an op or an architecture: once in a process, in the same order on every rank.
+def register(entry: OpSpec | Arch | TransportSpec, *patterns: PatternSpec) -> Function | None:
+    """Adds an op, an architecture or a transport: once in a process, in the same order on every rank.
 
     Args:
         entry: The op. Every rank has all of its weight; x or the product is sent, by one collective. Or the
             architecture, before the first call. If it has devices, `OVERLAP_GEMM_MACHINE` names a file of
-            constants for it.
+            constants for it. Or the transport of tiles, for `configured(tile_transport=name)`.
         *patterns: How the op's tiles are exchanged inside the fused kernels; without any it has none.
 
     Returns:
         The public function, which is `overlap_gemm.<name>` from now on: `(x, weight, *, group, bias, ...)`,
         whose keywords mean what they do in `gemm_reduce_scatter` (``rows``: in `all_gather_gemm`). A list
-        of weights, and of biases, shares x; the result is a list then. None for an architecture.
+        of weights, and of biases, shares x; the result is a list then. None for other entries.
 
     Raises:
-        TypeError: The entry is neither an op nor an architecture, or there are patterns of an architecture.
+        TypeError: The entry is no op, architecture or transport, or there are patterns and no op.
         ValueError: There is an op of this name or number, or a pattern of this name; the sharded axes are not
             those of an op that can be registered, or not those of its dual. There is an architecture of this
-            name or compute capability, or its devices have no constants.
+            name or compute capability, or its devices have no constants. There is a transport of this name,
+            or it is none of tiles stored at peers, or has no device part.
     """
-    if isinstance(entry, Arch):
-        _register_arch(entry, patterns)
-        return None
-    if not isinstance(entry, OpSpec):
-        raise TypeError(f"register takes an OpSpec or an Arch, got {type(entry).__name__}")
-    return _register_op(entry, patterns)
-
-
-def _register_arch(arch: Arch, patterns: Sequence[PatternSpec]) -> None:
+    if isinstance(entry, OpSpec):
+        return _register_op(entry, patterns)
+    if not isinstance(entry, (Arch, TransportSpec)):
+        raise TypeError(f"register takes an OpSpec, an Arch or a TransportSpec, got {type(entry).__name__}")
     if patterns:
-        raise TypeError(f"register: patterns are of ops, and {arch.name} is an architecture")
+        raise TypeError(f"register: patterns are of ops, and {entry.name} is of type {type(entry).__name__}")
+    if isinstance(entry, Arch):
+        _register_arch(entry)
+    else:
+        add_transport(entry)
+    return None
+
+
+def _register_arch(arch: Arch) -> None:
     # Every fused call on a device reads constants (`tuning.space.constants`).
     if arch.capability is not None and machine_for(arch.name) is None:
         raise ValueError(

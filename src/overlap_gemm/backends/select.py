@@ -28,6 +28,7 @@ from ..tuning.epilogue_time import EpilogueTime, epilogue_time
 from ..tuning.machine import machine_for
 from ..tuning.measured import Kernel
 from ..tuning.prediction import Facts, Prediction, predict
+from ..tuning.settings import settings
 from .base import Backend, Problem
 from .decomposed import Decomposed
 from .fused.fused_backend import Fused
@@ -88,6 +89,8 @@ class Choice:
         for name, reason in self.verdicts:
             known = f" [{times[name] * 1e6:.0f} us {how}]" if name in times else ""
             lines.append(f"  {name}: {'chosen' if reason is None else 'no, ' + reason}{known}")
+        if self.backend.name == "fused" and (transport := settings().transport_name(problem.spec)):
+            lines.append(f"  transport {transport!r}, as configured")
         if self.backend.name == "fused" and problem.num_weights > 1:
             why, number = why_each(problem), f"{problem.num_weights} weights"
             lines.append(f"  one kernel for {number}" if why is None else f"  {number}, a kernel each: {why}")

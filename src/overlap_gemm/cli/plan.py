@@ -19,6 +19,7 @@ from ..spec.promises import NO_PROMISES, Invariant, Promises
 from ..tuning.epilogue_time import epilogue_time
 from ..tuning.machine import Machine, load, machine_for
 from ..tuning.prediction import Facts, Prediction, predict_on
+from ..tuning.settings import settings
 from ..tuning.time_model import FusedTime
 from .command_options import BlockOption, EpilogueOption, block_of, chosen_ops, epilogue_named
 from .console import rank_zero_console
@@ -136,6 +137,8 @@ def plan(
         return
     expected = f"{captured.fused.total * 1e6:.1f} us expected"
     lowered = "" if captured.op == op else f" by way of {captured.op}"
+    if transport := settings().transport_name(OPS[captured.op]):
+        lowered += f" by transport {transport}"
     console.print(f"fused kernel: {captured.config.name}{lowered}, {expected}\n  {_parts(captured.fused)}")
     if invariant and free.fused is not None:
         ratio = captured.fused.total / free.fused.total

@@ -19,7 +19,7 @@ from .ops import (
     op_named,
 )
 from .pattern import PATTERNS, PatternSpec, add_pattern, patterns_of
-from .transport import EMPTY_BYTE, TRANSPORTS, TransportSpec, transports_of
+from .transport import EMPTY_BYTE, TRANSPORTS, TransportSpec, add_transport, transports_of
 
 __all__ = [
     "ALL_GATHER_GEMM",
@@ -41,6 +41,7 @@ __all__ = [
     "TransportSpec",
     "add_op",
     "add_pattern",
+    "add_transport",
     "op_coded",
     "op_named",
     "patterns_of",

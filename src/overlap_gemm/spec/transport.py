@@ -29,6 +29,8 @@ class TransportSpec:
         puts: Whether it reaches peers that are not P2P-accessible, by puts.
         is_flag: Whether data is its own flag; such a transport sends only values of 16 bits.
         by_host: Whether the host queues copies on a copy engine; else kernels send.
+        device: ``module:class`` of its device part, a subclass of `transports.Transport`, if it is
+            registered (`overlap_gemm.register`); "" for a transport of the library.
     """
 
     name: str
@@ -37,6 +39,7 @@ class TransportSpec:
     puts: bool = False
     is_flag: bool = False
     by_host: bool = False
+    device: str = ""
 
     def carries(self, op: OpSpec) -> bool:
         """Returns whether the transport can send what the op sends.
@@ -58,6 +61,29 @@ TRANSPORTS = {
     )
 }
 """Transports by name."""
+
+
+def add_transport(transport: TransportSpec) -> None:
+    """Adds a transport of tiles to `TRANSPORTS`.
+
+    Raises:
+        ValueError: A transport has this name already; or it has no device part, or not that of tiles which
+            kernels store in the memory of P2P-accessible peers.
+    """
+    name = transport.name
+    if name in TRANSPORTS:
+        raise ValueError(f"transport {name!r} is there already; there are {', '.join(TRANSPORTS)}")
+    if not transport.tiles or transport.shards or transport.puts or transport.by_host:
+        raise ValueError(
+            f"transport {name!r} must have tiles=True, and shards, puts and by_host False: a registered "
+            f"transport stores tiles at peers, got {transport}"
+        )
+    if not all(transport.device.partition(":")):
+        raise ValueError(
+            f"transport {name!r} needs device='module:class', that of a subclass of "
+            f"overlap_gemm.transports.Transport, got {transport.device!r}"
+        )
+    TRANSPORTS[name] = transport
 
 
 def transports_of(op: OpSpec) -> tuple[str, ...]:

@@ -75,7 +75,7 @@ class Settings(NamedTuple):
         return (
             ("configured fields", self.fields),
             ("configured algorithm", self.algorithm if chooses else None),
-            ("configured transport", self._transport(op)),
+            ("configured transport", self.transport_name(op)),
         )
 
     def transport_of(self, op: OpSpec) -> TransportSpec | None:
@@ -84,7 +84,7 @@ class Settings(NamedTuple):
         Raises:
             ValueError: The op does not support the transport.
         """
-        name = self._transport(op)
+        name = self.transport_name(op)
         if name is not None and name not in transports_of(op):
             ops = ", ".join(other for other, spec in OPS.items() if name in transports_of(spec))
             raise ValueError(
@@ -93,7 +93,8 @@ class Settings(NamedTuple):
             )
         return None if name is None else TRANSPORTS[name]
 
-    def _transport(self, op: OpSpec) -> str | None:
+    def transport_name(self, op: OpSpec) -> str | None:
+        """Returns the name of the configured transport of the data that an op sends, or None."""
         return self.shard_transport if op.operand_is_sent else self.tile_transport
 
 

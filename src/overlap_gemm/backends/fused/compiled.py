@@ -10,6 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from functools import cache
+from hashlib import sha256
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from ...config.gemm_config import GemmConfig
@@ -17,7 +20,7 @@ from ...runtime.compile_cache import OPTIONS, CompileCache
 from ...runtime.executor import Executor
 from ...runtime.memory.symmetric import init_nvshmem_library
 from ...runtime.order import forbid_capture
-from ...spec import ALL_GATHER_GEMM, OpSpec
+from ...spec import ALL_GATHER_GEMM, PATTERNS, OpSpec
 from .transport_hosts import TransportHost
 
 
@@ -39,10 +42,10 @@ def compiled_kernel(
 
     def build() -> Any:
         from ...build import DirectCall, compile_kernel, make_kernel
-        from ...transports import DEVICE
+        from ...transports import device_part
 
-        device_part = None if transport is None else DEVICE[transport.device]()
-        kernel = make_kernel(config, device_part, cooperative, pattern)
+        part = None if transport is None else device_part(transport.device)
+        kernel = make_kernel(config, part, cooperative, pattern)
         if in_library:
             return DirectCall(compile_kernel(kernel))
         return compile_kernel(kernel, OPTIONS)
@@ -50,8 +53,24 @@ def compiled_kernel(
     # CTAs wait for each other. CUDA refuses a cooperative launch whose grid cannot be resident at once.
     relayed = transport is not None and transport.relays
     cooperative = _is_cooperative(executor, config, relayed) and transport is not None
-    exchange = ("", "") if transport is None else (transport.device, pattern)
-    return _from_cache(executor, (config, *exchange, cooperative), build, in_library)
+    key: tuple[Hashable, ...] = (config, "", "", cooperative)
+    if transport is not None:
+        registered = source_of(transport.device), source_of(PATTERNS[pattern].kernel)
+        key = (config, transport.device, pattern, cooperative, *filter(None, registered))
+    return _from_cache(executor, key, build, in_library)
+
+
+def source_of(path: str) -> str:
+    """Returns a digest of the file of a ``module:class`` that is registered from outside of the package.
+
+    The cache on disk has the text of the package in each key (`compile_cache.source_digest`). Of another
+    package it has that of the class's module alone. "" for names and classes of this package.
+    """
+    module, _, name = path.partition(":")
+    if not name or module.partition(".")[0] == __name__.partition(".")[0]:
+        return ""
+    file = import_module(module).__file__
+    return sha256(Path(file).read_bytes() if file else b"").hexdigest()
 
 
 def _is_cooperative(executor: Executor, config: GemmConfig, relayed: bool) -> bool:

@@ -38,7 +38,7 @@ class TransportHost:
     """Host part of a transport.
 
     Attributes:
-        device: Name of the device part, a key of `transports.DEVICE`.
+        device: Name of the device part, as `transports.device_part` takes it.
         kind: Kind of its workspaces; "": those of bulk stores. LL packets and puts need separate workspaces:
             other transports must not write where packets are awaited, nor where tiles are staged for all
             peers.
@@ -114,7 +114,8 @@ def requested_transport(requested: TransportSpec | None, config: GemmConfig | No
         )
     if requested.puts:
         return PUTS
-    return LL_PACKETS if requested.is_flag else STORES
+    host = LL_PACKETS if requested.is_flag else STORES
+    return replace(host, device=requested.device) if requested.device else host
 
 
 def obtain_transport(
