@@ -30,7 +30,7 @@ from cuda.bindings.driver import CUstream
 from cutlass.cute.runtime import from_dlpack
 from torch.nn.functional import ScalingType, scaled_mm
 
-from overlap_gemm.backends.scales.block_scales import layout_of
+from overlap_gemm.backends.scales.scale_layouts import LAYOUTS
 from overlap_gemm.build import compile_kernel, make_kernel
 from overlap_gemm.config.gemm_config import GemmConfig
 from overlap_gemm.config.visitors import SCALES
@@ -94,7 +94,7 @@ def main() -> None:
         kernels[config.name] = (config, compile_kernel(make_kernel(config)))
     blocked = [compile_kernel(make_kernel(config)) for config in BLOCKED]
     print(f"{len(blocked) + len(kernels)} kernels compiled in {time.time() - began:.0f} s", flush=True)
-    results, layout = [], layout_of(BLOCKS)
+    results, layout = [], LAYOUTS[BLOCKS]
     for m, n, k in SHAPES:
         if time.time() - began > limit:
             print("out of time before", (m, n, k))

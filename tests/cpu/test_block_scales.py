@@ -5,8 +5,7 @@ from itertools import product
 import pytest
 import torch
 
-from overlap_gemm.backends.scales.block_scales import PaddedScaleRows, num_bytes, scales_of_shard
-from overlap_gemm.backends.scales.scaling import scales_of_shard as scales_of_rows
+from overlap_gemm.backends.scales.scale_layouts import PaddedScaleRows, ScaleVectors
 
 ROWS, K_BLOCKS = (1, 2, 3, 4, 5, 9), (2, 3, 4, 5)
 
@@ -61,19 +60,19 @@ def test_scales_that_lie_along_the_rows_are_not_copied():
 def test_scales_of_a_shard_are_a_matrix_for_a_full_one(width):
     for rows, chunk, depth in product((0, 1, 33), (33, 70), (144, 256, 272)):
         scale = torch.rand(rows, -(-depth // width))
-        sent = scales_of_shard(scale, (1, width, width), chunk, depth)
+        sent = PaddedScaleRows(width).of_shard(scale, chunk, depth)
         assert_readable(sent)
         assert sent.is_contiguous()
-        assert sent.nbytes == num_bytes((1, width, width), chunk, depth)
+        assert sent.nbytes == PaddedScaleRows(width).num_bytes(chunk, depth)
         assert torch.equal(sent[:, :rows], scale.t()) and not sent[:, rows:].any()
 
 
 def test_scales_of_a_full_shard_that_lie_along_its_rows_are_sent_from_their_place():
     scale = lying(torch.rand(8, 3), (8, 3), (1, 8))
-    assert scales_of_shard(scale, (1, 128, 128), 8, 384).data_ptr() == scale.data_ptr()
-    assert scales_of_shard(scale, (1, 128, 128), 12, 384).data_ptr() != scale.data_ptr()
+    assert PaddedScaleRows(128).of_shard(scale, 8, 384).data_ptr() == scale.data_ptr()
+    assert PaddedScaleRows(128).of_shard(scale, 12, 384).data_ptr() != scale.data_ptr()
     for rows in (8, 7):
         vector = torch.rand(rows)
-        sent = scales_of_rows(vector, rows)
+        sent = ScaleVectors().of_shard(vector, rows, 384)
         assert (sent.data_ptr() == vector.data_ptr()) == (rows == 8)
         assert torch.equal(sent[:rows], vector) and len(sent) == 8

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from overlap_gemm.config.scale_blocks import PROMOTED
+from overlap_gemm.config.scale_blocks import PROMOTED, OperandTypes
 from overlap_gemm.tuning.calibrate import COLLECTIVES, CURVE_BYTES, HOSTS, calibrate
 from overlap_gemm.tuning.machine import load
 from overlap_gemm.tuning.space import candidates
@@ -63,7 +63,7 @@ def truth():
     with_blocks = {
         efficiency_key(config): round(0.3 + 0.05 * i, 3)
         for blocks in PROMOTED
-        for i, config in enumerate(candidates("sm_90a", "e4m3", machine, blocks))
+        for i, config in enumerate(candidates("sm_90a", OperandTypes("e4m3", blocks), machine))
     }
     return replace(
         machine,

@@ -24,6 +24,7 @@ from overlap_gemm.backends.op_call import with_fallback
 from overlap_gemm.backends.scales.tma_operands import aligned, aligned_vector, major
 from overlap_gemm.backends.select import choose
 from overlap_gemm.config.gemm_config import GemmConfig
+from overlap_gemm.config.scale_blocks import OperandTypes
 from overlap_gemm.config.visitors import Visitor
 from overlap_gemm.exchange.geometry import CONTROL_BYTES, FLAG_BYTES, ExchangeShape
 from overlap_gemm.runtime.group import Group
@@ -44,7 +45,7 @@ def test_an_all_reduce_to_8_bits_sends_no_results(monkeypatch):
 
     def pattern_with(*functions):
         peers, visitors = SimpleNamespace(agreed=agreed), tuple(Visitor(one, ("f32",)) for one in functions)
-        return plan_cache._with_pattern(peers, "bf16", shape, None, None, visitors)
+        return plan_cache._with_pattern(peers, OperandTypes("bf16"), shape, None, visitors)
 
     assert pattern_with(epilogues.to_e4m3).pattern == "one_shot"
     assert pattern_with(epilogues.add_bias, epilogues.to_e4m3).pattern == "one_shot"

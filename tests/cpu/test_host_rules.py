@@ -17,9 +17,9 @@ from overlap_gemm.backends import by_shards, decomposed, epilogues, peer_access
 from overlap_gemm.backends.fused import compiled
 from overlap_gemm.backends.fused.launch_plan import Copies, LocalShard, Plan, Product
 from overlap_gemm.backends.fused.transport_hosts import STORES, requested_transport
-from overlap_gemm.backends.op_call import OpCall
+from overlap_gemm.backends.op_call import CallOperands, OpCall
 from overlap_gemm.backends.portable_arithmetic import arithmetic_of
-from overlap_gemm.backends.scales.block_scales import MxAtoms
+from overlap_gemm.backends.scales.scale_layouts import MxAtoms
 from overlap_gemm.config.gemm_config import GemmConfig
 from overlap_gemm.config.orders import LocalShardFirst, TileGrid, WorkList
 from overlap_gemm.config.scale_blocks import BLOCKS
@@ -273,7 +273,7 @@ def test_a_two_shots_owners_have_whole_tiles_and_as_few_as_cover_the_columns(col
 @pytest.mark.parametrize("blocks", BLOCKS, ids=str)
 def test_a_two_shots_owners_begin_with_a_block_of_scales(blocks):
     for columns, world in ((264, 2), (384, 2), (400, 3), (4096 + 8, 8)):
-        shape = ExchangeShape.even(512, columns, world, "two_shot", blocks)
+        shape = ExchangeShape.even(512, columns, world, "two_shot", blocks[1])
         unit = max(OWNED, blocks[1])
         assert shape.shard % OWNED == shape.shard % blocks[1] == 0
         assert shape.shard * world >= columns > (shape.shard - unit) * world
@@ -388,7 +388,7 @@ def test_blocks_that_are_sent_have_the_columns_of_their_rank(monkeypatch):
     rest = Shards.even(len(X), 2), Group("pair", 0, 2), arithmetic_of(NO_PROMISES, 2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # torch resizes a block that does not fit
-        decomposed.Decomposed().by_collective(spec, X[:3], [WEIGHT[:5]], [], *rest)
+        decomposed.Decomposed().by_collective(spec, CallOperands(X[:3], [WEIGHT[:5]]), *rest)
     assert torch.equal(exchange.post.call_args.args[0], X[:3] @ WEIGHT[3:5].t())
 
 

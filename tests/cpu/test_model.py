@@ -9,7 +9,7 @@ import pytest
 
 from overlap_gemm.config.gemm_config import GemmConfig
 from overlap_gemm.config.orders import joins_shards
-from overlap_gemm.config.scale_blocks import MX, PROMOTED
+from overlap_gemm.config.scale_blocks import MX, PROMOTED, OperandTypes
 from overlap_gemm.tuning.machine import load, machine_for, save
 from overlap_gemm.tuning.prediction import predict, predict_on
 from overlap_gemm.tuning.settings import configured
@@ -219,7 +219,7 @@ def test_more_work_takes_no_less_time(op, larger):
 def test_a_faster_machine_is_no_slower(rate, size):
     slow = load("h200")
     fast = replace(slow, **{rate: 2 * getattr(slow, rate)})
-    for config in candidates("sm_90a", "bf16"):
+    for config in candidates("sm_90a", OperandTypes("bf16")):
         times = [fused_time(config, facts(m=size), m, 132).total for m in (slow, fast)]
         assert times[1] <= times[0]
 
@@ -253,7 +253,9 @@ def test_a_curve_is_linear_between_its_points_and_behind_them():
 def test_the_choice_is_the_candidate_with_the_least_time(arch, rows):
     call, machine = facts(m=rows, world=8), machine_for(arch)
     found = predict(call, arch, 132, captured=True)
-    timed = [c for c in candidates(arch, "bf16") if rows <= machine.few_rows or c.mma != "swap_ab"]
+    timed = [
+        c for c in candidates(arch, OperandTypes("bf16")) if rows <= machine.few_rows or c.mma != "swap_ab"
+    ]
     times = [fused_time(c, call, machine, 132).total for c in timed]
     if found.op == RS:
         assert found.fused.total == min(times) == found.seconds["fused"]
@@ -314,7 +316,7 @@ def test_kernels_with_scales_of_blocks_have_efficiencies_of_their_own():
 
 
 def test_kernels_with_scales_of_blocks_that_were_not_timed_are_those_with_scales_of_rows():
-    assert {c.blocks for c in candidates("sm_90a", "e4m3", ROWS_ALONE, BLOCKS)} == {BLOCKS}
+    assert {c.blocks for c in candidates("sm_90a", OperandTypes("e4m3", BLOCKS), ROWS_ALONE)} == {BLOCKS}
     for m in (16, 512, 8192):
         rows, blocks = (of_blocks(ROWS_ALONE, m, kind) for kind in (None, BLOCKS))
         assert blocks.seconds["torch"] == rows.seconds["torch"]
@@ -419,7 +421,7 @@ def test_an_all_reduce_of_few_rows_is_one_shot_and_of_many_two_shot(world):
 def test_what_is_not_measured_takes_at_least_its_bytes(op, pattern):
     machine = load("h200")
     call = Facts(op, 8192, 8192, 8192, "bf16", 4)
-    for config in candidates("sm_90a", "bf16"):
+    for config in candidates("sm_90a", OperandTypes("bf16")):
         found = fused_time(config, call, machine, 132, pattern)
         small = config.tile in ((64, 128), (128, 64))
         rate = machine.bulk_rate * (machine.small_tile_rate if small else 1)

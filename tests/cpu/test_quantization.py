@@ -13,7 +13,7 @@ from overlap_gemm import quantize_rows, swizzle_scales
 from overlap_gemm.api import quantization as api
 from overlap_gemm.api.quantization import LEAST_SCALE
 from overlap_gemm.backends.scales import row_quantization as quantization
-from overlap_gemm.backends.scales.scaling import torch_layout
+from overlap_gemm.backends.scales.scale_layouts import LAYOUTS
 from overlap_gemm.config.scale_blocks import PROMOTED
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -77,12 +77,12 @@ def test_scales_of_blocks_lie_along_the_rows(shape):
 
 def test_torchs_product_takes_them_as_they_are():
     (x, scale_x), (weight, _) = (quantize_rows(rows(count, 512), block=128) for count in (8, 256))
-    scale_w = torch.rand(2, 4, generator=torch.Generator().manual_seed(0))
-    of_x, of_w = torch_layout(x, weight, scale_x, scale_w, PROMOTED[0])
+    layout, scale_w = LAYOUTS[PROMOTED[0]], torch.rand(2, 4, generator=torch.Generator().manual_seed(0))
+    of_x, of_w = layout.for_torch(x, weight, scale_x, scale_w)
     assert of_x.data_ptr() == scale_x.data_ptr() and of_x.stride() == (1, 8)
     assert of_w.stride() == (1, 4) and torch.equal(of_w, scale_w.t())
     _, six = quantize_rows(rows(6, 512), block=128)
-    padded, _ = torch_layout(x[:6], weight, six, scale_w, PROMOTED[0])
+    padded, _ = layout.for_torch(x[:6], weight, six, scale_w)
     assert padded.stride() == (1, 8) and torch.equal(padded[:6], six)
 
 

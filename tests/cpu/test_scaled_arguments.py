@@ -12,6 +12,7 @@ from overlap_gemm.backends.fused.fused_backend import Fused
 from overlap_gemm.backends.op_call import OpCall
 from overlap_gemm.backends.peer_access import PeerAccess
 from overlap_gemm.backends.scales import scaling
+from overlap_gemm.backends.scales.product_types import ProductTypes
 from overlap_gemm.backends.select import choose, predicted
 from overlap_gemm.backends.torch_backend import Torch
 from tests.support.ops import SCALED
@@ -249,7 +250,7 @@ def test_with_a_promise_no_constants_decide_about_fused_kernels():
 def test_where_torch_has_products_with_scales_of_blocks(monkeypatch, capability, toolkit, types, why):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch.version, "cuda", toolkit)
-    said = scaling.why_no_product.__wrapped__("cuda", *types, (1, 128, 128))
+    said = scaling.why_no_product.__wrapped__("cuda", ProductTypes(*types, (1, 128, 128)))
     assert said is None if why is None else why in said
 
 

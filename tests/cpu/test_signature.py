@@ -13,11 +13,12 @@ import torch
 from overlap_gemm.backends.fused import exchange_plans
 from overlap_gemm.backends.fused import gather_plans as gather
 from overlap_gemm.backends.fused import plan_cache as plans
-from overlap_gemm.backends.scales.block_scales import num_bytes
+from overlap_gemm.backends.scales.product_types import ProductTypes
+from overlap_gemm.backends.scales.scale_layouts import LAYOUTS
 from overlap_gemm.config.arch import ARCHS
 from overlap_gemm.config.gemm_config import DTYPE_BYTES, GemmConfig
 from overlap_gemm.config.orders import WorkList
-from overlap_gemm.config.scale_blocks import BLOCKS
+from overlap_gemm.config.scale_blocks import BLOCKS, OperandTypes
 from overlap_gemm.device.memory import CHUNK_BYTES
 from overlap_gemm.exchange import geometry
 from overlap_gemm.exchange.copies import Results
@@ -90,7 +91,7 @@ def layouts_by_signature(arch, pattern):
     for config in configurations(arch):
         if pattern in ("output_gather", "column_exchange") and config.slot_dtype != config.out_dtype:
             continue
-        shape = ExchangeShape.even(*SIZES, WORLD, pattern, config.blocks)
+        shape = ExchangeShape.even(*SIZES, WORLD, pattern, OperandTypes("e4m3", config.blocks).column_unit)
         found[plans.signature_of(config, shape, "peer_bulk")].add(layout(config, shape))
     return found
 
@@ -115,17 +116,22 @@ def test_a_signature_without_a_fact_stands_for_several_layouts(fact, monkeypatch
 def test_gathered_shards_with_scales_of_different_blocks_have_different_signatures():
     """One float32 of 128 elements takes as many bytes as four e8m0 of 32."""
     shards, dtype = Shards(256, 2, 128), torch.float8_e4m3fn
-    layouts = {blocks: gather.BufferLayout.with_scales(shards, 512, blocks, False) for blocks in BLOCKS}
+    layouts = {
+        blocks: gather.BufferLayout.with_scales(shards, 512, LAYOUTS[blocks], False) for blocks in BLOCKS
+    }
     assert len(set(layouts.values())) < len(BLOCKS)
-    kinds = {gather.signature_of(dtype, layout, shards, blocks) for blocks, layout in layouts.items()}
+    kinds = {
+        gather.signature_of(ProductTypes(dtype, blocks=blocks), layout, shards)
+        for blocks, layout in layouts.items()
+    }
     assert len(kinds) == len(BLOCKS)
 
 
 def test_gathered_rows_in_different_layouts_have_different_signatures():
     shards, dtype = Shards(128, 2, 64), torch.float8_e4m3fn
-    layouts = [gather.BufferLayout.with_scales(shards, 256, None, puts) for puts in (False, True)]
+    layouts = [gather.BufferLayout.with_scales(shards, 256, LAYOUTS[None], puts) for puts in (False, True)]
     layouts += [gather.BufferLayout.of(shards, 256, 1)]
-    assert len({gather.signature_of(dtype, layout, shards) for layout in layouts}) == 3
+    assert len({gather.signature_of(ProductTypes(dtype), layout, shards) for layout in layouts}) == 3
 
 
 @pytest.mark.parametrize("puts", [False, True])
@@ -133,8 +139,8 @@ def test_gathered_rows_in_different_layouts_have_different_signatures():
 @pytest.mark.parametrize(("rows", "ranks"), [(1, 1), (7, 2), (8, 2), (4096, 3), (3, 4)])
 def test_rows_and_scales_of_gathered_shards_do_not_overlap(rows, ranks, blocks, puts):
     shards = Shards.even(rows, ranks)
-    layout = gather.BufferLayout.with_scales(shards, 256, blocks, puts)
-    of_scales = num_bytes(blocks, shards.chunk, 256) if blocks else 4 * shards.chunk
+    layout = gather.BufferLayout.with_scales(shards, 256, LAYOUTS[blocks], puts)
+    of_scales = LAYOUTS[blocks].num_bytes(shards.chunk, 256) if blocks else 4 * shards.chunk
     parts = [(rank * layout.shard, shards.chunk * layout.row) for rank in range(ranks)]
     parts += [(layout.scales + rank * layout.next_scales, of_scales) for rank in range(ranks)]
     parts.sort()
@@ -146,9 +152,10 @@ def test_exchanged_rows_in_different_chunks_have_different_signatures():
     """Compares with gathered shards of as many bytes, too, which are in the same buffer."""
     shards = Shards(1024, 2, 512)
     rows = gather.BufferLayout.of(shards, 128, 2)
-    kinds = {exchange_plans.signature_of(torch.bfloat16, (256,), shards, chunk) for chunk in (128, 256, 512)}
-    kinds |= {exchange_plans.signature_of(torch.float16, (256,), shards, 128)}
-    assert len(kinds | {gather.signature_of(torch.bfloat16, rows, shards)}) == 5
+    types = ProductTypes(torch.bfloat16)
+    kinds = {exchange_plans.signature_of(types, (256,), shards, chunk) for chunk in (128, 256, 512)}
+    kinds |= {exchange_plans.signature_of(ProductTypes(torch.float16), (256,), shards, 128)}
+    assert len(kinds | {gather.signature_of(types, rows, shards)}) == 5
 
 
 def test_chunks_are_whole_tiles_cover_all_rows_and_have_flags():

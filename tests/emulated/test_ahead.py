@@ -14,6 +14,7 @@ from overlap_gemm.backends.fused import plan_cache as plans
 from overlap_gemm.backends.fused import transport_hosts
 from overlap_gemm.backends.fused.plan_cache import plan_for
 from overlap_gemm.backends.fused.reserved import allocate, needed_classes
+from overlap_gemm.backends.scales.product_types import ProductTypes
 from overlap_gemm.config.scale_blocks import MX, PROMOTED
 from overlap_gemm.epilogues import add_residual_squared, swiglu
 from overlap_gemm.exchange.geometry import ExchangeShape
@@ -48,9 +49,9 @@ def test_calls_up_to_what_was_reserved_allocate_nothing(monkeypatch, pattern, dt
     """``"one_shot"`` stands for an all-reduce: the model settles which; and whether a scatter is one."""
     monkeypatch.setattr(transport_hosts, "SMALLEST_BUFFER", 1 << 10)
     monkeypatch.setattr(transport_hosts, "SMALLEST_FLAGS", 1)
-    out = None if dtype == torch.bfloat16 else torch.bfloat16
+    types = ProductTypes(dtype, None, None if dtype == torch.bfloat16 else torch.bfloat16)
     with Emulator("sm_100a", 2) as emulator, VirtualWorld(2, emulator=emulator) as world:
-        held = [reserve(g, CPU, dtype, [PATTERNS[pattern].op], 4096, 1024, out) for g in world.ranks]
+        held = [reserve(g, CPU, types, [PATTERNS[pattern].op], 4096, 1024) for g in world.ranks]
         assert overlap_gemm.workspace_bytes() == sum(held)
         for rows in (1, 2, 100, 300, 700, 1000, 2048, 4095, 4096):
             for columns, depth in ((16, None), (1024, None), (1024, 64), (1024, 1 << 17)):
@@ -60,10 +61,10 @@ def test_calls_up_to_what_was_reserved_allocate_nothing(monkeypatch, pattern, dt
                     tiles = [{"mma": "1cta", "tile": (128, columns)} for columns in (64, 128, 256)]
                     for fields in ({}, *(tiles if pattern != "one_shot" else ())):
                         with configured(**fields):
-                            plan_for(group, CPU, dtype, shape, "k", "k", (), depth, out)
+                            plan_for(group, CPU, types, shape, "k", "k", (), depth)
         assert overlap_gemm.workspace_bytes() == sum(held)
         larger = ExchangeShape.even(9000, 1024, 2, pattern)
-        plan_for(world.ranks[0], CPU, dtype, larger, "k", "k", (), None, out)
+        plan_for(world.ranks[0], CPU, types, larger, "k", "k", ())
         assert overlap_gemm.workspace_bytes() > sum(held)
 
 
@@ -71,7 +72,7 @@ def test_what_is_reserved_within_a_block_that_asks_for_puts_is_for_puts():
     with Emulator("sm_90a", 2) as emulator, VirtualWorld(2, emulator=emulator) as world:
         ops = ["gemm_all_reduce", "all_gather_gemm"]
         with configured(transport="nvshmem"):
-            held = [reserve(group, CPU, torch.bfloat16, ops, 100, 64) for group in world.ranks]
+            held = [reserve(group, CPU, ProductTypes(torch.bfloat16), ops, 100, 64) for group in world.ranks]
         assert {space.size.kind for space in workspaces()} == {"puts", "gather puts"}
         assert overlap_gemm.workspace_bytes() == sum(held)
 
@@ -190,7 +191,7 @@ def test_rows_of_8_bits_are_gathered_with_their_scales():
         with Emulator("sm_100a", 2) as emulator, VirtualWorld(2, emulator=emulator) as world:
             group = world.ranks[0]
             out = None if dtype == torch.bfloat16 else torch.bfloat16
-            held.append(reserve(group, CPU, dtype, [GATHER], rows, k, out, blocks))
+            held.append(reserve(group, CPU, ProductTypes(dtype, None, out, blocks), [GATHER], rows, k))
     small, still_small, large, padded, mx = held
     assert still_small == small < large == padded == mx
 
@@ -212,14 +213,15 @@ def test_calls_with_scales_of_blocks_get_what_the_model_says_of_them(monkeypatch
     save(replace(known, efficiency=own), tmp_path / "mine.json")
     monkeypatch.setenv(MACHINE_VARIABLE, str(tmp_path / "mine.json"))
     machine_for.cache_clear()
-    x, weights = torch.empty(8, 512, dtype=E4M3), [torch.empty(2048, 512, dtype=E4M3)]
+    weights = [torch.empty(2048, 512, dtype=E4M3)]
     chosen = []
     with Emulator("sm_90a", 2, num_sms=132) as emulator, VirtualWorld(2, emulator=emulator) as world:
         for blocks in (None, PROMOTED[0]):
-            shape, how = ExchangeShape.even(16, 4096, 2, "reduce_scatter"), (torch.bfloat16, blocks)
+            shape = ExchangeShape.even(16, 4096, 2, "reduce_scatter")
+            types = ProductTypes(E4M3, None, torch.bfloat16, blocks)
             for group in world.ranks:
-                scatter = plan_for(group, CPU, E4M3, shape, "k", "k", (), 8192, *how)
-                rows = gather.plan_for(group, x, 512, weights, (), Shards.even(16, 2), False, *how)
+                scatter = plan_for(group, CPU, types, shape, "k", "k", (), 8192)
+                rows = gather.plan_for(group, types, CPU, 512, weights, (), Shards.even(16, 2), False)
                 chosen.append(
                     (scatter.pattern, *(efficiency_key(p.products[0].config) for p in (scatter, rows)))
                 )

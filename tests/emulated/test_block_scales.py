@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import overlap_gemm
-from overlap_gemm.backends.scales.block_scales import PaddedScaleRows
+from overlap_gemm.backends.scales.scale_layouts import PaddedScaleRows
 from overlap_gemm.backends.scales.tma_operands import widened
 from overlap_gemm.testing.emulated import joined_results, poisoned_allocations
 from tests.support.emulated.op_runs import world_of

@@ -5,7 +5,8 @@ import torch
 
 import overlap_gemm
 from cute_emulator import Emulator
-from overlap_gemm.backends.scales.scaling import blocks_named, unit_scales
+from overlap_gemm.backends.scales.scale_layouts import LAYOUTS
+from overlap_gemm.backends.scales.scaling import blocks_named
 from overlap_gemm.config.scale_blocks import MX, PROMOTED
 from overlap_gemm.runtime.virtual import VirtualWorld
 from tests.support.emulated.float32_sums import float32_sums, spread
@@ -84,7 +85,7 @@ def test_rows_of_a_call_with_scales_do_not_depend_on_the_batch(arch, op, block):
     The first call's is zero, so that one kernel serves both.
     """
     ranks, columns, depth = 2, 128, 192
-    blocks = blocks_named(block, torch.float8_e4m3fn)
+    layout = LAYOUTS[blocks_named(block, torch.float8_e4m3fn)]
     xs, weights = (
         [spread(rows, depth, 10 * seed + rank, "e4m3") for rank in range(ranks)]
         for rows, seed in ((1, 1), (columns, 2))
@@ -99,7 +100,7 @@ def test_rows_of_a_call_with_scales_do_not_depend_on_the_batch(arch, op, block):
             outs = []
             for x, weight, group in zip(xs, weights, world.names, strict=True):
                 rows = x.view(torch.uint8).expand(count, depth).contiguous().view(x.dtype)
-                of_x, of_weight = unit_scales((count, depth), (columns, depth), blocks, x.device)
+                of_x, of_weight = layout.unit((count, depth), (columns, depth), x.device)
                 scale_x, scale_w = of_x, of_weight if block == "mx" else of_weight * 1.7
                 outs.append(
                     getattr(overlap_gemm, op)(

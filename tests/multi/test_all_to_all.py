@@ -10,6 +10,7 @@ import torch.nn.functional as F
 import overlap_gemm
 from overlap_gemm import all_to_all_gemm, gemm_all_to_all
 from overlap_gemm.backends.collectives import columns_to_rows
+from overlap_gemm.backends.scales.product_types import ProductTypes
 from overlap_gemm.backends.scales.scaling import Scaled
 from overlap_gemm.runtime.group import group_name, resolve
 from overlap_gemm.spec.sharding import Shards
@@ -167,7 +168,8 @@ def scaled_by_blocks(rank, size, backend):
     torch.testing.assert_close(out.double(), exact.split([3, 2])[rank], rtol=2**-8, atol=1e-2)
     group = resolve(group_name(None))  # as backend "torch" sends them, which multiplies on GPUs only
     exchange = partial(columns_to_rows, shards=Shards.even(5, size), group=group)
-    sent = Scaled(parts[0].contiguous(), parts[1], torch.bfloat16, (1, 128, 128)).exchanged(exchange, 512)
+    types = ProductTypes(parts[0].dtype, None, torch.bfloat16, (1, 128, 128))
+    sent = Scaled(parts[0].contiguous(), parts[1], types).exchanged(exchange, 512)
     for rows, of_all in ((sent.values, x), (sent.scale, scale_x)):
         torch.testing.assert_close(rows.float(), of_all.split([3, 2])[rank].float(), rtol=0, atol=0)
 

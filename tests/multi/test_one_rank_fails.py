@@ -20,6 +20,7 @@ from overlap_gemm.backends import by_shards, peer_access
 from overlap_gemm.backends.fused import gather_plans as gather
 from overlap_gemm.backends.fused import plan_cache as plans
 from overlap_gemm.backends.fused.fused_backend import Fused
+from overlap_gemm.backends.scales.product_types import ProductTypes
 from overlap_gemm.device.failure import RECORD_WORDS
 from overlap_gemm.exchange.geometry import ExchangeShape
 from overlap_gemm.runtime import peers
@@ -82,12 +83,14 @@ def made_up():
 
 def scatter(group):
     shape = ExchangeShape.even(512, 512, group.size)
-    return plans.plan_for(group, CPU, BF16, shape, "k", "k", ())
+    return plans.plan_for(group, CPU, ProductTypes(BF16), shape, "k", "k", ())
 
 
 def gathering(group):
-    x, weight = torch.empty(64, 64, dtype=BF16), torch.empty(64, 64, dtype=BF16)
-    return gather.plan_for(group, x, 64, [weight], (), Shards.even(64 * group.size, group.size), False)
+    weight = torch.empty(64, 64, dtype=BF16)
+    return gather.plan_for(
+        group, ProductTypes(BF16), CPU, 64, [weight], (), Shards.even(64 * group.size, group.size), False
+    )
 
 
 def copying(group):

@@ -8,7 +8,7 @@ from cute_emulator import Emulator
 from overlap_gemm.backends.fused import plan_cache as plans
 from overlap_gemm.cli import tune
 from overlap_gemm.config.gemm_config import GemmConfig
-from overlap_gemm.config.scale_blocks import MX
+from overlap_gemm.config.scale_blocks import MX, OperandTypes
 from overlap_gemm.runtime.group import group_name, resolve
 from overlap_gemm.tuning.calibrate import COLLECTIVES
 from overlap_gemm.tuning.space import candidates
@@ -55,7 +55,7 @@ def kernels_with_scales_of_blocks(rank: int, size: int) -> dict[str, list[str]]:
         return real(executor, config, *others)
 
     for arch, blocks in (("sm_90a", (1, 128, 128)), ("sm_90a", (1, 32, 32)), ("sm_100a", MX)):
-        config = candidates(arch, "e4m3", None, blocks)[0]
+        config = candidates(arch, OperandTypes("e4m3", blocks))[0]
         names = launched[config.name] = []
         with (
             mock.patch.object(tune, "captured", lambda call: call),

@@ -21,12 +21,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from overlap_gemm.backends.scales import mx_scales as mx
+from overlap_gemm.backends.scales.product_types import ProductTypes
+from overlap_gemm.backends.scales.scale_layouts import LAYOUTS
 from overlap_gemm.backends.scales.scaling import (
     BLOCK,
     FLOAT8,
     scaled_mm_by_torch,
-    torch_layout,
-    unit_scales,
     why_no_product,
 )
 from overlap_gemm.backends.torch_backend import reduce_scatter_single
@@ -50,7 +50,7 @@ def baselines(workload: Workload, operands: OpTensors, group: Group) -> dict[str
         multiplied, scale = operands._replace(x=operands.x.new_ones(rows, depth)), None
         if operands.scale_x is not None:
             shapes = (rows, depth), (workload.n, depth)
-            scale, _ = unit_scales(*shapes, workload.blocks, operands.x.device)
+            scale, _ = LAYOUTS[workload.blocks].unit(*shapes, operands.x.device)
         multiplied = multiplied._replace(scale_x=scale)
     calls: dict[str, Call] = {"product": product(workload, multiplied)}
     if group.size > 1:
@@ -75,18 +75,19 @@ def product(workload: Workload, operands: OpTensors, fast: bool = False) -> Call
     x, weight, scale_x, scale_w = operands
     if scale_x is None or scale_w is None:
         return lambda: torch.mm(x, weight.t())
-    blocks = workload.blocks
-    if blocks == MX:
+    types = ProductTypes(x.dtype, weight.dtype, workload.out_dtype, workload.blocks)
+    layout = LAYOUTS[types.blocks]
+    if types.blocks == MX:
         scale_x, scale_w = (
             mx.rows_of(scale, *matrix.shape)[:, :1].float()
             for scale, matrix in ((scale_x, x), (scale_w, weight))
         )
-        blocks = None
-    elif blocks and why_no_product(x.device.type, x.dtype, weight.dtype, workload.out_dtype, blocks):
+        layout = LAYOUTS[None]
+    elif types.blocks and why_no_product(x.device.type, types):
         scale_x, scale_w = scale_x[:, :1], scale_w[:, :1].repeat_interleave(BLOCK, 0)[: len(weight)]
-        blocks = None
-    scales = torch_layout(x, weight, scale_x, scale_w, blocks)
-    return lambda: scaled_mm_by_torch(x, weight, scales, workload.out_dtype, fast)
+        layout = LAYOUTS[None]
+    of_both = layout.for_torch(x, weight, scale_x, scale_w)
+    return lambda: scaled_mm_by_torch(x, weight, *of_both, types.result, fast)
 
 
 def _collective(workload: Workload, multiply: Call, operands: OpTensors, group: Group) -> Call:

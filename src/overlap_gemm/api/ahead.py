@@ -18,7 +18,9 @@ from ..backends.epilogues import with_empty_inputs
 from ..backends.fused import reserved
 from ..backends.fused.fused_backend import Fused
 from ..backends.op_call import CallOperands, OpCall, extents_of
-from ..backends.scales.scaling import FLOAT8, OUT_DTYPES, Block, blocks_named, unit_scales
+from ..backends.scales.product_types import ProductTypes
+from ..backends.scales.scale_layouts import LAYOUTS
+from ..backends.scales.scaling import FLOAT8, OUT_DTYPES, Block, blocks_named
 from ..backends.select import choose
 from ..epilogues import Epilogue
 from ..runtime.group import Group, GroupLike, find
@@ -95,7 +97,7 @@ def warmup(
     call = function_of(op)
     local_shard = Shards.owned_by(ranks.size, ranks.rank)
     out_dtype = OUT_DTYPES[0] if dtype in FLOAT8 else None
-    blocks = blocks_named(block, dtype)
+    layout = LAYOUTS[blocks_named(block, dtype)]
     check_promises(Promises(partials, invariant))
     promises: dict[str, Any] = {"partials": partials} if partials else {}
     promises |= {"invariant": invariant} if invariant else {}
@@ -115,7 +117,7 @@ def warmup(
         weight, local_bias = of_weights[0], torch.empty(n, dtype=out_dtype or dtype, device=where)
         scales: dict[str, Any] = {}
         if out_dtype is not None:
-            of_both = unit_scales(x_shape, weight_shape, blocks, where)
+            of_both = layout.unit(x_shape, weight_shape, where)
             scales = {**dict(zip(("scale_x", "scale_w"), of_both, strict=True)), "block": block}
         # Extents with and without the third one.
         every, least = (spec.arguments(m, n, k, least) for least in (False, True))
@@ -142,7 +144,7 @@ def warmup(
                 operands = [t.requires_grad_(backward) for t in (x, *weights, *biases)]  # noqa: B023
                 is_list = len(weights) > 1
                 if is_list and scales:  # noqa: B023
-                    each = [unit_scales(x_shape, one.shape, blocks, where)[1] for one in weights]  # noqa: B023
+                    each = [layout.unit(x_shape, one.shape, where)[1] for one in weights]  # noqa: B023
                     how["scale_w"] = each
                 how["bias"] = (biases if is_list else biases[0]) if bias else None
                 run = partial(call, x, weights if is_list else weights[0], group=group, **how)  # noqa: B023
@@ -237,7 +239,8 @@ def _needed_classes(
     fused_ops = [op for op in ops if is_fused(op)]
     if not fused_ops:
         return {}
-    return reserved.needed_classes(ranks, where, dtype, fused_ops, max_rows, columns, out_dtype, blocks)
+    types = ProductTypes(dtype, None, out_dtype, blocks)
+    return reserved.needed_classes(ranks, where, types, fused_ops, max_rows, columns)
 
 
 class LayerOp(NamedTuple):

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ..backends.scales.mx_scales import atoms_of
 from ..backends.scales.row_quantization import by_one_kernel, has_kernel
-from ..backends.scales.scaling import FLOAT8, along_rows
+from ..backends.scales.scale_layouts import along_rows
+from ..backends.scales.scaling import FLOAT8
 from ..dispatch.calls import is_plain
 from ..epilogues.definition import LEAST_SCALE
 

@@ -40,7 +40,7 @@ from .base import Backend, Problem
 from .fused.plan_cache import DTYPES
 from .group_measurements import GroupMeasurements, measurements_of, uses_measurements
 from .op_call import CallOperands, Joined
-from .scales.scaling import FLOAT8, unit_scales
+from .scales.scaling import FLOAT8
 from .select import BACKENDS, why_unfit
 
 logger = logging.getLogger(__name__)
@@ -258,7 +258,7 @@ def _candidates(problem: Problem, group: Group) -> Iterator[Candidate]:
         yield from (Candidate(fused, kernel) for kernel, _ in kernels[1:])
 
 
-def _operands(problem: Problem, operands: CallOperands) -> list[tuple[Any, ...]]:
+def _operands(problem: Problem, operands: CallOperands) -> list[CallOperands]:
     """Returns sets of copies of the caller's tensors, with scales of 1, in the bound function's form."""
     x, (weights, biases) = operands.x, operands.lists(problem.spec)
     several = problem.spec.takes_lists
@@ -271,15 +271,15 @@ def _operands(problem: Problem, operands: CallOperands) -> list[tuple[Any, ...]]
         return tensors if tensors is None else tensors.detach().clone()
 
     scales: tuple[Any, ...] = ()
-    if problem.is_scaled:
-        pairs = [unit_scales(tuple(x.shape), tuple(w.shape), problem.blocks, x.device) for w in weights]
+    if (layout := problem.types.scales) is not None:
+        pairs = [layout.unit(tuple(x.shape), tuple(w.shape), x.device) for w in weights]
         of_x, of_weights = pairs[0][0], [of_weight for _, of_weight in pairs]
         if problem.blocks is None:
             of_x, of_weights = of_x.reshape(-1), [scale.reshape(-1) for scale in of_weights]
         scales = of_x, of_weights if several else of_weights[0]
     passed = x, weights if several else weights[0], biases if several else next(iter(biases), None)
     sets = range(num_sets(sum(one.nbytes for one in (x, *weights)), x.device))
-    return [(*map(copied, passed), *scales) for _ in sets]
+    return [CallOperands(*map(copied, passed), *scales) for _ in sets]
 
 
 def num_sets(nbytes: int, device: torch.device) -> int:
@@ -293,14 +293,14 @@ def num_sets(nbytes: int, device: torch.device) -> int:
 
 
 def _call(
-    candidate: Candidate, problem: Problem, operands: Sequence[tuple[Any, ...]], shards: Shards, group: Group
+    candidate: Candidate, problem: Problem, operands: Sequence[CallOperands], shards: Shards, group: Group
 ) -> Callable[[], object]:
     """Returns a function that calls a candidate with the next set of operands; its first call binds."""
     sets, bound = cycle(operands), list[Callable[..., Any]]()
 
     def call() -> object:
         if not bound:
-            arguments = problem, CallOperands(*operands[0][:3]), shards, group
+            arguments = problem, operands[0], shards, group
             bound.append(bind_as(candidate.kernel, candidate.backend, *arguments))
         return bound[0](*next(sets))
 

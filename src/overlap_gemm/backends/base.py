@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..config.scale_blocks import Blocks, in_words
+from ..config.scale_blocks import Blocks
 from ..epilogues import Epilogue, epilogue_of
 from ..runtime.group import Group
 from ..runtime.order import is_capturing
@@ -21,9 +21,10 @@ from .by_collective import run_by_collectives
 from .collectives import all_gather_rows
 from .epilogues import Applying
 from .group_measurements import measurements_of, uses_measurements
-from .op_call import FALLBACK, CallOperands, OpCall, bind_joined, parts_of
+from .op_call import FALLBACK, CallOperands, OpCall, bind_joined, operands_of, parts_of
 from .peer_access import PeerAccess, peer_access_of
 from .portable_arithmetic import Arithmetic, arithmetic_of
+from .scales.product_types import ProductTypes
 from .scales.scaling import Operand, dequantised, with_scales
 
 VIRTUAL = "virtual ranks exchange tiles inside kernels; torch.distributed does not support them"
@@ -78,7 +79,6 @@ class Problem:
         call: OpCall,
         operands: CallOperands,
         group: Group,
-        inputs: Sequence[Tensor] = (),
     ) -> "Problem":
         """Returns the problem of calling `op` in `group`.
 
@@ -91,7 +91,6 @@ class Problem:
             call: Lowered call.
             operands: Operands, for their dtypes, device and widths; the weight may be None without scales.
             group: Ranks that take part.
-            inputs: Inputs of the epilogue.
         """
         x, weight, bias, *_ = operands
         call = call.promising()
@@ -122,7 +121,7 @@ class Problem:
             len(weights),
             len(bias) > 0 if isinstance(bias, (list, tuple)) else bias is not None,
             measurements_of(group, x.device).kinds if is_measured else {},
-            tuple([tensor.dtype for tensor in inputs]),
+            tuple([tensor.dtype for tensor in operands.inputs]),
             tuple([len(one) for one in weights]) if weight is not None and OPS[op].weight is None else (),
             parts_of(OPS[op], weights),
         )
@@ -241,12 +240,9 @@ class Problem:
         )
 
     @property
-    def types(self) -> str:
-        """Returns the dtypes of operands and result as text."""
-        if not self.is_scaled:
-            return str(self.dtype)
-        blocks = f", scales of {in_words(self.blocks)}" if self.blocks else ""
-        return f"{self.dtype} x {self.weight_dtypes[0]} to {self.out_dtype}{blocks}"
+    def types(self) -> ProductTypes:
+        """Returns the types of the product with the first weight."""
+        return ProductTypes(self.dtype, next(iter(self.weight_dtypes), None), self.out_dtype, self.blocks)
 
     @property
     def width(self) -> int:
@@ -315,20 +311,19 @@ class Backend(Protocol):
     ) -> Callable[..., Any]:
         """Returns a function that runs `problem` on tensors with the shapes, strides and dtypes of these.
 
-        The arguments of the returned function are `(x, weight, bias)`. If `problem.applying`, `inputs`
-        follow, see `epilogues.applied_after`. If `problem.is_scaled`, `scale_x, scale_w` are the last, see
-        `scaling`. Its calls are collective over `group`,
-        stream-ordered on CUDA (torch's current stream), and return new tensors, which the caller owns. The
-        bias is added once, after the sum over the ranks. An op that takes lists returns (communicated
-        operand, list of results); with an epilogue the results are [result, outputs...].
+        The argument of the returned function is one `CallOperands`; for scales see `scaling`. Its calls are
+        collective over `group`, stream-ordered on CUDA (torch's current stream), and return new tensors,
+        which the caller owns. The bias is added once, after the sum over the ranks. An op that takes lists
+        returns (communicated operand, list of results); with an epilogue the results are [result,
+        outputs...].
 
         `bind` computes everything that does not change between calls. The caller's `settings` at `bind` are
         those of the returned function.
 
         Args:
             problem: Problem to run; its shapes are validated.
-            operands: Two-dimensional operands of any strides, without scales. A weight may be a transposed
-                contiguous matrix, as in backward passes.
+            operands: Two-dimensional operands of any strides. A weight may be a transposed contiguous matrix,
+                as in backward passes.
             shards: Division of the rows, or of the columns if the output is gathered.
             group: Ranks that take part, each of which must call.
         """
@@ -338,8 +333,8 @@ class Portable(ABC):
     """Base class of backends that use torch.distributed's transfers and torch's products.
 
     A method that implements an op has the op's name. `by_collective` runs ops that have no method. The
-    methods take the tensors of `Backend.bind`, but x is contiguous, and an `Arithmetic`, `how`, for products
-    and sums.
+    methods take the operands of `Backend.bind`, but x is contiguous, and scales are part of x and of the
+    weights (`with_scales`); and an `Arithmetic`, `how`, for products and sums.
     """
 
     name: str
@@ -362,25 +357,19 @@ class Portable(ABC):
         return "torch's products have no epilogue"
 
     def all_gather_gemm(
-        self,
-        x: Tensor,
-        weights: Sequence[Tensor],
-        biases: Sequence[Tensor],
-        shards: Shards,
-        group: Group,
-        how: Arithmetic,
+        self, operands: CallOperands, shards: Shards, group: Group, how: Arithmetic
     ) -> tuple[Tensor, list[Tensor]]:
         """Gathers x `[shards.size(rank), K]` to `[M, K]` and multiplies it with each weight `[N_i, K]`.
 
-        This implementation gathers first, then multiplies. `biases` holds one `[N_i]` per weight, or nothing.
-        Returns the gathered x (x itself in a group of one) and the products `[M, N_i]`.
+        This implementation gathers first, then multiplies. Returns the gathered x (x itself in a group of
+        one) and the products `[M, N_i]`.
         """
-        gathered = all_gather_rows(x, shards, group)
-        return gathered, how.products(gathered, weights, biases)
+        gathered = all_gather_rows(operands.x, shards, group)
+        return gathered, how.products(gathered, operands.weight, operands.bias)
 
     @abstractmethod
     def gemm_reduce_scatter(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group, how: Arithmetic
+        self, operands: CallOperands, shards: Shards, group: Group, how: Arithmetic
     ) -> Tensor:
         """Multiplies x `[M, K_local]` and weight `[N, K_local]`; returns this rank's rows of the sum.
 
@@ -389,7 +378,7 @@ class Portable(ABC):
 
     @abstractmethod
     def gemm_all_reduce(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group, how: Arithmetic
+        self, operands: CallOperands, shards: Shards, group: Group, how: Arithmetic
     ) -> Tensor:
         """Multiplies x `[M, K_local]` and weight `[N, K_local]`; returns the sum `[M, N]`.
 
@@ -398,37 +387,30 @@ class Portable(ABC):
 
     @abstractmethod
     def gemm_all_gather(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group, how: Arithmetic
+        self, operands: CallOperands, shards: Shards, group: Group, how: Arithmetic
     ) -> Tensor:
         """Multiplies x `[M, K]` and weight `[shards.size(rank), K]`; returns the product `[M, N]`.
 
-        `shards` divides the output columns. `bias` `[shards.size(rank)]` belongs to the local weight's rows.
+        `shards` divides the output columns. The bias `[shards.size(rank)]` is that of the local columns.
         """
 
     def by_collective(
-        self,
-        spec: OpSpec,
-        x: Any,
-        weights: Sequence[Any],
-        biases: Sequence[Tensor],
-        shards: Shards,
-        group: Group,
-        how: Arithmetic,
+        self, spec: OpSpec, operands: CallOperands, shards: Shards, group: Group, how: Arithmetic
     ) -> tuple[Any, list[Tensor]]:
         """Runs an op that has no method in this class; see `by_collective.run_by_collectives`."""
-        return run_by_collectives(spec, x, weights, biases, shards, group, how)
+        return run_by_collectives(spec, operands, shards, group, how)
 
     def _by_collective(
         self, problem: Problem, shards: Shards, group: Group, how: Arithmetic
-    ) -> Callable[..., Any]:
+    ) -> Callable[[CallOperands], Any]:
         """Returns `by_collective` with the arguments of an op's method."""
         spec, common = problem.spec, (shards, group, how)
         if spec.takes_lists:
-            return lambda x, weights, biases: self.by_collective(spec, x, weights, biases, *common)
+            return lambda operands: self.by_collective(spec, operands, *common)
 
-        def run(x: Any, weight: Any, bias: Tensor | None) -> Tensor:
-            biases = [] if bias is None else [bias]
-            _, (result,) = self.by_collective(spec, x, [weight], biases, *common)
+        def run(operands: CallOperands) -> Tensor:
+            weights, biases = operands.lists(spec)
+            _, (result,) = self.by_collective(spec, operands._replace(weight=weights, bias=biases), *common)
             return result
 
         return run
@@ -443,7 +425,9 @@ class Portable(ABC):
         method: Callable[..., Any] = self._by_collective(problem, shards, group, how)
         if hasattr(self, problem.op):
             method = partial(getattr(self, problem.op), shards=shards, group=group, how=how)
-        if problem.out_dtype is not None:
+        if problem.is_scaled:
             gather = partial(all_gather_rows, shards=shards, group=group) if problem.keep else None
-            method = with_scales(method, problem.out_dtype, self.operand, problem.blocks, gather)
-        return method if operands.x.is_contiguous() else lambda x, *others: method(x.contiguous(), *others)
+            method = with_scales(method, problem.types, self.operand, gather)
+        if operands.x.is_contiguous():
+            return method
+        return lambda operands: method(operands_of((operands.x.contiguous(), *operands[1:])))

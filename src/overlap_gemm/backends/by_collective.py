@@ -3,7 +3,6 @@
 Portable backends use it for ops for which they have no method.
 """
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -13,27 +12,19 @@ from ..runtime.group import Group
 from ..spec import Move, OpSpec
 from ..spec.sharding import Shards
 from .collectives import all_gather_rows, columns_to_rows, parts_to_rows, rows_to_columns
-from .op_call import Joined
+from .op_call import CallOperands, Joined
 from .portable_arithmetic import Arithmetic
 from .scales.scaling import Scaled
 
 
 def run_by_collectives(
-    spec: OpSpec,
-    x: Any,
-    weights: Sequence[Any],
-    biases: Sequence[Tensor],
-    shards: Shards,
-    group: Group,
-    how: Arithmetic,
+    spec: OpSpec, operands: CallOperands, shards: Shards, group: Group, how: Arithmetic
 ) -> tuple[Any, list[Tensor]]:
     """Runs an op by its definition (`spec.OpSpec`): communicates x or slices it, multiplies, communicates.
 
     Args:
         spec: Definition of the op.
-        x: Local x, contiguous.
-        weights: Weights `[N_i, K]`, the same on every rank.
-        biases: One `[N_i]` per weight, or nothing; the same on every rank.
+        operands: Local x, contiguous; weights `[N_i, K]` and biases, the same on every rank.
         shards: Division of the rows.
         group: Ranks that take part, each of which must call.
         how: Arithmetic of the products.
@@ -41,8 +32,9 @@ def run_by_collectives(
     Returns:
         This rank's rows of x, and the results.
     """
-    rows = _redistribute(x, spec.operand_move, weights[0], shards, group)
-    products = how.products(rows, weights, biases)
+    weights = operands.weight
+    rows = _redistribute(operands.x, spec.operand_move, weights[0], shards, group)
+    products = how.products(rows, weights, operands.bias)
     move = spec.result_move
     if move is None:
         return rows, products

@@ -15,7 +15,7 @@ bits. Otherwise `decomposed` uses torch.distributed's sends and receives.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -37,6 +37,7 @@ from .fused.launch_plan import LocalShard, Plan
 from .fused.plan_cache import exchange_arguments, keep_plan, peers_for
 from .fused.transport_hosts import STORES
 from .op_call import CallOperands
+from .scales.product_types import ProductTypes
 
 R = TypeVar("R")
 
@@ -190,7 +191,8 @@ def bind(
     rows, depth, keep = shards.total, operands.x.shape[1], problem.keep
     widths = [len(weight) for weight in operands.weight]
 
-    def run(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    def run(operands: CallOperands) -> tuple[Tensor, list[Tensor]]:
+        (x, weights, *_), biases = operands, operands.bias or ()
         outs = [x.new_empty(rows, n) for n in widths]
         if not rows or not depth:
             for i, out in enumerate(outs):
@@ -253,6 +255,6 @@ def _make_plan(peers: Peers, dtype: torch.dtype, depth: int, shards: Shards) -> 
         exchange=exchange,
         side_work=gather.copies_of(workspace, full, LocalShard(nbytes)),
         gate=gate,
-        signature=gather.signature_of(dtype, layout, shards),
+        signature=gather.signature_of(ProductTypes(dtype), layout, shards),
     )
     return ByShards(plan, rank, local_place, buffer, blocks)

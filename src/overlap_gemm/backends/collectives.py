@@ -14,21 +14,21 @@ from .op_call import Joined
 from .scales.scaling import Scaled
 
 
-def gemm(x: Any, weight: Any, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """Returns `x @ weight.T + bias`, by torch.
+def gemm(x: Any, weight: Any, addend: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """Returns `x @ weight.T + addend`, by torch.
 
     Args:
         x: `[m, K]`, a Tensor, `Scaled` or `Joined`.
         weight: `[N, K]`, of the same type as x.
-        bias: `[N]`, or None.
+        addend: `[N]`, or None.
         out: `[m, N]` to store the result in, or None.
     """
     with span("compute", "GEMM"):
         if isinstance(x, (Scaled, Joined)):
-            return x.times(weight, bias, out)
-        if bias is None:
+            return x.times(weight, addend, out)
+        if addend is None:
             return torch.mm(x, weight.t(), out=out)
-        return torch.addmm(bias, x, weight.t(), out=out)
+        return torch.addmm(addend, x, weight.t(), out=out)
 
 
 class collective(span):  # noqa: N801
@@ -75,15 +75,15 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def sum_in_rank_order(
     partials: Sequence[Tensor],
-    bias: Tensor | None = None,
+    addend: Tensor | None = None,
     out: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Returns `((p_0 + p_1) + ...) + bias`, summed in float32 or wider and converted once.
+    """Returns `((p_0 + p_1) + ...) + addend`, summed in float32 or wider and converted once.
 
     Args:
         partials: One `[m, N]` per rank, in rank order. They are not written to.
-        bias: `[N]`, added after the sum.
+        addend: `[N]`, added after the sum.
         out: `[m, N]` to store into.
         dtype: Dtype of the result; the default is the partials'.
     """
@@ -98,8 +98,8 @@ def sum_in_rank_order(
             total.copy_(first)
         for partial in others[1:]:
             total += partial
-        if bias is not None:
-            total += bias
+        if addend is not None:
+            total += addend
         return out if total is out else out.copy_(total)
 
 
@@ -140,14 +140,9 @@ def all_gather_rows(x: Any, shards: Shards, group: Group) -> Any:
     return gathered if gathered.shape[0] == shards.total else gathered[: shards.total]
 
 
-def reduce_scatter_rows(x: Tensor, bias: Tensor | None, shards: Shards, group: Group) -> Tensor:
-    """Returns this rank's rows of the sum of all ranks' x, summed in rank order, plus bias.
-
-    Arguments as for `scattered_rows`; `bias` is `[N]` or None.
-    """
-    return (
-        x if group.size == 1 and bias is None else sum_in_rank_order(scattered_rows(x, shards, group), bias)
-    )
+def reduce_scatter_rows(x: Tensor, shards: Shards, group: Group) -> Tensor:
+    """Returns this rank's rows of the sum of all ranks' x, in rank order; see `scattered_rows`."""
+    return x if group.size == 1 else sum_in_rank_order(scattered_rows(x, shards, group))
 
 
 def scattered_rows(x: Tensor, shards: Shards, group: Group) -> Sequence[Tensor]:

@@ -149,18 +149,13 @@ class Decomposed(Portable):
         return super().bind(problem, operands, shards, group)
 
     def all_gather_gemm(
-        self,
-        x: Tensor,
-        weights: Sequence[Tensor],
-        biases: Sequence[Tensor],
-        shards: Shards,
-        group: Group,
-        how: Arithmetic,
+        self, operands: CallOperands, shards: Shards, group: Group, how: Arithmetic
     ) -> tuple[Tensor, list[Tensor]]:
         """Multiplies the local shard first, then the others in ring order, the order of arrival.
 
         See `Portable.all_gather_gemm`.
         """
+        x, weights, biases, *_ = operands
         if group.size == 1:
             return x, how.products(x, weights, biases)
         gathered = x.new_empty(shards.total, x.shape[1])
@@ -186,26 +181,26 @@ class Decomposed(Portable):
         return gathered, outs
 
     def gemm_reduce_scatter(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group, how: Arithmetic
+        self, operands: CallOperands, shards: Shards, group: Group, how: Arithmetic
     ) -> Tensor:
         """Computes peers' shards first, in ring order, and the local shard last.
 
         See `Portable.gemm_reduce_scatter`.
         """
-        out = x.new_empty(shards.size(group.rank), weight.shape[0])
-        self._reduce_scatter(GEMM_REDUCE_SCATTER.name, x, weight, bias, shards, group, how, out)
+        out = operands.x.new_empty(shards.size(group.rank), operands.weight.shape[0])
+        self._reduce_scatter(GEMM_REDUCE_SCATTER.name, operands, shards, group, how, out)
         return out
 
     def gemm_all_reduce(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group, how: Arithmetic
+        self, operands: CallOperands, shards: Shards, group: Group, how: Arithmetic
     ) -> Tensor:
         """Runs the reduce-scatter, then sends the local sums to every peer.
 
         See `Portable.gemm_all_reduce`.
         """
-        out = x.new_empty(shards.total, weight.shape[0])
+        out = operands.x.new_empty(shards.total, operands.weight.shape[0])
         local = out[slice(*shards.range(group.rank))]
-        exchange = self._reduce_scatter(GEMM_ALL_REDUCE.name, x, weight, bias, shards, group, how, local)
+        exchange = self._reduce_scatter(GEMM_ALL_REDUCE.name, operands, shards, group, how, local)
         steps = [
             exchange.post(local, to, out[slice(*shards.range(source))], source)
             for to, source in _ring(group, towards=-1)
@@ -215,12 +210,13 @@ class Decomposed(Portable):
         return out
 
     def gemm_all_gather(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group, how: Arithmetic
+        self, operands: CallOperands, shards: Shards, group: Group, how: Arithmetic
     ) -> Tensor:
         """Computes P panels of rows: one is sent while the next one is computed.
 
         See `Portable.gemm_all_gather`.
         """
+        x, weight, bias, *_ = operands
         out = x.new_empty(x.shape[0], shards.total)
         local = x.new_empty(x.shape[0], weight.shape[0])
         received = [x.new_empty(x.shape[0], shards.size(source)) for source in range(group.size)]
@@ -241,34 +237,21 @@ class Decomposed(Portable):
         return out
 
     def by_collective(
-        self,
-        spec: OpSpec,
-        x: Any,
-        weights: Sequence[Any],
-        biases: Sequence[Tensor],
-        shards: Shards,
-        group: Group,
-        how: Arithmetic,
+        self, spec: OpSpec, operands: CallOperands, shards: Shards, group: Group, how: Arithmetic
     ) -> tuple[Any, list[Tensor]]:
         """Runs an op with a replicated weight; an all-to-all is overlapped, an all-gather is not."""
         (move,) = spec.sent
         if move.kind != "all_to_all":
-            return super().by_collective(spec, x, weights, biases, shards, group, how)
+            return super().by_collective(spec, operands, shards, group, how)
         if move == spec.operand_move:
-            return self._by_panels(spec.name, x, weights, biases, shards, group, how)
-        return x, self._by_columns(spec.name, x, weights, biases, shards, group, how)
+            return self._by_panels(spec.name, operands, shards, group, how)
+        return operands.x, self._by_columns(spec.name, operands, shards, group, how)
 
     def _by_columns(
-        self,
-        op: str,
-        x: Tensor,
-        weights: Sequence[Tensor],
-        biases: Sequence[Tensor],
-        shards: Shards,
-        group: Group,
-        how: Arithmetic,
+        self, op: str, operands: CallOperands, shards: Shards, group: Group, how: Arithmetic
     ) -> list[Tensor]:
         """Computes each rank's columns in ring order: one block is sent while the next is computed."""
+        x, weights, biases, *_ = operands
         columns = [Shards.even(weight.shape[0], group.size) for weight in weights]
         outs = [x.new_empty(shards.total, of.size(group.rank)) for of in columns]
         blocks = [
@@ -291,19 +274,13 @@ class Decomposed(Portable):
         return outs
 
     def _by_panels(
-        self,
-        op: str,
-        x: Any,
-        weights: Sequence[Any],
-        biases: Sequence[Tensor],
-        shards: Shards,
-        group: Group,
-        how: Arithmetic,
+        self, op: str, operands: CallOperands, shards: Shards, group: Group, how: Arithmetic
     ) -> tuple[Any, list[Tensor]]:
         """Cuts local rows into P panels; a panel is multiplied while the next ones arrive.
 
         Matrices of a list along K are sent side by side.
         """
+        x, weights, biases, *_ = operands
         of_weight, rows = weights[0], shards.size(group.rank)
         depths = of_weight.widths if isinstance(x, Joined) else of_weight.shape[1:]
         columns = [Shards.even(depth, group.size) for depth in depths]
@@ -347,15 +324,14 @@ class Decomposed(Portable):
     def _reduce_scatter(
         self,
         op: str,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
+        operands: CallOperands,
         shards: Shards,
         group: Group,
         how: Arithmetic,
         out: Tensor,
     ) -> _Exchange:
         """Fills `out` with this rank's rows of the sum; returns the exchange, for further steps."""
+        x, weight, bias, *_ = operands
         dtype, columns = how.type_of(x), weight.shape[0]
         received = x.new_empty(group.size, shards.size(group.rank), columns, dtype=dtype)
         partials = x.new_empty(shards.total - len(out), columns, dtype=dtype)

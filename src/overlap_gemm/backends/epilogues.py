@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..config.gemm_config import GemmConfig
-from ..config.scale_blocks import Blocks, in_words
 from ..config.visitors import Visitor
 from ..epilogues import BLOCK, PAIR, Applied, Epilogue, add_residual_rms_norm, apply_relu
 from ..epilogues.definition import LARGEST, LEAST_SCALE, bands
@@ -18,11 +17,13 @@ from ..epilogues.library import BINARY, TORCH_OPERATIONS
 from ..runtime.order import is_capturing
 from ..spec import PATTERNS, OpSpec, patterns_of
 from ..spec.sharding import ceil_div
+from .scales.scale_layouts import LAYOUTS, ScaleLayout
 from .scales.scaling import FLOAT8, OUT_DTYPES
 from .scales.tma_operands import ROW_BYTES, ROW_ELEMENTS, aligned_vector
 
 if TYPE_CHECKING:
     from .base import Problem
+    from .op_call import CallOperands
 
 INPUT_DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 """Names in kernel configurations of the dtypes of inputs that kernels can read."""
@@ -120,15 +121,15 @@ def number_of(tensor: Tensor) -> float | None:
     return None if torch.compiler.is_compiling() else _numbers.get(id(tensor))
 
 
-def result_dtype(epilogue: Epilogue | None, out_dtype: torch.dtype) -> torch.dtype:
+def result_dtype(epilogue: Epilogue | None, dtype: torch.dtype) -> torch.dtype:
     """Returns the dtype of a call's result.
 
     Args:
         epilogue: Epilogue of the call, or None.
-        out_dtype: Dtype of the op's results without an epilogue.
+        dtype: Dtype of the op's results without an epilogue.
     """
     if epilogue is None or epilogue.result is None:
-        return out_dtype
+        return dtype
     return RESULT_DTYPES[epilogue.result]
 
 
@@ -285,7 +286,7 @@ def why_after(problem: Problem, columns: int) -> str | None:
     assert applying is not None, problem
     epilogue = applying.epilogue
     if problem.num_weights > 1 and problem.blocks:
-        return why_one_weight(problem.blocks)
+        return why_one_weight(LAYOUTS[problem.blocks])
     if problem.num_weights > 1:
         columns *= problem.num_weights
         if problem.n is not None:  # a rule on N over all ranks gives the same reason on every rank
@@ -320,13 +321,13 @@ def why_after(problem: Problem, columns: int) -> str | None:
     return None
 
 
-def why_one_weight(blocks: Blocks) -> str:
+def why_one_weight(layout: ScaleLayout) -> str:
     """Returns the reason no kernel reads pairs of two weights that have scales of blocks."""
-    return f"kernels read scales of {in_words(blocks)} of one weight"
+    return f"kernels read scales of {layout} of one weight"
 
 
-def applied_after(run: Callable[..., Any], applying: Applying) -> Callable[..., Any]:
-    """Returns a function of `(x, weight, bias, inputs, *scales)` that applies an epilogue after a plain call.
+def applied_after(run: Callable[[CallOperands], Any], applying: Applying) -> Callable[[CallOperands], Any]:
+    """Returns a bound function that applies an epilogue after a plain call.
 
     The function returns a list of the result and the outputs. If an operand is gathered, it returns a tuple
     of that operand and this list.
@@ -336,12 +337,12 @@ def applied_after(run: Callable[..., Any], applying: Applying) -> Callable[..., 
         applying: Epilogue of the call.
     """
 
-    def run_and_apply(x: Tensor, weight: Any, bias: Any, inputs: Sequence[Tensor], *scales: Any) -> Any:
-        result = run(x, weight, bias, *scales)
+    def run_and_apply(operands: CallOperands) -> Any:
+        result = run(operands)
         if isinstance(result, Tensor):
-            return applying.on_sums(result, inputs)
+            return applying.on_sums(result, operands.inputs)
         gathered, sums = result
-        return gathered, applying.on_sums(sums[0] if len(sums) == 1 else tuple(sums), inputs)
+        return gathered, applying.on_sums(sums[0] if len(sums) == 1 else tuple(sums), operands.inputs)
 
     return run_and_apply
 

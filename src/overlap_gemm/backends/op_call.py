@@ -13,7 +13,7 @@ A new option of the ops is a new field here: all four uses then include it.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from numbers import Integral
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, get_type_hints
 
@@ -54,6 +54,7 @@ class CallOperands(NamedTuple):
         bias: `[N]` or None; a list, which may be empty, if the op takes lists.
         scale_x: Scales of x; None without scales.
         scale_w: Scales of the weight, or a list of them; None without scales.
+        inputs: Inputs of the epilogue.
     """
 
     x: Any
@@ -61,17 +62,25 @@ class CallOperands(NamedTuple):
     bias: Any = None
     scale_x: Any = None
     scale_w: Any = None
+    inputs: Sequence[Tensor] = ()
 
     @property
     def scales(self) -> tuple[Any, ...]:
         """Returns (scale_x, scale_w); empty for operands without scales."""
-        return () if self.scale_x is None and self.scale_w is None else self[3:]
+        return () if self.scale_x is None and self.scale_w is None else self[3:5]
 
     def lists(self, op: OpSpec) -> tuple[list[Tensor], list[Tensor]]:
         """Returns (weights, biases) of a call of `op`."""
         if op.takes_lists:
             return self.weight, self.bias or []
         return [self.weight], [] if self.bias is None else [self.bias]
+
+
+NO_OPERANDS = CallOperands(None, None)
+"""Values of fields that are not passed."""
+
+operands_of = partial(tuple.__new__, CallOperands)
+"""Makes operands of a sequence of all fields; a call of the class enters a Python function, in every call."""
 
 
 @dataclass(frozen=True)
@@ -140,13 +149,13 @@ class Joined:
             return torch.cat(self.parts, 1)
         return torch.cat([one.t() for one in self.parts]).t()  # contiguous copies
 
-    def times(self, weight: "Joined", bias: Tensor | None, out: Tensor | None) -> Tensor:
-        """Returns the sum of the parts' products with those of `weight`, plus bias, in `out` if passed."""
+    def times(self, weight: "Joined", addend: Tensor | None, out: Tensor | None) -> Tensor:
+        """Returns the sum of the parts' products with those of `weight`, plus addend, in `out` if passed."""
         first, *others = zip(self.parts, weight.parts, strict=True)
         total = torch.mm(first[0], first[1].t(), out=out)
         for part, of_part in others:
             total.addmm_(part, of_part.t())
-        return total if bias is None else total.add_(bias)
+        return total if addend is None else total.add_(addend)
 
 
 def parts_of(spec: OpSpec, weights: Sequence[Any]) -> tuple[int, ...]:
@@ -172,10 +181,15 @@ def bind_joined(
         operands: Operands of the call.
         *where: Other arguments of `bind`.
     """
-    x, weight, *others = operands
-    layouts = CallOperands(x.new_side_by_side(), weight.new_side_by_side(), *others)
+    x, weight, *_ = operands
+    layouts = operands._replace(x=x.new_side_by_side(), weight=weight.new_side_by_side())
     run = bind(replace(problem, parts=()), layouts, *where)
-    return lambda x, weight, *others: run(x.side_by_side(), weight.side_by_side(), *others)
+
+    def run_side_by_side(operands: CallOperands) -> Any:
+        x, weight, *_ = operands
+        return run(operands._replace(x=x.side_by_side(), weight=weight.side_by_side()))
+
+    return run_side_by_side
 
 
 class OpCall(NamedTuple):
@@ -311,6 +325,12 @@ class OpCall(NamedTuple):
         fields = zip(self._fields, self, _DEFAULTS, strict=True)
         options = [(n, v) for n, v, usual in fields if n not in left_out and v != usual and v is not False]
         return ", ".join(f"{name}={value}" for name, value in options)
+
+
+def split(arguments: tuple[Any, ...]) -> tuple[CallOperands, OpCall]:
+    """Returns the operands and the call of an op's arguments; trailing tensors may be omitted."""
+    number = len(arguments) - len(OpCall._fields)
+    return CallOperands(*arguments[:number]), OpCall(*arguments[number:])
 
 
 PER_RANK = ("reserve_sms", "copied_weight")

@@ -37,9 +37,9 @@ class Arithmetic:
     """Whether the order in which an element is summed is a function of K."""
 
     product = staticmethod(gemm)
-    """`x @ weight.T + bias` of the operands' type, stored in `out` if passed; x and weight have all of K."""
+    """`x @ weight.T + addend` of the operands' type, in `out` if passed; x and weight have all of K."""
 
-    def products(self, x: Any, weights: Sequence[Any], biases: Sequence[Tensor]) -> list[Tensor]:
+    def products(self, x: Any, weights: Sequence[Any], biases: Sequence[Tensor] | None) -> list[Tensor]:
         """Returns `product` of x with each weight `[N_i, K]`; `biases` has `[N_i]` per weight, or none."""
         product, outs = self.product, []  # a list comprehension is one Python function more
         for i, weight in enumerate(weights):
@@ -56,14 +56,14 @@ class Arithmetic:
 
     def type_of_sum(self, x: Any) -> torch.dtype:
         """Returns the dtype of products of `x`."""
-        dtype: torch.dtype = x.dtype if isinstance(x, Tensor) else x.out_dtype
+        dtype: torch.dtype = x.dtype
         return dtype
 
     def sum(
-        self, partials: Sequence[Tensor], bias: Tensor | None, dtype: torch.dtype, out: Tensor | None = None
+        self, partials: Sequence[Tensor], addend: Tensor | None, dtype: torch.dtype, out: Tensor | None = None
     ) -> Tensor:
-        """Returns the sum of every rank's partial `[m, N]` in rank order, plus bias, rounded to `dtype`."""
-        return sum_in_rank_order(partials, bias, out, dtype)
+        """Returns the sum of every rank's partial `[m, N]` in rank order plus addend, in `dtype`."""
+        return sum_in_rank_order(partials, addend, out, dtype)
 
 
 class WidePartials(Arithmetic):
@@ -93,12 +93,12 @@ class Ordered(Arithmetic):
     is_ordered = True
 
     def product(  # type: ignore[override]
-        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
+        self, x: Tensor, weight: Tensor, addend: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
         """Returns the ordered product, rounded once; see `Arithmetic.product`."""
         wide = ordered_product(x, weight)
-        if bias is not None:
-            wide += bias
+        if addend is not None:
+            wide += addend
         return _rounded(wide, x.dtype, out)
 
     def type_of(self, x: Any) -> torch.dtype:
@@ -112,13 +112,13 @@ class Ordered(Arithmetic):
         return _rounded(sum_in_tree([ordered_product(*leaf) for leaf in leaves]), self.type_of(x), out)
 
     def sum(
-        self, partials: Sequence[Tensor], bias: Tensor | None, dtype: torch.dtype, out: Tensor | None = None
+        self, partials: Sequence[Tensor], addend: Tensor | None, dtype: torch.dtype, out: Tensor | None = None
     ) -> Tensor:
         """Returns the sum by the top of the tree, if there is one; see `Arithmetic.sum`."""
         if not self.promises.has_tree:
-            return super().sum(partials, bias, dtype, out)
+            return super().sum(partials, addend, dtype, out)
         total = sum_in_tree(partials)
-        return _rounded(total if bias is None else total + bias, dtype, out)
+        return _rounded(total if addend is None else total + addend, dtype, out)
 
 
 def arithmetic_of(promises: Promises, world: int = 1) -> Arithmetic:

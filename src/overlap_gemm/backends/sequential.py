@@ -68,34 +68,33 @@ class Sequential(Portable):
         applying = problem.applying
         if applying is None:
             return super().bind(problem, operands, shards, group)
-        plain, dtype = arithmetic_of(problem.promises, group.size), problem.out_dtype
+        plain = arithmetic_of(problem.promises, group.size)
         of_op = partial(getattr(self, problem.op), shards=shards, group=group)
 
-        def run(
-            x: Tensor, weight: Tensor, bias: Tensor | None, inputs: Sequence[Tensor], *scales: Tensor
-        ) -> list[Tensor]:
-            method = partial(of_op, how=WithEpilogue(applying, inputs, plain))
-            if dtype is not None:
-                method = with_scales(method, dtype, self.operand, problem.blocks)  # type: ignore[assignment]
-            return [method(x.contiguous(), weight, bias, *scales)]
+        def run(operands: CallOperands) -> list[Tensor]:
+            method: Callable[..., Any] = partial(of_op, how=WithEpilogue(applying, operands.inputs, plain))
+            if problem.is_scaled:
+                method = with_scales(method, problem.types, self.operand)
+            return [method(operands._replace(x=operands.x.contiguous()))]
 
         return run
 
     def gemm_reduce_scatter(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group, how: Arithmetic
+        self, operands: CallOperands, shards: Shards, group: Group, how: Arithmetic
     ) -> Tensor:
         """Multiplies, exchanges and sums in rank order; see `Portable.gemm_reduce_scatter`."""
+        x, weight, bias, *_ = operands
         return how.sum(scattered_rows(how.partial(x, weight), shards, group), bias, x.dtype)
 
     def gemm_all_reduce(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group, how: Arithmetic
+        self, operands: CallOperands, shards: Shards, group: Group, how: Arithmetic
     ) -> Tensor:
         """Runs the reduce-scatter and gathers its rows; see `Portable.gemm_all_reduce`."""
-        return all_gather_rows(self.gemm_reduce_scatter(x, weight, bias, shards, group, how), shards, group)
+        return all_gather_rows(self.gemm_reduce_scatter(operands, shards, group, how), shards, group)
 
     def gemm_all_gather(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group, how: Arithmetic
+        self, operands: CallOperands, shards: Shards, group: Group, how: Arithmetic
     ) -> Tensor:
         """Gathers the transposed blocks, whose columns are rows; see `Portable.gemm_all_gather`."""
-        local = how.product(x, weight, bias)
+        local = how.product(*operands[:3])
         return all_gather_rows(local.t().contiguous(), shards, group).t().contiguous()

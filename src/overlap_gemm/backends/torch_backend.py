@@ -16,6 +16,7 @@ from ..runtime.group import Group
 from ..spec.sharding import Shards
 from .base import Portable, Problem
 from .collectives import collective
+from .op_call import CallOperands
 from .portable_arithmetic import Arithmetic
 from .scales.scaling import Scaled, why_no_scaled_mm
 
@@ -47,9 +48,10 @@ class Torch(Portable):
         return None
 
     def gemm_reduce_scatter(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group, how: Arithmetic
+        self, operands: CallOperands, shards: Shards, group: Group, how: Arithmetic
     ) -> Tensor:
         """Multiplies into a padded tensor and reduce-scatters it; see `Portable.gemm_reduce_scatter`."""
+        x, weight, bias, *_ = operands
         if group.size == 1:
             return how.product(x, weight, bias)
         padded_rows = group.size * shards.chunk
@@ -60,9 +62,10 @@ class Torch(Portable):
         return reduce_scatter_padded(padded, bias, shards, group, how.type_of_sum(x))
 
     def gemm_all_reduce(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group, how: Arithmetic
+        self, operands: CallOperands, shards: Shards, group: Group, how: Arithmetic
     ) -> Tensor:
         """Multiplies and all-reduces; see `Portable.gemm_all_reduce`."""
+        x, weight, bias, *_ = operands
         if group.size == 1:
             return how.product(x, weight, bias)
         out = how.partial(x, weight)
@@ -71,13 +74,14 @@ class Torch(Portable):
         return (out if bias is None else out.add_(bias)).to(how.type_of_sum(x))
 
     def gemm_all_gather(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, shards: Shards, group: Group, how: Arithmetic
+        self, operands: CallOperands, shards: Shards, group: Group, how: Arithmetic
     ) -> Tensor:
         """Gathers blocks of columns, then copies them next to each other; see `Portable.gemm_all_gather`.
 
         Copying runs of a block's columns is several times faster than computing the product transposed and
         transposing the gathered tensor.
         """
+        x, weight, bias, *_ = operands
         if group.size == 1:
             return how.product(x, weight, bias)
         rows, columns = x.shape[0], weight.shape[0]
@@ -95,16 +99,16 @@ class Torch(Portable):
 
 def reduce_scatter_padded(
     padded: Tensor,
-    bias: Tensor | None,
+    addend: Tensor | None,
     shards: Shards,
     group: Group,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Returns this rank's rows of the sum of all ranks' `padded`, by torch's reduce-scatter, plus bias.
+    """Returns this rank's rows of the sum of all ranks' `padded`, by torch's reduce-scatter, plus addend.
 
     Args:
         padded: `[P * shards.chunk, N]`, contiguous; written to. Rows from `shards.total` on are ignored.
-        bias: `[N]` or None.
+        addend: `[N]` or None.
         shards: Division of the rows.
         group: Ranks that take part, each of which must call.
         dtype: Dtype of the result; the default is that of `padded`.
@@ -120,4 +124,4 @@ def reduce_scatter_padded(
             reduce_scatter_single(out, padded, group=group.process_group)
     if (rows := shards.size(group.rank)) < shards.chunk:
         out = out[:rows]
-    return (out if bias is None else out.add_(bias)).to(dtype or out.dtype)
+    return (out if addend is None else out.add_(addend)).to(dtype or out.dtype)

@@ -79,7 +79,7 @@ def plan(
     problem = Problem(op, call, kind, "cuda", ranks)
     if kind in FLOAT8:
         problem = replace(problem, call=call._replace(out_dtype=OUT_DTYPES[0]), weight_dtypes=(kind,))
-    if problem.is_scaled and (why := why_not_exchanged(problem.spec, blocks)):
+    if problem.is_scaled and (why := why_not_exchanged(problem.spec, problem.types)):
         raise typer.BadParameter(why, param_hint="--block")
     applied, times, why_after = epilogue_named(epilogue), None, None
     if applied is not None:
@@ -103,7 +103,7 @@ def plan(
     why_not_torch = why_no_scaled_mm(problem, ARCHS[arch].capability) if problem.is_scaled else None
     if why_not_torch:
         eager, captured = (_without(prediction, "torch") for prediction in (eager, captured))
-    if refused := Fused().why_no_kernel(problem) or why_no_blocks(arch, blocks):
+    if refused := Fused().why_no_kernel(problem) or why_no_blocks(arch, problem.types):
         eager, captured = (_without(prediction, "fused") for prediction in (eager, captured))
     console.print(
         f"[bold]{op}[/] M,N,K={m},{n},{k} {dtype} on {ranks} x {constants.name} ({arch}, {sms} SMs), "

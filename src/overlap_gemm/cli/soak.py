@@ -16,7 +16,8 @@ from torch import Tensor
 
 import overlap_gemm
 
-from ..backends.scales.scaling import FLOAT8, dequantised
+from ..backends.scales.scale_layouts import LAYOUTS
+from ..backends.scales.scaling import FLOAT8
 from ..runtime.group import Group, find
 from ..spec import OPS
 from ..testing.workload import OpTensors, Workload
@@ -260,9 +261,9 @@ def _compared(
     x, weight = operands.x.detach(), operands.weight.detach()
     if workload.scales:
         assert operands.scale_x is not None and operands.scale_w is not None
-        flat = workload.blocks is None
+        layout, flat = LAYOUTS[workload.blocks], workload.blocks is None
         x, weight = (
-            dequantised(matrix, scale.reshape(-1) if flat else scale, blocks=workload.blocks)
+            layout.dequantised(matrix, scale.reshape(-1) if flat else scale)
             for matrix, scale in ((x, operands.scale_x), (weight, operands.scale_w))
         )
 

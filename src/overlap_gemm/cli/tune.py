@@ -4,7 +4,6 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,7 +17,9 @@ import overlap_gemm
 
 from ..backends.collectives import reduce_scatter_rows
 from ..backends.fused.fused_backend import Fused
-from ..backends.scales.scaling import unit_scales
+from ..backends.op_call import CallOperands
+from ..backends.scales.product_types import ProductTypes
+from ..backends.scales.scale_layouts import LAYOUTS
 from ..backends.torch_backend import reduce_scatter_single
 from ..config.gemm_config import GemmConfig
 from ..runtime.group import LOCAL, Group, find
@@ -188,14 +189,15 @@ class GpuProbe:
     def gemm(self, config: GemmConfig, m: int, n: int, k: int) -> float:
         """Returns the time of one rank's product by one of our kernels."""
         x, weight = self._operands(m, n, k)
-        scale_arguments: tuple[Any, ...] = ()
+        operands, types = CallOperands(x, weight), ProductTypes(x.dtype)
         if config.blocks is not None:
             x, weight = (operand.to(torch.float8_e4m3fn) for operand in (x, weight))
-            scales = unit_scales((m, k), (n, k), config.blocks, self.device)
-            scale_arguments = scales, torch.bfloat16, config.blocks
-        call = partial(Fused().call, GEMM_REDUCE_SCATTER, x, weight, None, Shards.even(m, 1), ALONE, k)
+            scales = LAYOUTS[config.blocks].unit((m, k), (n, k), self.device)
+            operands = CallOperands(x, weight, None, *scales)
+            types = ProductTypes(x.dtype, weight.dtype, torch.bfloat16, config.blocks)
+        arguments = GEMM_REDUCE_SCATTER, types, operands, Shards.even(m, 1), ALONE, k
         with configured(mma=config.mma, tile=config.tile, cluster=config.cluster, k_split=1):
-            return self._seconds(lambda: call(*scale_arguments))
+            return self._seconds(lambda: Fused().call(*arguments))
 
     def fused(self, config: GemmConfig, m: int, n: int, k: int) -> float:
         """Returns the time of a fused reduce-scatter."""
@@ -221,7 +223,7 @@ class GpuProbe:
             "reduce_scatter": lambda: reduce_scatter_single(shard, full, group=self.group.process_group),
             "all_gather": lambda: self.group.all_gather(full, shard),
             "all_reduce": lambda: dist.all_reduce(full, group=self.group.process_group),
-            "sum": lambda: reduce_scatter_rows(full, None, shards, self.group),
+            "sum": lambda: reduce_scatter_rows(full, shards, self.group),
         }
         return self._seconds(calls[name])
 

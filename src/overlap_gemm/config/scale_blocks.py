@@ -5,7 +5,7 @@ Imports neither the DSL nor torch.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from overlap_gemm.config.naming import by
 
@@ -41,6 +41,23 @@ TMA_SCALES = 4
 
 STAGE_ALIGNMENT = 128
 """Alignment in bytes of the destination of a TMA load."""
+
+
+class OperandTypes(NamedTuple):
+    """Types of a kernel's A and B, by which configurations and their times are selected.
+
+    Attributes:
+        dtype: Type of A and B, as `GemmConfig.in_dtype`.
+        blocks: Blocks of the scales of 8-bit operands; None: scales per row.
+    """
+
+    dtype: str
+    blocks: Blocks | None = None
+
+    @property
+    def column_unit(self) -> int:
+        """Returns the number of columns that share a scale."""
+        return self.blocks[1] if self.blocks else 1
 
 
 def in_words(blocks: Blocks | None) -> str:

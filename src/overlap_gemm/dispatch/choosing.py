@@ -1,18 +1,17 @@
 """Choice of the backend of a call: the ranks compare the call, choose alike, and bind the backend."""
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from ..backends import select
 from ..backends.autotuning import bind_as, measure_if_due
 from ..backends.base import Problem
 from ..backends.epilogues import applied_after
-from ..backends.op_call import CallOperands, OpCall
+from ..backends.op_call import NO_OPERANDS, CallOperands, OpCall, operands_of
 from ..backends.select import Choice, choose, log_choice
 from ..runtime import agree
 from ..runtime.group import Group, resolve
@@ -35,7 +34,7 @@ class Chosen(NamedTuple):
     run: Run
 
 
-def chosen(op: OpSpec, call: OpCall, operands: CallOperands, inputs: Sequence[Tensor] = ()) -> Chosen:
+def chosen(op: OpSpec, call: OpCall, operands: CallOperands) -> Chosen:
     """Returns the chosen backend, bound to the call. Collective in debug mode and where facts are unknown.
 
     In debug mode all ranks compare the call first. With backend "auto", the first call of a kind may probe
@@ -45,7 +44,6 @@ def chosen(op: OpSpec, call: OpCall, operands: CallOperands, inputs: Sequence[Te
         op: Definition of the op.
         call: Lowered call.
         operands: Operands, as in `Backend.bind`.
-        inputs: Inputs of the epilogue.
 
     Raises:
         ValueError: No backend can run the call, or the requested one cannot, on all ranks.
@@ -53,7 +51,7 @@ def chosen(op: OpSpec, call: OpCall, operands: CallOperands, inputs: Sequence[Te
             are compared at the first call with these facts, in debug mode at every call.
     """
     ranks = resolve(call.group)
-    problem, choice, facts = _agreed_choice(op, call, operands, inputs)
+    problem, choice, facts = _agreed_choice(op, call, operands)
     shards = problem.shards
     log_choice(choice)
     group = replace(ranks, signed=problem.call.signed)
@@ -65,10 +63,13 @@ def chosen(op: OpSpec, call: OpCall, operands: CallOperands, inputs: Sequence[Te
         run = configured(reserve_sms=call.reserve_sms)(run)
     name, what = choice.backend.name, f"M={problem.m} width={problem.width} {problem.types} P={ranks.size}"
     count = calls.setdefault((op.name, name), [0])
-    return Chosen(name, _ranged(f"overlap_gemm {op.name} {what} {name}", run, ranks, count))
+    return Chosen(
+        name,
+        _ranged(f"overlap_gemm {op.name} {what} {name}", run, problem.applying is not None, ranks, count),
+    )
 
 
-def why_after(op: OpSpec, call: OpCall, tensors: Sequence[Any]) -> str | None:
+def why_after(op: OpSpec, call: OpCall, operands: CallOperands) -> str | None:
     """Returns the reason to apply other operations of torch after the op; None if a kernel applies it.
 
     The operations are assumed to be one pass over memory.
@@ -78,21 +79,18 @@ def why_after(op: OpSpec, call: OpCall, tensors: Sequence[Any]) -> str | None:
     Args:
         op: Definition of the op.
         call: Lowered call with an epilogue.
-        tensors: Tensors of the op with an epilogue: x, weight, bias, inputs, then scales if any.
+        operands: Operands, as in `Backend.bind`.
     """
-    operands = CallOperands(*tensors[:3])
-    problem, choice, _ = _agreed_choice(op, call, operands, tensors[3])
+    problem, choice, _ = _agreed_choice(op, call, operands)
     if problem.num_weights > 1 and problem.n is None:
         return "columns= is not passed, so the weights of the other ranks are unknown"
     return select.why_after(choice, problem, len(operands.lists(op)[0][0]), one_pass=True)
 
 
-def _agreed_choice(
-    op: OpSpec, call: OpCall, operands: CallOperands, inputs: Sequence[Tensor]
-) -> tuple[Problem, Choice, Any]:
+def _agreed_choice(op: OpSpec, call: OpCall, operands: CallOperands) -> tuple[Problem, Choice, Any]:
     """Returns a call's problem, the choice of its backend, and the facts that the ranks compared."""
     ranks = resolve(call.group)
-    problem = Problem.of(op.name, call, operands, ranks, inputs)
+    problem = Problem.of(op.name, call, operands, ranks)
     device, requested = operands.x.device, call.backend
     facts = (*problem.agreed(), *settings().agreed(op))
     try:
@@ -107,7 +105,9 @@ def _agreed_choice(
     return problem, choice, facts
 
 
-def _bound(choice: Choice, problem: Problem, operands: CallOperands, shards: Shards, group: Group) -> Run:
+def _bound(
+    choice: Choice, problem: Problem, operands: CallOperands, shards: Shards, group: Group
+) -> Callable[[CallOperands], Any]:
     """Returns the bound function; the backend applies the epilogue if it can, else torch does after it."""
     arguments, (weights, _) = (operands, shards, group), operands.lists(problem.spec)
     why = None if problem.applying is None else select.why_after(choice, problem, len(weights[0]))
@@ -132,7 +132,9 @@ calls: dict[tuple[str, str], list[int]] = {}
 """Numbers of calls begun in this process, by (op, backend); each is a list of one number, to be changed."""
 
 
-def _ranged(name: str, run: Run, group: Group, count: list[int]) -> Run:
+def _ranged(
+    name: str, run: Callable[[CallOperands], Any], has_inputs: bool, group: Group, count: list[int]
+) -> Run:
     """Returns a function that runs `run` in a profiler range (torch.profiler or NVTX) and counts the call.
 
     If a call runs out of GPU memory before it launches or sends anything, torch's cache is emptied and the
@@ -141,24 +143,28 @@ def _ranged(name: str, run: Run, group: Group, count: list[int]) -> Run:
 
     Args:
         name: Name of the range.
-        run: Function from the op's tensors to its result.
+        run: Bound function of the backend.
+        has_inputs: Whether the op has an epilogue, whose inputs are between the bias and the scales.
         group: Group of the call.
         count: List of one number, to which each call adds 1.
     """
 
-    def ranged(*operands: Any) -> Any:
+    def ranged(*tensors: Any) -> Any:
         count[0] += 1
+        if has_inputs:
+            tensors = *tensors[:3], *(tensors[4:] or (None, None)), tensors[3]
+        operands: CallOperands = operands_of(tensors + NO_OPERANDS[len(tensors) :])
         before = group.progress.events
         try:
             if not torch.autograd._profiler_enabled():
-                return run(*operands)
+                return run(operands)
             with torch.autograd.profiler.record_function(name):
-                return run(*operands)
+                return run(operands)
         except torch.OutOfMemoryError:
-            if group.progress.events != before or is_capturing(operands[0].device):
+            if group.progress.events != before or is_capturing(operands.x.device):
                 raise
         gc.collect()
         torch.cuda.empty_cache()
-        return run(*operands)
+        return run(operands)
 
     return ranged

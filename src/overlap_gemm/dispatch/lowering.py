@@ -49,8 +49,8 @@ class Lowered(NamedTuple):
             operands: Operands of the caller; weight and bias are unchanged.
             *inputs: List of the epilogue's inputs, if there is an epilogue.
         """
-        x, weight, bias, *scales = operands
-        vectors = () if operands.scale_x is None else self.vectors(*scales)
+        x, weight, bias, scale_x, scale_w, _ = operands
+        vectors = () if scale_x is None else self.vectors(scale_x, scale_w)
         return x if self.dim is None else self.flatten(x), weight, bias, *inputs, *vectors
 
     def result(self, result: Any) -> Any:

@@ -11,16 +11,17 @@ from torch.autograd import forward_ad
 
 from ..backends.op_call import CallOperands, OpCall
 from ..backends.scales import mx_scales as mx
+from ..backends.scales.product_types import ProductTypes
+from ..backends.scales.scale_layouts import PaddedScaleRows
 from ..backends.scales.scaling import (
     FLOAT8,
     NAMED_BLOCKS,
     OUT_DTYPES,
     SCALE_DTYPES,
-    blocks_along,
     blocks_named,
     why_not_exchanged,
 )
-from ..config.scale_blocks import MX, Blocks, in_words
+from ..config.scale_blocks import MX
 from ..spec import OpSpec
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -126,21 +127,25 @@ def check_scaled(spec: OpSpec, operands: CallOperands, call: OpCall) -> None:
                 f"cores read 8-bit operands so; got strides {matrix.stride()}; call .contiguous()"
             )
     try:
-        blocks = blocks_named(call.block, x.dtype)
+        types = ProductTypes(x.dtype, weights[0].dtype, call.out_dtype, blocks_named(call.block, x.dtype))
     except ValueError as error:
         raise ValueError(f"{op}: {error}") from None
-    if why := why_not_exchanged(spec, blocks):
+    if why := why_not_exchanged(spec, types):
         raise TypeError(f"{op}: {why}; got block={call.block!r}")
-    if blocks == MX:
-        _check_mx(op, x, weights, scale_x, scales)
+    scaled = [
+        ("scale_x", scale_x, x),
+        *(("scale_w", scale, weight) for scale, weight in zip(scales, weights, strict=True)),
+    ]
+    if types.blocks == MX:
+        _check_mx(op, scaled)
         if x.ndim > 2 and call.dim not in (None, 0, -x.ndim):
             raise ValueError(
                 f"{op}: scales of {mx.SCALE} are in the order of x's rows, so dim must be the first "
                 f"dimension of x {shape_of(x)}; got dim={call.dim}"
             )
         return
-    if blocks:
-        _check_blocks(op, x, weights, scale_x, scales, blocks)
+    if isinstance(types.scales, PaddedScaleRows):
+        _check_blocks(op, scaled, types.scales)
         return
     rows = [*x.shape[:-1], 1]
     if scale_x.numel() != 1 and list(scale_x.shape) != rows:
@@ -157,17 +162,14 @@ def check_scaled(spec: OpSpec, operands: CallOperands, call: OpCall) -> None:
             )
 
 
-def _check_mx(op: str, x: Tensor, weights: list[Tensor], scale_x: Tensor, scales: list[Tensor]) -> None:
-    """Raises ValueError unless K and the scales of each operand fit MX types."""
-    if x.shape[-1] % mx.WIDTH:
+def _check_mx(op: str, scaled: list[tuple[str, Tensor, Tensor]]) -> None:
+    """Raises ValueError unless K and the scales of each operand (name, scales, matrix) fit MX types."""
+    depth = scaled[0][2].shape[-1]
+    if depth % mx.WIDTH:
         raise ValueError(
-            f"{op}: K of operands with scales of {mx.SCALE} must be a multiple of {mx.WIDTH}, got "
-            f"{x.shape[-1]}"
+            f"{op}: K of operands with scales of {mx.SCALE} must be a multiple of {mx.WIDTH}, got {depth}"
         )
-    for name, scale, matrix in (
-        ("scale_x", scale_x, x),
-        *(("scale_w", scale, weight) for scale, weight in zip(scales, weights, strict=True)),
-    ):
+    for name, scale, matrix in scaled:
         wanted = mx.num_scales(matrix.shape[:-1].numel(), matrix.shape[-1])
         if scale.numel() != wanted or scale.ndim != 1 or scale.dtype != mx.SCALE:
             raise ValueError(
@@ -176,25 +178,15 @@ def _check_mx(op: str, x: Tensor, weights: list[Tensor], scale_x: Tensor, scales
             )
 
 
-def _check_blocks(
-    op: str, x: Tensor, weights: list[Tensor], scale_x: Tensor, scales: list[Tensor], blocks: Blocks
-) -> None:
-    """Raises ValueError unless each operand has one scale for each of its blocks."""
-    for name, scale, matrix, wanted in (
-        ("scale_x", scale_x, x, [*x.shape[:-1], blocks_along(x.shape[-1], blocks)]),
-        *(
-            (
-                "scale_w",
-                scale,
-                weight,
-                [-(-weight.shape[0] // blocks[1]), blocks_along(weight.shape[1], blocks)],
-            )
-            for scale, weight in zip(scales, weights, strict=True)
-        ),
-    ):
+def _check_blocks(op: str, scaled: list[tuple[str, Tensor, Tensor]], layout: PaddedScaleRows) -> None:
+    """Raises ValueError unless each operand (name, scales, matrix) has one scale for each of its blocks."""
+    for name, scale, matrix in scaled:
+        *leading, depth = matrix.shape
+        rows = leading if name == "scale_x" else [-(-leading[0] // layout.width)]
+        wanted = [*rows, layout.along(depth)]
         if list(scale.shape) != wanted:
             raise ValueError(
-                f"{op}: {name} of {in_words(blocks)} must be {wanted} for an operand {shape_of(matrix)}; "
+                f"{op}: {name} of {layout} must be {wanted} for an operand {shape_of(matrix)}; "
                 f"got {shape_of(scale)}"
             )
 

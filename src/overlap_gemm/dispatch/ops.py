@@ -24,8 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backends.op_call import SCHEMA, CallOperands, OpCall
+from ..backends.op_call import SCHEMA, CallOperands, OpCall, split
 from ..backends.portable_arithmetic import arithmetic_of
+from ..backends.scales.product_types import ProductTypes
 from ..backends.scales.scaling import Scaled, dequantised, why_no_product, with_scales
 from ..config.rules import MOST_WEIGHTS
 from ..epilogues.library import add_residual
@@ -49,11 +50,11 @@ from .shard_ops import (
     keep_shard,
     local_columns,
     local_rows,
-    new,
     reduce_scatter_rows,
     shard_columns,
     shard_rows,
     sum_over_ranks,
+    with_kept,
 )
 
 NO_GRADIENT = "operands with scales have no gradients: call under torch.no_grad(), or with detached tensors"
@@ -66,6 +67,8 @@ class GemmOp(Registered):
     Unless that operand is kept, it is None in a plain call, and else empty. Other ops return one tensor.
 
     Attributes:
+        operands: Schema of x, weight and bias.
+        scales: Schema of their scales.
         with_epilogue: The op with an epilogue (`with_epilogue.EpilogueOp`, which sets it).
         of_parts: The op of a list along K (`SumOfParts`); None unless x is cut along K and the sum along M.
 
@@ -81,12 +84,12 @@ class GemmOp(Registered):
     def __init__(self, spec: OpSpec, backward: Any = None) -> None:
         self.spec, self.takes_lists = spec, spec.takes_lists
         backward = backward or self.by_dual
-        operands, result = "Tensor weight, Tensor? bias, Tensor? scale_x, Tensor? scale_w", "Tensor"
-        if self.takes_lists:
-            operands = "Tensor[] weight, Tensor[]? bias, Tensor? scale_x, Tensor[]? scale_w"
-            result = "Tensor[]"
+        several = "[]" if self.takes_lists else ""
+        weight, bias, scale = (f"Tensor{several}{mark}" for mark in ("", "?", "?"))
+        self.operands = f"Tensor x, {weight} weight, {bias} bias"
+        self.scales = f"Tensor? scale_x, {scale} scale_w"
         super().__init__(
-            f"{spec.name}(Tensor x, {operands}, {SCHEMA}) -> {result}",
+            f"{spec.name}({self.operands}, {self.scales}, {SCHEMA}) -> Tensor{several}",
             bind=self._bind,
             fake=self._fake,
             backward=backward,
@@ -95,23 +98,14 @@ class GemmOp(Registered):
         self.of_parts = SumOfParts(spec) if (spec.x, spec.out) == ("k", "m") else None
         GEMM_OPS[spec.name] = self
 
-    def _bind(self, x: Tensor, weight: Any, bias: Any, *rest: Any) -> Run:
-        call = OpCall(*rest[-len(OpCall._fields) :])
+    def _bind(self, *arguments: Any) -> Run:
+        operands, call = split(arguments)
         if self.spec.sums:
-            call = call.summed(self.spec, x.shape[1], group_size(call.group))
-        run_op = chosen(self.spec, call, CallOperands(x, weight, bias)).run
-        if not self.takes_lists:
-            return run_op
-        keep = call.keep
+            call = call.summed(self.spec, operands.x.shape[1], group_size(call.group))
+        return with_kept(chosen(self.spec, call, operands).run, call, self.takes_lists)
 
-        def run(x: Tensor, weights: Any, biases: Any, *scales: Any) -> list[Tensor | None]:
-            moved, outs = run_op(x, weights, biases or (), *scales)
-            return [new(x, moved) if keep else None, *outs]
-
-        return run
-
-    def _fake(self, x: Tensor, weight: Any, bias: Any, *rest: Any) -> Any:
-        call = OpCall(*rest[-len(OpCall._fields) :])
+    def _fake(self, *arguments: Any) -> Any:
+        (x, weight, *_), call = split(arguments)
         dtype = call.out_dtype or x.dtype
         if not self.takes_lists:
             return x.new_empty(*result_extents(self.spec, call, weight), dtype=dtype)
@@ -221,7 +215,8 @@ class GemmOp(Registered):
         if others is None:
             results = dual.call(operands, how)
         else:
-            results = dual.with_epilogue.call((*operands, [others]), how._replace(epilogue=add_residual.key))
+            how = how._replace(epilogue=add_residual.key)
+            results = dual.with_epilogue.call((*operands, [others]), how)
         *kept, grad_x = results if isinstance(results, list) else [results]
         if dual.takes_lists:
             return grad_x, kept[0] if how.keep else grad
@@ -430,14 +425,16 @@ def _backward_gemm_all_gather(ctx: Any, call: OpCall, needs: Any, grad: Tensor) 
 class ColumnParallelGemm(GemmOp):
     """Local product of each rank, by torch: no backend is chosen, and forward does not communicate."""
 
-    def _bind(self, x: Tensor, weight: Any, bias: Any, *rest: Any) -> Run:
-        call = OpCall(*rest[-len(OpCall._fields) :])
+    def _bind(self, *arguments: Any) -> Run:
+        (x, weight, *_), call = split(arguments)
+        types = ProductTypes(x.dtype, weight.dtype, call.out_dtype, call.blocks)
         how = arithmetic_of(call.promises)
-        if call.out_dtype is None:
+        if types.scales is None:
             return how.product
-        why = why_no_product(x.device.type, x.dtype, weight.dtype, call.out_dtype, call.blocks)
-        torchs = why is None and not how.is_ordered
-        return with_scales(how.product, call.out_dtype, Scaled if torchs else dequantised, call.blocks)
+        torchs = why_no_product(x.device.type, types) is None and not how.is_ordered
+        operand = Scaled if torchs else dequantised
+        run = with_scales(lambda operands: how.product(*operands[:3]), types, operand)
+        return lambda *tensors: run(CallOperands(*tensors))
 
 
 gemm_all_reduce = GemmOp(GEMM_ALL_REDUCE, _backward_gemm_all_reduce)

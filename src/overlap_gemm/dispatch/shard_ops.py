@@ -12,6 +12,7 @@ the gradient of such a tensor must be the same on every rank.
 """
 
 import math
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,6 +40,18 @@ def local_rows(chunk: int, rows: int, group: str) -> int:
 def new(like: Tensor, tensor: Tensor) -> Tensor:
     """Returns `tensor`, or a copy if it is the op's input `like`, which a custom op must not return."""
     return tensor.clone() if tensor is like else tensor
+
+
+def with_kept(run_op: Run, call: OpCall, takes_lists: bool) -> Run:
+    """Returns an op's function that returns lists as declared: the communicated operand or None is first."""
+    if not takes_lists:
+        return run_op
+
+    def run(*tensors: Any) -> list[Tensor | None]:
+        moved, outs = run_op(*tensors)
+        return [new(tensors[0], moved) if call.keep else None, *outs]
+
+    return run
 
 
 def compared(op: str, x: Tensor, group: str, **shared: int) -> Group:
@@ -85,7 +98,7 @@ def _bind_reduce_scatter_rows(
     ranks = compared("reduce_scatter_rows", x, group, rows=rows, chunk=chunk, width=columns)
     shards = Shards(x.shape[0], ranks.size, chunk)
     if choose(problem, backend).backend.deterministic or ranks.size == 1:
-        return lambda x: new(x, _reduce_scatter_rows(x.contiguous(), None, shards, ranks))
+        return lambda x: new(x, _reduce_scatter_rows(x.contiguous(), shards, ranks))
 
     def run(x: Tensor) -> Tensor:
         padded = x.new_empty(ranks.size * chunk, x.shape[1])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..backends.epilogues import Applying, TensorKind, author_gradient, new_scales, result_dtype
-from ..backends.op_call import SCHEMA, CallOperands, OpCall
+from ..backends.op_call import SCHEMA, CallOperands, OpCall, split
 from ..epilogues import Applied, Epilogue, epilogue_of
 from ..runtime.group import Group, GroupLike, find, group_name
 from ..spec import ARGUMENTS, OPS
@@ -26,7 +26,7 @@ from .lowering import Lowered, lower
 from .operands import shape_of
 from .ops import GEMM_OPS, NO_GRADIENT, GemmOp, result_extents, without_none
 from .registered import Bound, Registered, Run
-from .shard_ops import all_gather_rows, new
+from .shard_ops import all_gather_rows, with_kept
 
 
 class EpilogueOp(Registered):
@@ -41,12 +41,9 @@ class EpilogueOp(Registered):
 
     def __init__(self, plain: GemmOp) -> None:
         self.plain, self.spec, self.takes_lists = plain, plain.spec, plain.takes_lists
-        operands, scale_w = "Tensor weight, Tensor? bias", "Tensor? scale_w"
-        if self.takes_lists:
-            operands, scale_w = "Tensor[] weight, Tensor[]? bias", "Tensor[]? scale_w"
-        tensors = f"Tensor x, {operands}, Tensor[] inputs, Tensor? scale_x, {scale_w}"
+        operands, scales = plain.operands, plain.scales
         super().__init__(
-            f"{plain.name}_with_epilogue({tensors}, {SCHEMA}) -> Tensor[]",
+            f"{plain.name}_with_epilogue({operands}, Tensor[] inputs, {scales}, {SCHEMA}) -> Tensor[]",
             bind=self._bind,
             fake=self._fake,
             backward=plain.backward,
@@ -54,17 +51,10 @@ class EpilogueOp(Registered):
         )
         plain.with_epilogue = self
 
-    def _bind(self, x: Tensor, weight: Any, bias: Any, inputs: Any, *rest: Any) -> Run:
-        call = OpCall(*rest[-len(OpCall._fields) :])
-        run_op, keeps = chosen(self.spec, call, CallOperands(x, weight, bias), inputs).run, call.keep
-        if not self.takes_lists:
-            return run_op
-
-        def run(x: Tensor, weights: Any, biases: Any, inputs: Any, *scales: Any) -> list[Tensor | None]:
-            moved, outs = run_op(x, weights, biases or (), inputs, *scales)
-            return [new(x, moved) if keeps else None, *outs]
-
-        return run
+    def _bind(self, *arguments: Any) -> Run:
+        (x, weight, bias, inputs, *_), call = split(arguments)
+        operands = CallOperands(x, weight, bias, inputs=inputs)
+        return with_kept(chosen(self.spec, call, operands).run, call, self.takes_lists)
 
     def dispatched(self, tensors: tuple[Any, ...], arguments: tuple[Any, ...]) -> Any:
         """Returns the result; the dispatcher passes scales that are None, and takes no None in lists."""
@@ -72,8 +62,8 @@ class EpilogueOp(Registered):
             tensors = tensors[:4]
         return without_none(super().dispatched(tensors, arguments), tensors[0])
 
-    def _fake(self, x: Tensor, weight: Any, bias: Any, inputs: Any, *rest: Any) -> list[Tensor]:
-        call = OpCall(*rest[-len(OpCall._fields) :])
+    def _fake(self, *arguments: Any) -> list[Tensor]:
+        (x, weight, *_), call = split(arguments)
         dtype = call.out_dtype or x.dtype
         assert call.epilogue is not None
         epilogue, (rows, columns) = epilogue_of(call.epilogue), extents(self.plain, call, weight)
@@ -237,7 +227,7 @@ def call_with_epilogue(
     shapes = _shapes_of(op, group_name(group), cast, fused, inputs)
     lowered = shapes.lowered
     tensors = lowered.tensors(cast, shapes.flat(inputs))
-    if otherwise is not None and why_after(op.spec, lowered.call, tensors) is not None:
+    if otherwise is not None and _why_after(op, lowered.call, tensors) is not None:
         return _function_after(op, operands, group, call, applied)
     return shapes.shaped(op.with_epilogue.by_dispatcher(tensors, lowered.call))
 
@@ -290,7 +280,7 @@ def _run(
         shapes = _shapes_of(op, ranks.name, operands, call._replace(epilogue=epilogue.key), inputs)
         lowered = shapes.lowered
         tensors = lowered.tensors(operands, shapes.flat(inputs))
-        prepared = why_after(op.spec, lowered.call, tensors) if in_kernel else None
+        prepared = _why_after(op, lowered.call, tensors) if in_kernel else None
         if prepared is None:
             prepared = _PreparedApplied(op.with_epilogue.bound(tensors, lowered.call), shapes)
         if op.spec.unresolved_axis is None or getattr(call, ARGUMENTS[op.spec.unresolved_axis]) != "exchange":
@@ -304,6 +294,12 @@ def _run(
         tensors = shapes.lowered.tensors(operands, shapes.flat(inputs))
     run = bound.with_gradient if needs_grad(*tensors) else bound.run
     return shapes.shaped(run(*tensors))
+
+
+def _why_after(op: GemmOp, call: OpCall, tensors: Sequence[Any]) -> str | None:
+    """Returns `choosing.why_after` of the op with these tensors, scales of which have no influence."""
+    x, weight, bias, inputs, *_ = tensors
+    return why_after(op.spec, call, CallOperands(x, weight, bias, inputs=inputs))
 
 
 def _function_after(

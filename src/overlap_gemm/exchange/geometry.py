@@ -29,7 +29,6 @@ from typing import Any, NamedTuple
 from overlap_gemm.config.gemm_config import GemmConfig
 from overlap_gemm.config.orders import TileGrid
 from overlap_gemm.config.rules import MAX_WORLD as MAX_WORLD
-from overlap_gemm.config.scale_blocks import Blocks
 from overlap_gemm.device.traced import Address, Scalar, wide
 from overlap_gemm.spec import PATTERNS, PatternSpec
 from overlap_gemm.spec.sharding import ceil_div, num_owners, shard_rows
@@ -182,16 +181,16 @@ class ExchangeShape:
         cols: int,
         world: int,
         pattern: str = "reduce_scatter",
-        blocks: Blocks | None = None,
+        column_unit: int = 1,
     ) -> ExchangeShape:
         """Returns the shape with rows or columns cut as ``torch.chunk`` cuts them.
 
-        If sums return to all ranks (two-shot), shards have multiples of 64 (`OWNED`) columns, and of the
-        columns that share a scale of ``blocks``. So each tile begins at a block.
+        If sums return to all ranks (two-shot), shards have multiples of 64 (`OWNED`) columns, and of
+        ``column_unit``, the columns that share a scale. So each tile begins at a block.
         """
         spec = PATTERNS[pattern]
         shard = shard_rows(cols if spec.cut == "columns" else rows, world)
-        unit = lcm(OWNED, blocks[1] if blocks else 1) if spec.returns else 1
+        unit = lcm(OWNED, column_unit) if spec.returns else 1
         return cls(rows, cols, world, ceil_div(shard, unit) * unit, pattern)
 
     @property

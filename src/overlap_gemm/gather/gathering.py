@@ -125,18 +125,18 @@ class Gathering(NamedTuple):
         later = [part._replace(local_shard=shard, kept=to) for part, shard, to in fields]
         return made._replace(later=tuple(later))
 
-    def of_call(self, exchange: Exchange, local_shard: int, kept: Any, scales: int) -> Gathering:
+    def of_call(self, exchange: Exchange, local_shard: int, kept: Any, scale_address: int) -> Gathering:
         """Returns the arguments for a call; in half the host time of `_replace`.
 
         Args:
             exchange: The call's `Exchange`.
             local_shard: Address of the local shard.
             kept: Destination of all rows, flat, or None.
-            scales: Address of the local shard's scales; ignored if A has none.
+            scale_address: Address of the local shard's scales; ignored if A has none.
         """
         after = self.after
         if after is not None:
-            after = ShardScales(scales, *after[1:])
+            after = ShardScales(scale_address, *after[1:])
         fixed = self.gathered, self.is_first, self.is_last, self.scales
         return Gathering(exchange, *self[1:3], local_shard, kept, *fixed, after, self.chunk_rows)
 

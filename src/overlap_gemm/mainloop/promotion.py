@@ -134,7 +134,7 @@ def multiply(
     mma: Any,
     acc: cute.Tensor,
     operands: tuple[Any, Any],
-    blocks: range,
+    k_blocks: range,
     read: Any,
     adds: bool = False,
     column: int | None = None,
@@ -148,7 +148,7 @@ def multiply(
         mma: ``cute.TiledMma``; its ACCUMULATE field is set here.
         acc: fp32 registers of the sum.
         operands: Fragments of the stages of A and of B.
-        blocks: Numbers of the instructions along K in the stage.
+        k_blocks: Numbers of the instructions along K in the stage.
         read: State whose index is the stage.
         adds: Whether the first product is added to ``acc``; else it overwrites ``acc``.
         column: Number of the part of the tile's columns; None: all columns.
@@ -160,7 +160,7 @@ def multiply(
     warpgroup.fence()
     if not adds:
         mma.set(warpgroup.Field.ACCUMULATE, False)
-    for block in blocks:
+    for block in k_blocks:
         at = (None, None, block, read.index)
         columns = b[at]
         if column is not None:

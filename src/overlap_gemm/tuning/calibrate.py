@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from ..config.gemm_config import GemmConfig
-from ..config.scale_blocks import BLOCKS
+from ..config.scale_blocks import BLOCKS, OperandTypes
 from ..spec import GEMM_REDUCE_SCATTER
 from ..spec.sharding import ceil_div
 from .machine import Curve, Machine
@@ -177,7 +177,9 @@ def _one_wave(probe: Probe, machine: Machine, arch: str) -> Machine:
 
 def _with_blocks(probe: Probe, machine: Machine, arch: str) -> Machine:
     """Returns both rates of kernels with block scales, as shares of the best rate of their operand types."""
-    kernels = [config for blocks in BLOCKS for config in candidates(arch, "e4m3", machine, blocks)]
+    kernels = [
+        config for blocks in BLOCKS for config in candidates(arch, OperandTypes("e4m3", blocks), machine)
+    ]
     full_waves = {
         efficiency_key(c): _share(_rate(c, GEMM_SIZES[0], probe, machine), c, machine) for c in kernels
     }
@@ -193,7 +195,7 @@ def _share(rate: float, config: GemmConfig, machine: Machine) -> float:
 
 def _without_split_k(machine: Machine, arch: str) -> list[GemmConfig]:
     """Returns the kernels that do not split K."""
-    return [config for config in candidates(arch, "bf16", machine) if config.k_split == 1]
+    return [config for config in candidates(arch, OperandTypes("bf16"), machine) if config.k_split == 1]
 
 
 def _rate(config: GemmConfig, size: int, probe: Probe, machine: Machine) -> float:
@@ -249,7 +251,7 @@ def _collectives(probe: Probe, machine: Machine) -> Machine:
 
 def _best_kernel(arch: str, machine: Machine) -> GemmConfig:
     """Returns the best kernel that computes the next tile during an epilogue."""
-    every = [c for c in candidates(arch, "bf16", machine) if c.mma != "cooperative"]
+    every = [c for c in candidates(arch, OperandTypes("bf16"), machine) if c.mma != "cooperative"]
     return max(every, key=lambda config: machine.efficiency[efficiency_key(config)])
 
 

@@ -14,7 +14,7 @@ from ..config.arch import MmaKind, arch_of
 from ..config.gemm_config import DTYPE_BYTES, GemmConfig
 from ..config.orders import joins_shards
 from ..config.rules import K_SPLITS, may_split
-from ..config.scale_blocks import Blocks
+from ..config.scale_blocks import OperandTypes
 from ..exchange.geometry import ExchangeShape
 from ..spec import patterns_of
 from .machine import Machine, machine_for
@@ -42,26 +42,22 @@ MOST_KERNELS = 5
 """Maximum number of kernels to be measured in addition to the model's choice."""
 
 
-def candidates(
-    arch: str, dtype: str, machine: Machine | None = None, blocks: Blocks | None = None
-) -> list[GemmConfig]:
+def candidates(arch: str, types: OperandTypes, machine: Machine | None = None) -> list[GemmConfig]:
     """Returns the configurations of an architecture with a known efficiency, among which a call's is chosen.
 
     Args:
         arch: Target architecture, for example ``"sm_90a"``.
-        dtype: Type of A and B, and of slots and output unless it is an 8-bit type.
+        types: Types of A and B; slots and output have the same dtype unless it is an 8-bit one.
         machine: Constants with the efficiencies; default `machine_for`'s.
-        blocks: Blocks of the scales of 8-bit operands; None: scales per row.
     """
     machine = machine or constants(arch)
-    timed = None if machine.missing_block_timings(blocks) else blocks
+    timed = None if machine.missing_block_timings(types.blocks) else types.blocks
     known = machine.efficiencies(timed)
-    configs = every_config(arch, dtype, blocks=blocks)
-    return [config for config in configs if _key(config, timed) in known]
 
+    def is_known(config: GemmConfig) -> bool:
+        return efficiency_key(config if config.blocks == timed else replace(config, blocks=timed)) in known
 
-def _key(config: GemmConfig, blocks: Blocks | None) -> str:
-    return efficiency_key(config if config.blocks == blocks else replace(config, blocks=blocks))
+    return list(filter(is_known, every_config(arch, types.dtype, blocks=types.blocks)))
 
 
 @lru_cache
@@ -129,7 +125,7 @@ def default_config(
     Raises:
         ValueError: No kernel exists for the configured fields.
     """
-    facts, machine = facts_of(shape, dtype, depth, operands.get("blocks")), constants(arch)
+    facts, machine = facts_of(shape, OperandTypes(dtype, operands.get("blocks")), depth), constants(arch)
     return choose_config(facts, machine, arch, num_sms, shape.pattern, **operands)
 
 
@@ -169,12 +165,7 @@ def expected(
 
 
 def with_pattern(
-    arch: str,
-    dtype: str,
-    shape: ExchangeShape,
-    num_sms: int,
-    depth: int | None,
-    blocks: Blocks | None = None,
+    arch: str, types: OperandTypes, shape: ExchangeShape, num_sms: int, depth: int | None
 ) -> ExchangeShape:
     """Returns the shape with its final pattern: a small reduce-scatter may run as an all-reduce.
 
@@ -186,18 +177,17 @@ def with_pattern(
 
     Args:
         arch: Target architecture.
-        dtype: Type of A and B, as `GemmConfig.in_dtype`.
+        types: Types of A and B.
         shape: Shape of the exchange.
         num_sms: Number of SMs that every rank may use.
         depth: K over all ranks, if they have agreed on it.
-        blocks: Blocks of the scales of 8-bit operands; None: scales per row.
     """
     machine = constants(arch)
-    facts = lower_small_rs_to_ar(facts_of(shape, dtype, depth, blocks), machine, arch, num_sms)
+    facts = lower_small_rs_to_ar(facts_of(shape, types, depth), machine, arch, num_sms)
     if len(patterns_of(facts.op)) == 1 and facts.op == shape.spec.op:
         return shape
     pattern = pattern_of(facts, machine, arch, num_sms)
-    return ExchangeShape.even(shape.rows, shape.cols, shape.world, pattern, blocks)
+    return ExchangeShape.even(shape.rows, shape.cols, shape.world, pattern, types.column_unit)
 
 
 def pattern_of(facts: Facts, machine: Machine, arch: str, num_sms: int) -> str:
@@ -211,11 +201,12 @@ def pattern_of(facts: Facts, machine: Machine, arch: str, num_sms: int) -> str:
     return min(patterns, key=lambda pattern: expected(facts, machine, arch, num_sms, pattern)[1].total)
 
 
-def facts_of(shape: ExchangeShape, dtype: str, depth: int | None, blocks: Blocks | None = None) -> Facts:
+def facts_of(shape: ExchangeShape, types: OperandTypes, depth: int | None) -> Facts:
     """Returns the model's facts of a call."""
     op = shape.spec.spec
     rows = shape.rows * (shape.world if op.x == "m" else 1)
-    return Facts(op.name, rows, shape.cols, depth, dtype, shape.world, shape.shard, blocks, shape.weights)
+    extents, (dtype, blocks) = (rows, shape.cols, depth), types
+    return Facts(op.name, *extents, dtype, shape.world, shape.shard, blocks, shape.weights)
 
 
 def choose_config(
@@ -271,7 +262,7 @@ def _eligible(
     tile's K do not split it.
     """
     spec = facts.spec
-    fitting = _resident(_fitting(arch, facts.dtype, machine, fields, facts.blocks), num_sms)
+    fitting = _resident(_fitting(arch, OperandTypes(facts.dtype, facts.blocks), machine, fields), num_sms)
     if spec.operand_is_sent and not spec.gathers_operand:
         fitting = [c for c in fitting if c.k_split == 1] or fitting
 
@@ -327,24 +318,18 @@ def seconds_of(config: GemmConfig, facts: Facts, machine: Machine, num_sms: int,
     return fused_time(config, facts, machine, num_sms, pattern)
 
 
-def possible(
-    arch: str, dtype: str, fields: tuple[tuple[str, Any], ...], blocks: Blocks | None = None
-) -> list[GemmConfig]:
+def possible(arch: str, types: OperandTypes, fields: tuple[tuple[str, Any], ...]) -> list[GemmConfig]:
     """Returns every configuration that a call could get with these fields of `configured`.
 
     Raises:
         ValueError: No kernel exists for one of them.
     """
-    fitting = _fitting(arch, dtype, constants(arch), fields, blocks)
+    fitting = _fitting(arch, types, constants(arch), fields)
     return [replace(config, **dict(fields)) for config in fitting]
 
 
 def _fitting(
-    arch: str,
-    dtype: str,
-    machine: Machine,
-    fields: tuple[tuple[str, Any], ...],
-    blocks: Blocks | None = None,
+    arch: str, types: OperandTypes, machine: Machine, fields: tuple[tuple[str, Any], ...]
 ) -> list[GemmConfig]:
     """Returns the candidates with the requested shape fields, or any kernels with them, or all candidates.
 
@@ -353,8 +338,8 @@ def _fitting(
     """
     requested = [(name, value) for name, value in fields if name in SHAPE]
     # If there is no kernel with these blocks, no call gets one, but the model still has a time.
-    known = candidates(arch, dtype, machine, blocks) or candidates(arch, dtype, machine)
-    for every in (known, every_config(arch, dtype, blocks=blocks)):
+    known = candidates(arch, types, machine) or candidates(arch, OperandTypes(types.dtype), machine)
+    for every in (known, every_config(arch, types.dtype, blocks=types.blocks)):
         fitting = [c for c in every if all(getattr(c, name) == value for name, value in requested)]
         if fitting:
             return [c for c in fitting if _is_valid_with(c, fields)] or fitting

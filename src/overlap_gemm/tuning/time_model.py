@@ -27,7 +27,7 @@ from typing import NamedTuple
 from ..config.gemm_config import DTYPE_BYTES, GemmConfig
 from ..config.naming import blocks_name, by
 from ..config.orders import joins_shards
-from ..config.scale_blocks import PROMOTED, Blocks
+from ..config.scale_blocks import PROMOTED, Blocks, OperandTypes
 from ..exchange.geometry import FLAG_BYTES, ExchangeShape, chunk_rows
 from ..spec import OPS, PATTERNS, OpSpec, patterns_of
 from ..spec.sharding import ceil_div, num_owners, shard_rows
@@ -316,7 +316,8 @@ def _shape_of(facts: Facts, pattern: str) -> ExchangeShape:
     (rows, _, _), (_, columns, _) = facts.local, facts.extents
     if PATTERNS[pattern].cut == "rows" and facts.shard:
         return ExchangeShape(rows, columns, facts.world, facts.shard, pattern)
-    shape = ExchangeShape.even(rows, columns, facts.world, pattern, facts.blocks)
+    unit = OperandTypes(facts.dtype, facts.blocks).column_unit
+    shape = ExchangeShape.even(rows, columns, facts.world, pattern, unit)
     return replace(shape, weights=facts.weights) if facts.weights else shape
 
 

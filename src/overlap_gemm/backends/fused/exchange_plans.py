@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from ...config.gemm_config import TILE_K_BYTES
-from ...config.scale_blocks import Blocks
 from ...config.visitors import Visitor
 from ...exchange.geometry import FLAG_BYTES, NEXT_EPOCH_OFFSET, ExchangeShape, arrival_flags, chunk_rows
 from ...runtime.executor import Executor
@@ -31,7 +30,8 @@ from ...tuning.time_model import Facts
 from ..base import Problem
 from ..epilogues import read_by_kernel
 from ..op_call import CallOperands
-from ..scales.block_scales import gathered_scales, layout_of, num_bytes
+from ..scales.product_types import ProductTypes
+from ..scales.scale_layouts import BlockLayout
 from ..scales.tma_operands import ROW_ELEMENTS, aligned, has_tma_strides, major, padded
 from . import plan_cache as plans
 from .compiled import compiled_gather
@@ -138,37 +138,34 @@ def regions_of(layouts: Sequence[BufferLayout]) -> list[int]:
 
 
 def signature_of(
-    dtype: torch.dtype,
+    types: ProductTypes,
     row_bytes: tuple[int, ...],
     shards: Shards,
     chunk: int,
-    blocks: Blocks | None = None,
 ) -> int:
     """Returns the signature of a call, which kernels compare with the peers': layout of the gather buffer.
 
     N and the sender (warps or copy engines) are not included.
 
     Args:
-        dtype: Dtype of x.
+        types: Types of the product.
         row_bytes: Bytes of a row of K / P columns, of each matrix along K.
         shards: Division of the rows.
         chunk: Rows that share a flag.
-        blocks: Blocks that share a scale; None: there are no scales.
     """
     facts: dict[str, Any] = {"rows": shards.total, "shard": shards.chunk, "world": shards.parts}
-    facts |= {"blocks": blocks} if blocks else {}
-    return call_signature(ALL_TO_ALL_GEMM.name, **facts, row_bytes=row_bytes, chunk_rows=chunk, dtype=dtype)
+    facts |= {"blocks": types.blocks} if types.blocks else {}
+    return call_signature(ALL_TO_ALL_GEMM.name, **facts, row_bytes=row_bytes, chunk_rows=chunk, dtype=types.x)
 
 
 def plan_for(
     group: Group,
+    types: ProductTypes,
     x: Tensor | tuple[Tensor, ...],
     weights: Sequence[Tensor],
     epilogue: tuple[Visitor, ...],
     shards: Shards,
     keep: bool,
-    out_dtype: torch.dtype | None = None,
-    blocks: Blocks | None = None,
 ) -> Plan:
     """Returns the plan of a call. Collective at the first call of a signature, which compiles and allocates.
 
@@ -176,13 +173,12 @@ def plan_for(
 
     Args:
         group: Ranks that take part, more than one; each of them has rows.
+        types: Types of the product; each weight's own dtype replaces `types.weight`.
         x: Local columns `[M, K / P]`, contiguous; a tuple for a list along K (`parts_of_k`).
         weights: Weights, for their rows, layouts and dtypes; with a tuple x the first part of one weight.
         epilogue: Epilogue that the kernel applies to the sums.
         shards: Division of the rows.
         keep: Whether the kernel stores the exchanged x for the caller.
-        out_dtype: Dtype of the results if the operands have scales; else None.
-        blocks: Blocks that share a scale; None: there are no scales.
 
     Raises:
         DisagreementError, SymmetricMemoryError: On every rank, if one of them cannot make the plan.
@@ -191,42 +187,38 @@ def plan_for(
         RuntimeError: On every rank: some ranks have no P2P access to each other, or puts are configured.
     """
     parts = x if isinstance(x, tuple) else (x,)
-    dtype, depths = parts[0].dtype, tuple(one.shape[1] for one in parts)
+    depths = tuple(one.shape[1] for one in parts)
     peers, requested = peers_for(group, parts[0].device), settings()
     kinds = tuple((len(weight), major(weight, "n"), weight.dtype) for weight in weights)
-    scaled = out_dtype, blocks
-    key = (
-        ALL_TO_ALL_GEMM.name, dtype, shards, depths, kinds, epilogue, keep, scaled, requested, group.signed,
-    )  # fmt: skip
+    key = ALL_TO_ALL_GEMM.name, types, shards, depths, kinds, epilogue, keep, requested, group.signed
     plan: Plan | None = peers.plans.get(key)
     if plan is not None and plan.is_open:
         return plan
-    how = epilogue, keep, reserve_of(peers), *scaled
-    return keep_plan(peers, group, key, lambda: _make_plan(peers, dtype, shards, depths, kinds, *how))
+    how = epilogue, keep, reserve_of(peers)
+    return keep_plan(peers, group, key, lambda: _make_plan(peers, types, shards, depths, kinds, *how))
 
 
 def _make_plan(
     peers: Peers,
-    dtype: torch.dtype,
+    types: ProductTypes,
     shards: Shards,
     depths: tuple[int, ...],
     kinds: Sequence[tuple[int, str, torch.dtype]],
     epilogue: tuple[Visitor, ...],
     keep: bool,
     reserve: int,
-    out_dtype: torch.dtype | None = None,
-    blocks: Blocks | None = None,
 ) -> Plan:
     """Returns the plan of all_to_all_gemm calls of one kind; collective, since it may allocate."""
     from ...gather.gathering import Gathering, PartOfK, ShardScales
 
     executor, group, arch = peers.executor, peers.group, peers.agreed.arch
     requested = settings().transport_of(ALL_TO_ALL_GEMM)
-    layouts = [BufferLayout.of(shards, depth, dtype.itemsize) for depth in depths]
-    scale_bytes, sent, depth = 0, None, sum(depths)
-    if blocks:
-        layouts = [BufferLayout.with_scales(shards, depth, blocks, puts=False)]
-        scale_bytes = num_bytes(blocks, shards.chunk, depth)
+    dtype, scale_bytes, sent, depth, of_scales = types.x, 0, None, sum(depths), types.scales
+    if of_scales is None:
+        layouts = [BufferLayout.of(shards, depth, dtype.itemsize) for depth in depths]
+    else:
+        layouts = [BufferLayout.with_scales(shards, depth, of_scales, puts=False)]
+        scale_bytes = of_scales.num_bytes(shards.chunk, depth)
         sent = ShardScales(0, scale_bytes, layouts[0].shard, *layouts[0][3:])  # type: ignore[arg-type]
     row_bytes = [layout.row for layout in layouts]
     full, size = sum(layout.shard for layout in layouts), sum(layout.size for layout in layouts)
@@ -243,18 +235,20 @@ def _make_plan(
     rows = shards.size(group.rank)
 
     def product(columns: int, b_major: str, weight_dtype: torch.dtype) -> Product:
-        name, fields = kind_of(dtype, out_dtype, epilogue, blocks, weight_dtype)
+        (dtype, blocks), fields = kind_of(types._replace(weight=weight_dtype), epilogue)
         fields |= {"weights": len(depths)}
         extents = shards.total, columns, depth * group.size
-        facts = Facts(ALL_TO_ALL_GEMM.name, *extents, name, group.size, shards.chunk, blocks)
+        facts = Facts(ALL_TO_ALL_GEMM.name, *extents, dtype, group.size, shards.chunk, blocks)
         config = choose_config(facts, constants(arch), arch, peers.agreed.num_sms, b_major=b_major, **fields)
         tile_m, tile_n = config.cluster_tile
         resident = resident_clusters(executor, config.cluster_ctas, reserve)
         gemm = compiled_gather(executor, config, push, keep, False, ALL_TO_ALL_GEMM)
         return Product(config, gemm, min(resident, ceil_div(rows, tile_m) * ceil_div(columns, tile_n)))
 
-    widths, scaled = tuple(columns for columns, *_ in kinds), (out_dtype, blocks)
-    kind = (ALL_TO_ALL_GEMM.name, dtype, shards, depths, widths, epilogue, keep, scaled, settings().fields)
+    widths = tuple(columns for columns, *_ in kinds)
+    kind = (
+        ALL_TO_ALL_GEMM.name, dtype, shards, depths, widths, epilogue, keep, types[2:], settings().fields,
+    )  # fmt: skip
     products = peers.prepare(
         kind,
         "compiling the kernels of an all-to-all GEMM",
@@ -271,7 +265,7 @@ def _make_plan(
     exchange = exchange_arguments(workspace, transport, shards.chunk, peers.agreed.timeout_ns, executor)
     exchange = exchange._replace(buffer_bytes=0)  # one buffer, whatever the epoch
     chunk = chunk_rows(shards.chunk, sum(row_bytes), constants(arch).copy_bytes)
-    scales = gathered_scales(buffer, group.size, shards.chunk, depth, full, blocks) if blocks else None
+    scales = of_scales and of_scales.gathered(buffer, group.size, shards.chunk, depth, full)
     words = exchange, shards.total, row_bytes[0], 0, None, gathered[0], 1, 1, scales, sent
     gathering = Gathering(*words, chunk_rows=chunk, later=later or None)
     gate = prepared_gate(peers) if len(products) > 1 else None
@@ -281,7 +275,7 @@ def _make_plan(
     return Plan(
         executor, pattern, products, workspace, exchange,
         gathering=gathering, side_work=side_work, gate=gate,
-        signature=signature_of(dtype, tuple(row_bytes), shards, chunk, blocks),
+        signature=signature_of(types, tuple(row_bytes), shards, chunk),
     )  # fmt: skip
 
 
@@ -293,18 +287,12 @@ def bind(
     Collective at the first call of a signature. The function launches the plan directly if no operand needs a
     copy.
     """
-    x, (weights, biases) = operands.x, operands.lists(problem.spec)
-    keep, out_dtype, blocks, applying = problem.keep, problem.out_dtype, problem.blocks, problem.applying
+    (x, weights, *_), biases = operands, operands.bias or ()
+    types, keep, applying = problem.types, problem.keep, problem.applying
     visitor = None if applying is None else applying.visitor
 
-    def run(
-        x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], *others: Any
-    ) -> tuple[Tensor, list[Tensor]]:
-        common = x, weights, biases, shards, group, keep
-        if visitor is not None:
-            inputs, *scales = others
-            return all_to_all_gemm(*common, scales, out_dtype, blocks, (visitor, inputs))
-        return all_to_all_gemm(*common, others, out_dtype, blocks)
+    def run(operands: CallOperands) -> tuple[Tensor, list[Tensor]]:
+        return all_to_all_gemm(types, operands, shards, group, keep, visitor)
 
     run = within(settings(), run)  # later calls use the settings of this one
     columns, (_, depth) = [len(weight) for weight in weights], x.shape
@@ -313,19 +301,17 @@ def bind(
     is_direct &= all(bias.stride(0) == 1 for bias in biases)
     if group.size == 1 or not (shards.total and is_direct):
         return run
-    dtype, rows, full = out_dtype or x.dtype, shards.size(group.rank), depth * group.size if keep else None
+    dtype, rows, full = types.result, shards.size(group.rank), depth * group.size if keep else None
     visitors = bias_visitor(bool(biases), dtype) + (() if visitor is None else (visitor,))
-    plan = plan_for(group, x, weights, visitors, shards, keep, out_dtype, blocks)
-    if visitor is None and not blocks:
+    plan = plan_for(group, types, x, weights, visitors, shards, keep)
+    if visitor is None and not types.blocks:
         return planned(plan, run, rows, columns, full)
 
-    def run_as_planned(
-        x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], *others: Any
-    ) -> tuple[Tensor, list[Tensor]]:
-        if any_misaligned(x, *weights, *biases) or not plan.is_open:
-            return run(x, weights, biases, *others)
-        scales, epilogue = (others, None) if visitor is None else (others[1:], (visitor, others[0]))
-        extras = _extras(x, weights, biases, shards, group, scales, blocks, epilogue)
+    def run_as_planned(operands: CallOperands) -> tuple[Tensor, list[Tensor]]:
+        x, weights, biases, *_ = operands
+        if any_misaligned(x, *weights, *(biases or ())) or not plan.is_open:
+            return run(operands)
+        extras = _extras(types, operands, shards, group, visitor)
         outs = [x.new_empty(rows, n, dtype=dtype) for n in columns]
         kept = None if full is None else x.new_empty(rows, full)
         plan.launch(x, weights, outs, extras, kept)
@@ -335,116 +321,80 @@ def bind(
 
 
 def all_to_all_gemm(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor],
+    types: ProductTypes,
+    operands: CallOperands,
     shards: Shards,
     group: Group,
     keep: bool,
-    scales: Sequence[Any] = (),
-    out_dtype: torch.dtype | None = None,
-    blocks: Blocks | None = None,
-    epilogue: tuple[Visitor, Sequence[Tensor]] | None = None,
+    visitor: Visitor | None = None,
 ) -> tuple[Tensor, list[Tensor]]:
     """Runs an all-to-all GEMM on tensors of any strides, alignment and N. Collective.
 
     Args:
-        x: Local columns of all rows, `[M, K / P]`.
-        weights: Full weights `[N_i, K]`, the same on all ranks.
-        biases: One `[N_i]` for each weight, or none.
+        types: Types of the product.
+        operands: Local columns of all rows `[M, K / P]`, and full weights and biases, the same on all ranks.
+            Scales are of blocks; those of x are sent with its rows.
         shards: Division of the rows; each rank has some.
         group: Ranks that take part, each of which must call.
         keep: Whether to return the exchanged x, which the kernel copies.
-        scales: Scales of x, of blocks, and a list of those of the weights (`scaling`); empty without scales.
-            Those of x are sent with its rows.
-        out_dtype: Dtype of the results if there are scales; else None.
-        blocks: Blocks that share a scale; None: there are no scales.
-        epilogue: Epilogue that the kernel applies after the bias, and its inputs; or None.
+        visitor: Epilogue that the kernel applies after the bias, or None.
 
     Returns:
         The exchanged x `[shards.size(rank), K]` (without `keep`, and in a group of one, x itself), and the
         products `[shards.size(rank), N_i]`.
     """
-    rows, depth, dtype = shards.size(group.rank), x.shape[1], out_dtype or x.dtype
+    (x, weights, *_), biases = operands, operands.bias or ()
+    rows, depth, dtype = shards.size(group.rank), x.shape[1], types.result
     if shards.total == 0:
         exchanged = x.new_empty(0, depth * group.size) if keep else x
         return exchanged, [x.new_empty(0, len(weight), dtype=dtype) for weight in weights]
     local = aligned(x.contiguous())
     used = [weight if len(weight) else weight.new_zeros(1, weight.shape[1]) for weight in weights]
-    operands = [aligned(weight) for weight in used]
+    loaded = [aligned(weight) for weight in used]
     outs = [x.new_empty(rows, padded(len(weight)), dtype=dtype) for weight in used]
     narrowed = [out[:, : len(weight)] for out, weight in zip(outs, used, strict=True)]
     filled = [bias if len(bias) else bias.new_zeros(1) for bias in biases]
     of_biases = [padded_vector(bias, padded(len(bias))) for bias in filled]
-    extras = _extras(x, weights, of_biases, shards, group, scales, blocks, epilogue)
-    visitors, kept = bias_visitor(bool(biases), dtype) + (() if epilogue is None else epilogue[:1]), None
+    extras = _extras(types, operands._replace(bias=of_biases), shards, group, visitor)
+    visitors, kept = bias_visitor(bool(biases), dtype) + (() if visitor is None else (visitor,)), None
     with late_weights():
         if group.size == 1:
-            for weight, out, read in zip(operands, narrowed, extras, strict=True):
+            for weight, out, read in zip(loaded, narrowed, extras, strict=True):
                 shape, majors = ExchangeShape.even(rows, len(weight), 1), ("k", major(weight, "n"))
-                how = out_dtype, blocks, weight.dtype
-                plain = plans.plan_for(group, x.device, x.dtype, shape, *majors, visitors, depth, *how)
+                of_weight = types._replace(weight=weight.dtype)
+                plain = plans.plan_for(group, x.device, of_weight, shape, *majors, visitors, depth)
                 plain.launch(local, (weight,), (out,), (read,))
         else:
             kept = x.new_empty(rows, depth * group.size) if keep else None
-            plan = plan_for(group, local, operands, visitors, shards, keep, out_dtype, blocks)
-            plan.launch(local, operands, narrowed, extras, kept)
+            plan = plan_for(group, types, local, loaded, visitors, shards, keep)
+            plan.launch(local, loaded, narrowed, extras, kept)
     results = [first_columns(out, len(weight), group) for out, weight in zip(outs, weights, strict=True)]
     return x if kept is None else kept, results
 
 
 def _extras(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor],
-    shards: Shards,
-    group: Group,
-    scales: Sequence[Any],
-    blocks: Blocks | None,
-    epilogue: tuple[Visitor, Sequence[Tensor]] | None,
+    types: ProductTypes, operands: CallOperands, shards: Shards, group: Group, visitor: Visitor | None
 ) -> list[tuple[Tensor, ...] | None]:
     """Returns the operands of each product's epilogue, scales of blocks first; None if there are none.
 
+    Scales of A are as they are sent. The kernel's sums, and scales of B, begin with this rank's part of K.
     The arguments are those of `all_to_all_gemm`; biases are as the kernel loads them.
     """
+    x, weights, biases, of_x, of_weights, inputs = operands
     extras: list[tuple[Tensor, ...]] = [()] * len(weights)
-    if blocks:
-        extras = _scales(scales, x, weights, blocks, shards, group)
+    if (layout := types.scales) is not None:
+        if group.size == 1:
+            of_a = layout.of_a(of_x, x.shape)
+        else:
+            assert isinstance(layout, BlockLayout), types
+            of_a = layout.by_shard(of_x, shards, x.shape[1])
+            of_weights = [layout.in_order(scale, group.rank, group.size) for scale in of_weights]
+        each = zip(of_weights, weights, strict=True)
+        extras = [(of_a, layout.of_b(scale, weight.shape)) for scale, weight in each]
     if biases:
         extras = [(*read, bias) for read, bias in zip(extras, biases, strict=True)]
-    if epilogue is not None:
-        visitor, inputs = epilogue
+    if visitor is not None:
         sizes = [(shards.size(group.rank), max(len(weight), 1)) for weight in weights]
         pairs = zip(extras, sizes, strict=True)
         extras = [(*read, *read_by_kernel(visitor, inputs, *size)) for read, size in pairs]
     return [read or None for read in extras]
-
-
-def _scales(
-    scales: Sequence[Any],
-    x: Tensor,
-    weights: Sequence[Tensor],
-    blocks: Blocks,
-    shards: Shards,
-    group: Group,
-) -> list[tuple[Tensor, ...]]:
-    """Returns the scales of A and of B as the kernel of each product loads them.
-
-    Those of A are as they are sent. The kernel's sums, and scales of B, begin with this rank's part of K.
-
-    Args:
-        scales: Scales of x, and a list of those of the weights.
-        x: Local columns of all rows.
-        weights: Full weights.
-        blocks: Blocks that share a scale.
-        shards: Division of the rows.
-        group: Ranks that take part.
-    """
-    (of_x, of_weights), layout, (_, depth) = scales, layout_of(blocks), x.shape
-    if group.size == 1:
-        of_a = layout.of_a(of_x, x.shape)
-    else:
-        of_a = layout.by_shard(of_x, shards, depth)
-        of_weights = [layout.in_order(scale, group.rank, group.size) for scale in of_weights]
-    each = zip(of_weights, weights, strict=True)
-    return [(of_a, layout.of_b(scale, weight.shape)) for scale, weight in each]

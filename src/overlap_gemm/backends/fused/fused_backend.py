@@ -8,7 +8,7 @@ and can be captured in a CUDA graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from ...config.arch import ARCHS, arch_of_capability
 from ...config.gemm_config import TILE_K_BYTES
 from ...config.rules import MOST_WEIGHTS
-from ...config.scale_blocks import PROMOTED, Blocks, in_words
+from ...config.scale_blocks import PROMOTED, in_words
 from ...config.visitors import Visitor
 from ...exchange.geometry import MAX_WORLD
 from ...runtime import executor
@@ -37,22 +37,22 @@ from ..epilogues import (
     written_without_kernel,
 )
 from ..op_call import CallOperands, bind_joined
-from ..scales.block_scales import layout_of
+from ..scales.product_types import ProductTypes
 from ..scales.tma_operands import ROW_BYTES, ROW_ELEMENTS, aligned, aligned_vector, has_tma_strides, major
 from . import exchange_plans as exchange
 from . import gather_calls as gather
 from . import list_calls as lists
 from . import parts_of_k
 from .extents import Sizes, sizes
-from .launch_plan import Plan
 from .plan_cache import DTYPES, bias_visitor, plan_for
 
 
-def why_no_blocks(arch: str | None, blocks: Blocks | None) -> str | None:
-    """Returns the reason an architecture has no kernels for these blocks; None if it has.
+def why_no_blocks(arch: str | None, types: ProductTypes) -> str | None:
+    """Returns the reason an architecture has no kernels for the blocks of types; None if it has.
 
-    Every architecture has kernels for scales of rows (`blocks=None`).
+    Every architecture has kernels for scales of rows.
     """
+    blocks = types.blocks
     if blocks is None or (arch in ARCHS and every_config(arch, "e4m3", blocks=blocks)):
         return None
     known = ", ".join(name for name in ARCHS if every_config(name, "e4m3", blocks=blocks))
@@ -84,7 +84,7 @@ class Fused:
                 return reason
         elif executor.emulation is None:
             return f"fused kernels need a Hopper or Blackwell GPU, or the emulator; not {problem.device_type}"
-        return why_no_blocks(_arch_of(problem.device_type), problem.blocks) if problem.blocks else None
+        return why_no_blocks(_arch_of(problem.device_type), problem.types) if problem.blocks else None
 
     def why_no_kernel(self, problem: Problem) -> str | None:
         """Returns the reason no device could run a problem by a fused kernel; None if one could."""
@@ -196,37 +196,39 @@ class Fused:
         """Binds an op of one weight; aligned operands skip all checks and use the plan directly."""
         if problem.applying is not None:
             return self._bind_with_epilogue(problem, problem.applying.visitor, operands, shards, group)
-        op, depth, dtype = problem.spec, problem.k, problem.out_dtype
+        op, depth = problem.spec, problem.k
         x, weight, bias, *_ = operands
-        extents = sizes(op, x, weight, shards, group)
+        types, extents = problem.types._replace(weight=weight.dtype), sizes(op, x, weight, shards, group)
         shape, _, (_, columns) = extents
 
-        def run(x: Tensor, weight: Tensor, bias: Tensor | None, *scales: Tensor) -> Tensor:
-            return self.call(op, x, weight, bias, shards, group, depth, scales, dtype, problem.blocks)
+        def run(operands: CallOperands) -> Tensor:
+            return self.call(op, types, operands, shards, group, depth)
 
         run = within(settings(), run)  # later calls use the settings of this one
         if _is_empty(extents, weight):
             return run
-        is_loaded = _fits(extents, x, weight, bias)
+        is_loaded = _fits(extents, operands)
         # Planned now on every rank, also where operands are copied: all ranks plan a list in its order.
         a, b = (x, weight) if is_loaded else (aligned(x, extents.shard), aligned(weight))
-        epilogue = bias_visitor(bias is not None, dtype or x.dtype, op)
-        arguments = group, x.device, x.dtype, shape, major(a, "m"), major(b, "n"), epilogue, depth
+        dtype, layout = types.result, types.scales
+        epilogue = bias_visitor(bias is not None, dtype, op)
         with late_weights(b is not weight):
-            plan = plan_for(*arguments, dtype, problem.blocks, weight.dtype)
+            plan = plan_for(group, x.device, types, shape, major(a, "m"), major(b, "n"), epilogue, depth)
         if not is_loaded:
             return run
         written, result = extents.made_by(plan)
-        is_full, out_dtype = result == slice(0, written), dtype or x.dtype
+        is_full, (step_a, step_b) = result == slice(0, written), plan.steps
 
-        def run_as_planned(x: Tensor, weight: Tensor, bias: Tensor | None, *scales: Tensor) -> Tensor:
+        def run_as_planned(operands: CallOperands) -> Tensor:
+            x, weight, bias, scale_x, scale_w, _ = operands
             addresses = x.data_ptr() | weight.data_ptr() | (0 if bias is None else bias.data_ptr())
             if addresses % ROW_BYTES or not plan.is_open:
-                return run(x, weight, bias, *scales)
-            out = x.new_empty(written, columns, dtype=out_dtype)
+                return run(operands)
+            out = x.new_empty(written, columns, dtype=dtype)
             extras = None if bias is None else (bias,)
-            if scales:
-                extras = (*_vectors(plan, x, weight, scales, problem.blocks), *(extras or ()))
+            if layout is not None:
+                of_a = layout.of_a(scale_x, x.shape, step_a)
+                extras = (of_a, layout.of_b(scale_w, weight.shape, step_b), *(extras or ()))
             plan.launch(x, (weight,), (out,), (extras,))
             return out if is_full else out[result]
 
@@ -238,37 +240,35 @@ class Fused:
         """Binds an op whose kernel applies an epilogue (`visitor`) after the bias."""
         x, weight, bias, *_ = operands
         op, depth, extents = problem.spec, problem.k, sizes(problem.spec, x, weight, shards, group)
-        out_dtype, blocks = problem.out_dtype, problem.blocks
+        types = problem.types._replace(weight=weight.dtype)
 
-        def run(
-            x: Tensor, weight: Tensor, bias: Tensor | None, inputs: Sequence[Tensor], *scales: Tensor
-        ) -> list[Tensor]:
-            how = depth, scales, out_dtype, blocks, visitor, inputs
-            made = self.call(op, x, weight, bias, shards, group, *how)
+        def run(operands: CallOperands) -> list[Tensor]:
+            made = self.call(op, types, operands, shards, group, depth, visitor)
             return made if visitor.writes else [made]
 
         run = within(settings(), run)  # later calls use the settings of this one
-        if op.gathers_output or not _fits(extents, x, weight, bias):
+        if op.gathers_output or not _fits(extents, operands):
             return run
-        epilogue = *bias_visitor(bias is not None, out_dtype or x.dtype, op), visitor
-        arguments = group, x.device, x.dtype, extents.shape, major(x, "m"), major(weight, "n")
-        plan = plan_for(*arguments, epilogue, depth, out_dtype, blocks, weight.dtype)
+        epilogue = *bias_visitor(bias is not None, types.result, op), visitor
+        majors = major(x, "m"), major(weight, "n")
+        plan = plan_for(group, x.device, types, extents.shape, *majors, epilogue, depth)
         (written, result), columns, config = extents.made_by(plan), extents.out[1], plan.products[0].config
         size = (len(x) if visitor.of == "partial" else written), columns
-        is_all, dtype = result == slice(0, written), result_dtype(visitor.epilogue, out_dtype or x.dtype)
+        is_all, dtype = result == slice(0, written), result_dtype(visitor.epilogue, types.result)
+        layout, (step_a, step_b) = types.scales, plan.steps
 
-        def run_as_planned(
-            x: Tensor, weight: Tensor, bias: Tensor | None, inputs: Sequence[Tensor], *scales: Tensor
-        ) -> list[Tensor]:
+        def run_as_planned(operands: CallOperands) -> list[Tensor]:
+            x, weight, bias, scale_x, scale_w, inputs = operands
             addresses = x.data_ptr() | weight.data_ptr() | (0 if bias is None else bias.data_ptr())
             if addresses % ROW_BYTES or not plan.is_open:
-                return run(x, weight, bias, inputs, *scales)
+                return run(operands)
             out = x.new_empty(written, columns, dtype=dtype)
             stored, outputs = written_by_kernel(visitor, config, plan.counts, x, *size)
             read = read_by_kernel(visitor, inputs, *size)
             extras = (*read, *stored) if bias is None else (bias, *read, *stored)
-            if scales:
-                extras = (*_vectors(plan, x, weight, scales, blocks), *extras)
+            if layout is not None:
+                of_a = layout.of_a(scale_x, x.shape, step_a)
+                extras = (of_a, layout.of_b(scale_w, weight.shape, step_b), *extras)
             plan.launch(x, (weight,), (out,), (extras or None,))
             made = visitor.in_order(out, outputs)
             return made if is_all else [one[result] for one in made]
@@ -278,17 +278,12 @@ class Fused:
     def call(
         self,
         op: OpSpec,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
+        types: ProductTypes,
+        operands: CallOperands,
         shards: Shards,
         group: Group,
         depth: int | None = None,
-        scales: Sequence[Tensor] = (),
-        out_dtype: torch.dtype | None = None,
-        blocks: Blocks | None = None,
         visitor: Visitor | None = None,
-        inputs: Sequence[Tensor] = (),
     ) -> Any:
         """Runs an op whose result is sent on tensors of any strides. Collective.
 
@@ -296,24 +291,22 @@ class Fused:
 
         Args:
             op: Definition of the op.
-            x: Operand `[rows, K]` of any strides.
-            weight: Local weight `[columns, K]`; without rows if this rank has no columns.
-            bias: Bias of the local columns, or None.
+            types: Types of the product.
+            operands: x `[rows, K]` and the local weight `[columns, K]`, without rows if this rank has no
+                columns; bias of the local columns, or None. The epilogue's inputs are for this rank's result
+                or for its partial sums (`Visitor.of`).
             shards: Division of the rows, or of the columns if the output is gathered.
             group: Ranks that take part, each of which must call.
             depth: K over all ranks; None if it is not agreed.
-            scales: Scales of x and of the weight (`scaling`); empty without scales.
-            out_dtype: Dtype of the result if there are scales; else None.
-            blocks: Blocks that share a scale; None: rows, or no scales.
             visitor: Epilogue after the bias, or None.
-            inputs: Inputs of the epilogue, for this rank's result or for its partial sums (`Visitor.of`).
 
         Returns:
             The result; if the epilogue has outputs, a list of the result and these.
         """
+        x, weight, bias, scale_x, scale_w, inputs = operands
         extents = sizes(op, x, weight, shards, group)
         shape, _, (rows, columns) = extents
-        dtype = out_dtype or x.dtype
+        dtype = types.result
         if shape.rows == 0 or columns == 0:
             of_result = result_dtype(visitor.epilogue if visitor else None, dtype)
             nothing = x.new_empty(rows, columns, dtype=of_result)
@@ -322,18 +315,18 @@ class Fused:
             return [nothing, *written_without_kernel(visitor, nothing, dtype)]
         passed_weight = weight
         if weight.shape[0] == 0:  # only peers have columns: any matrix serves as B, unread
-            weight, bias, scales = x.view(weight.dtype), None, (*scales[:1], *scales[:1])
-            visitor = None
+            weight, bias, scale_w, visitor = x.view(weight.dtype), None, scale_x, None
         a, b = aligned(x, extents.shard), aligned(weight)
-        majors = major(a, "m"), major(b, "n")
-        arguments = group, x.device, x.dtype, shape
         epilogue = bias_visitor(bias is not None, dtype, op)
         epilogue += (visitor,) if visitor is not None else ()
         with late_weights(b is not passed_weight):
-            plan = plan_for(*arguments, *majors, epilogue, depth, out_dtype, blocks, weight.dtype)
+            plan = plan_for(group, x.device, types, shape, major(a, "m"), major(b, "n"), epilogue, depth)
         written, result = extents.made_by(plan)
         out = x.new_empty(written, columns, dtype=result_dtype(visitor.epilogue if visitor else None, dtype))
-        extras = _vectors(plan, x, weight, scales, blocks)
+        extras: tuple[Tensor, ...] = ()
+        if (layout := types.scales) is not None:
+            step_a, step_b = plan.steps
+            extras = layout.of_a(scale_x, x.shape, step_a), layout.of_b(scale_w, weight.shape, step_b)
         if bias is not None:
             extras += (aligned_vector(bias, len(bias)),)
         outputs: list[Tensor] = []
@@ -351,8 +344,9 @@ class Fused:
         return [one[result] for one in visitor.in_order(out, outputs)]
 
 
-def _fits(extents: Sizes, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+def _fits(extents: Sizes, operands: CallOperands) -> bool:
     """Returns whether kernels can load these operands, if their addresses are multiples of 16 bytes."""
+    x, weight, bias, *_ = operands
     if _is_empty(extents, weight):
         return False
     strided = has_tma_strides(x, extents.shard) and has_tma_strides(weight)
@@ -362,20 +356,3 @@ def _fits(extents: Sizes, x: Tensor, weight: Tensor, bias: Tensor | None) -> boo
 def _is_empty(extents: Sizes, weight: Tensor) -> bool:
     """Returns whether there is nothing to multiply here; without rows there are no shards either."""
     return not (extents.shape.rows and extents.out[1] and weight.shape[0])
-
-
-def _vectors(
-    plan: Plan, x: Tensor, weight: Tensor, scales: Sequence[Tensor], blocks: Blocks | None
-) -> tuple[Tensor, ...]:
-    """Returns the scales of A and of B as a plan's kernel loads them; () without scales.
-
-    Scales of rows are vectors, in the order of `visitors.SCALES`. Scales of blocks are matrices
-    (`block_scales`), which restart where the plan's tiles restart (`Plan.steps`).
-    """
-    if not scales:
-        return ()
-    of_x, of_weight = scales
-    if blocks:
-        layout, (step_a, step_b) = layout_of(blocks), plan.steps
-        return layout.of_a(of_x, x.shape, step_a), layout.of_b(of_weight, weight.shape, step_b)
-    return aligned_vector(of_x, x.shape[0]), aligned_vector(of_weight, weight.shape[0])

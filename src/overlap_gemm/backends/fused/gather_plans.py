@@ -17,11 +17,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor
 
 from ...config.gemm_config import GemmConfig
 from ...config.orders import joins_shards
-from ...config.scale_blocks import Blocks
 from ...config.visitors import Visitor
 from ...exchange.geometry import NEXT_EPOCH_OFFSET, arrival_flags, shard_puts
 from ...runtime.executor import CudaExecutor
@@ -34,8 +32,8 @@ from ...spec.sharding import Shards, ceil_div, num_owners
 from ...tuning.settings import settings
 from ...tuning.space import choose_config, constants
 from ...tuning.time_model import Facts
-from ..scales.block_scales import gathered_scales, num_bytes
-from ..scales.scaling import shard_bytes, vector_bytes
+from ..scales.product_types import ProductTypes
+from ..scales.scale_layouts import ScaleLayout
 from ..scales.tma_operands import major
 from .compiled import compiled_gate, compiled_gather, compiled_relay
 from .launch_plan import Copies, LocalShard, Plan, Product, RelayKernel, SideStreamWork, Weight
@@ -96,33 +94,32 @@ class BufferLayout(NamedTuple):
         return BufferLayout(row, shards.chunk * row, shards.parts * shards.chunk * row)
 
     @staticmethod
-    def with_scales(shards: Shards, depth: int, blocks: Blocks | None, puts: bool) -> BufferLayout:
+    def with_scales(shards: Shards, depth: int, of_scales: ScaleLayout, puts: bool) -> BufferLayout:
         """Returns the layout of rows of 8-bit elements with scales; `gather.all_gather` gives the reasons.
 
         Args:
             shards: Division of the rows.
             depth: Elements, and bytes, of a row in memory, padding included: a multiple of 16.
-            blocks: Blocks that share a scale; None: rows.
+            of_scales: Layout of the scales.
             puts: Whether a relay puts a shard's rows and scales together.
         """
-        row, after = shard_bytes(shards.chunk, depth, blocks)
+        row, after = of_scales.shard_bytes(shards.chunk, depth)
         rows = shards.chunk * row
         full, size = rows + after, shards.parts * (rows + after)
-        if blocks or puts:
+        if of_scales.is_in_shard or puts:
             return BufferLayout(row, full, size, rows, full)
-        return BufferLayout(row, rows, size, shards.parts * rows, vector_bytes(shards.chunk))
+        return BufferLayout(row, rows, size, shards.parts * rows, of_scales.num_bytes(shards.chunk, depth))
 
 
 def plan_for(
     group: Group,
-    x: Tensor,
+    types: ProductTypes,
+    device: torch.device,
     depth: int,
     weights: Sequence[Weight],
     epilogue: tuple[Visitor, ...],
     shards: Shards,
     keep: bool,
-    out_dtype: torch.dtype | None = None,
-    blocks: Blocks | None = None,
     at_once: bool = False,
 ) -> Plan:
     """Returns the plan of a call. Collective at the first call of a signature, which compiles and allocates.
@@ -131,14 +128,13 @@ def plan_for(
 
     Args:
         group: Ranks that take part, more than one.
-        x: Local shard, for its device and dtype.
+        types: Types of the product; each weight's own dtype replaces `types.weight`.
+        device: Device of this rank's tensors.
         depth: K in memory, padding included.
         weights: Weights, or pairs of weights, for their rows, layouts and dtypes.
         epilogue: Epilogue that the kernel applies to the sums.
         shards: Division of the rows.
         keep: Whether the kernel stores the gathered x for the caller.
-        out_dtype: Dtype of the results if the operands have scales; else None.
-        blocks: Blocks that share a scale; None: rows, or no scales.
         at_once: Whether the weights, of one dtype and layout, are one product.
 
     Raises:
@@ -147,7 +143,7 @@ def plan_for(
         ValueError: The settings select no kernel, or no cluster fits on the SMs that are not reserved.
         RuntimeError: Puts are needed or configured, and NVSHMEM cannot be linked.
     """
-    peers, requested = peers_for(group, x.device), settings()
+    peers, requested = peers_for(group, device), settings()
     kinds: tuple[Kind, ...] = tuple(
         ((2 * len(weight[0]),), "k", weight[0].dtype)
         if isinstance(weight, tuple)
@@ -156,40 +152,35 @@ def plan_for(
     )
     if at_once:
         kinds = ((tuple([n for (n,), *_ in kinds]), *kinds[0][1:]),)
-    key = (
-        ALL_GATHER_GEMM.name, x.dtype, shards, depth, kinds, epilogue, keep, out_dtype, blocks, requested,
-        group.signed,
-    )  # fmt: skip
+    key = ALL_GATHER_GEMM.name, types, shards, depth, kinds, epilogue, keep, requested, group.signed
     plan: Plan | None = peers.plans.get(key)
     if plan is not None and plan.is_open:
         return plan
-    how = epilogue, keep, reserve_of(peers), out_dtype, blocks
-    return keep_plan(peers, group, key, lambda: _make_plan(peers, x.dtype, shards, depth, kinds, *how))
+    how = epilogue, keep, reserve_of(peers)
+    return keep_plan(peers, group, key, lambda: _make_plan(peers, types, shards, depth, kinds, *how))
 
 
 def _make_plan(
     peers: Peers,
-    dtype: torch.dtype,
+    types: ProductTypes,
     shards: Shards,
     depth: int,
     kinds: Sequence[Kind],
     epilogue: tuple[Visitor, ...],
     keep: bool,
     reserve: int,
-    out_dtype: torch.dtype | None = None,
-    blocks: Blocks | None = None,
 ) -> Plan:
     """Returns the plan of all_gather_gemm calls of one kind; collective, since it may allocate."""
     from ...gather.gathering import Gathering, ShardScales
 
     executor, group = peers.executor, peers.group
     chunk, requested = shards.chunk, settings().transport_of(ALL_GATHER_GEMM)
-    local_rows, scaled = shards.size(group.rank), out_dtype is not None
+    local_rows, dtype, of_scales = shards.size(group.rank), types.x, types.scales
 
     def layout(puts: bool) -> BufferLayout:
-        if scaled:
-            return BufferLayout.with_scales(shards, depth, blocks, puts)
-        return BufferLayout.of(shards, depth, dtype.itemsize)
+        if of_scales is None:
+            return BufferLayout.of(shards, depth, dtype.itemsize)
+        return BufferLayout.with_scales(shards, depth, of_scales, puts)
 
     workspace, transport = obtain_transport(
         peers, requested_transport(requested), lambda host: host.shards_class(layout(True).size)
@@ -198,19 +189,19 @@ def _make_plan(
     of_buffer = layout(puts)
     row_bytes, full = of_buffer.row, of_buffer.shard
     nbytes, local_bytes = local_rows * row_bytes, 0
-    if scaled and local_rows:
-        local_bytes = num_bytes(blocks, chunk, depth) if blocks else vector_bytes(local_rows)
+    if of_scales and local_rows:
+        local_bytes = of_scales.num_bytes(of_scales.rows_sent(local_rows, chunk), depth)
     scales_at = of_buffer.scales + group.rank * of_buffer.next_scales
-    local_shard = LocalShard(nbytes, local_bytes, scales_at - group.rank * full if scaled else 0)
-    scales_sent = ShardScales(0, local_bytes, full, *of_buffer[3:]) if scaled else None
+    local_shard = LocalShard(nbytes, local_bytes, scales_at - group.rank * full if of_scales else 0)
+    scales_sent = ShardScales(0, local_bytes, full, *of_buffer[3:]) if of_scales else None
     push = is_pushed(peers, nbytes, requested) and not puts
     owners = num_owners(shards.total, chunk)
 
     def config_of(columns: tuple[int, ...], b_major: str, weight_dtype: torch.dtype) -> GemmConfig:
-        name, fields = kind_of(dtype, out_dtype, epilogue, blocks, weight_dtype)
+        (dtype, blocks), fields = kind_of(types._replace(weight=weight_dtype), epilogue)
         fields["weights"] = len(columns)
         extents = shards.total, sum(columns) * group.size, depth
-        facts = Facts(ALL_GATHER_GEMM.name, *extents, name, group.size, chunk, blocks)
+        facts = Facts(ALL_GATHER_GEMM.name, *extents, dtype, group.size, chunk, blocks)
         return choose_config(facts, constants(arch), arch, peers.agreed.num_sms, b_major=b_major, **fields)
 
     def product(config: GemmConfig, columns: tuple[int, ...], joins: bool) -> Product:
@@ -231,8 +222,7 @@ def _make_plan(
     kind = (
         "gather",
         dtype,
-        out_dtype,
-        blocks,
+        types[2:],
         shards,
         depth,
         tuple([len(widths) for widths, *_ in kinds]),
@@ -250,18 +240,18 @@ def _make_plan(
     gathered = buffer.as_strided(extents, strides, buffer.storage_offset())
     exchange = exchange_arguments(workspace, transport, chunk, peers.agreed.timeout_ns, executor)
     exchange = exchange._replace(buffer_bytes=0)  # one buffer, whatever the epoch
-    scales = gathered_scales(buffer, owners, chunk, depth, full, blocks) if blocks else None
+    scales = of_scales and of_scales.gathered(buffer, owners, chunk, depth, full)
     gathering = Gathering(exchange, shards.total, row_bytes, 0, None, gathered, 1, 1, scales, scales_sent)
     gate = prepared_gate(peers, puts) if len(products) > 1 else None
     side_work: SideStreamWork | None = None
     if puts:
-        put = full if scaled and nbytes else nbytes
+        put = full if of_scales and nbytes else nbytes
         lists = two_lists(shard_puts(group.rank, group.size, full, put))
         place = memory.local.data_ptr() + size.zeroed + group.rank * full
         side_work = RelayKernel(relay, ALL_GATHER_GEMM.name, lists, place, local_shard if nbytes else None)
     elif nbytes and not push:
         side_work = copies_of(workspace, full, local_shard)
-    signature = signature_of(dtype, of_buffer, shards, blocks)
+    signature = signature_of(types, of_buffer, shards)
     (pattern,) = patterns_of(ALL_GATHER_GEMM.name)
     return Plan(
         executor, pattern, products, workspace, exchange,
@@ -293,22 +283,19 @@ def prepared_gate(peers: Peers, puts: bool = False) -> Any:
     )
 
 
-def signature_of(
-    dtype: torch.dtype, layout: BufferLayout, shards: Shards, blocks: Blocks | None = None
-) -> int:
+def signature_of(types: ProductTypes, layout: BufferLayout, shards: Shards) -> int:
     """Returns the signature of a call, which kernels compare with the peers': layout of the gather buffer.
 
     N and the sender (warps or copy engines) are not included: they may differ between ranks. Calls of
     `by_shards` have the same signature.
 
     Args:
-        dtype: Dtype of x.
+        types: Types of the product; scales of different blocks can have equally many bytes.
         layout: Layout of the gather buffer.
         shards: Division of the rows.
-        blocks: Blocks that share a scale; different blocks can have equally many bytes.
     """
     facts = {"rows": shards.total, "shard": shards.chunk, "world": shards.parts, **layout._asdict()}
-    return call_signature("gather", **facts, blocks=blocks, dtype=dtype)
+    return call_signature("gather", **facts, blocks=types.blocks, dtype=types.x)
 
 
 def copies_of(workspace: Workspace, full: int, shard: LocalShard) -> Copies:

@@ -240,16 +240,16 @@ class Plan:
             self.workspace.raise_if_failed()
             with executor.order.lock:
                 exchange = self.next_call(stream)
-                scales = 0 if self.gathering is None else _scales_address(self.gathering, extras[0])
+                scale_address = 0 if self.gathering is None else _scales_address(self.gathering, extras[0])
                 if self.side_work is None:
-                    failure = self._multiply(exchange, a, scales, operands, kept, stream)
+                    failure = self._multiply(exchange, a, scale_address, operands, kept, stream)
                 else:
                     parts, side_work = a if isinstance(a, tuple) else (a,), self.side_work
-                    addresses = *map(Tensor.data_ptr, parts), scales
+                    addresses = *map(Tensor.data_ptr, parts), scale_address
                     with executor.fork(stream) as second:
                         side_work.stage(executor, second, addresses)
                         send = partial(side_work.send, executor, second, addresses, exchange)
-                        failure = self._multiply(exchange, a, scales, operands, kept, stream, send)
+                        failure = self._multiply(exchange, a, scale_address, operands, kept, stream, send)
                 if failure:
                     raise failure
 
@@ -270,7 +270,7 @@ class Plan:
         self,
         exchange: Any,
         a: Tensor | tuple[Tensor, ...],
-        scales: int,
+        scale_address: int,
         operands: Sequence[tuple[Weight, Tensor, tuple[Tensor, ...] | None]],
         kept: Any,
         stream: int,
@@ -293,7 +293,7 @@ class Plan:
                 arguments = self.gathering.of_parts(exchange, [one.data_ptr() for one in a], flats)
             else:
                 flat = None if kept is None else kept.view(-1)
-                arguments = self.gathering.of_call(exchange, a.data_ptr(), flat, scales)
+                arguments = self.gathering.of_call(exchange, a.data_ptr(), flat, scale_address)
         is_launched = False
         try:
             for i, (product, tensors) in enumerate(zip(self.products, operands, strict=True)):

@@ -24,7 +24,7 @@ from ..op_call import CallOperands
 from ..scales.tma_operands import ROW_BYTES, aligned, aligned_vector, has_tma_strides, major
 from .plan_cache import bias_visitor, plan_for
 
-Run = Callable[..., tuple[Tensor, list[Tensor]]]
+Run = Callable[[CallOperands], tuple[Tensor, list[Tensor]]]
 
 
 def why_each(problem: Problem) -> str | None:
@@ -67,37 +67,24 @@ def bind(
     """
     if problem.applying is None and why_each(problem) is None:
         return _bind_list(problem, operands, shards, group)
-    weights, biases = operands.lists(problem.spec)
-    runs = [
-        bind_one(problem, CallOperands(operands.x, weight, biases[i] if biases else None), shards, group)
-        for i, weight in enumerate(weights)
-    ]
-    return _bind_each(runs, problem.applying is not None)
+    each = of_each_weight(operands)
+    runs = [bind_one(problem, one, shards, group) for one in each]
 
-
-def _bind_each(runs: Sequence[Callable[..., Any]], has_epilogue: bool) -> Run:
-    """Returns the bound function of a separate launch for each weight.
-
-    Args:
-        runs: Bound function of each weight.
-        has_epilogue: Whether there is an epilogue, which has one weight; its inputs precede the scales.
-    """
-
-    def bias_of(biases: Sequence[Tensor], i: int) -> Tensor | None:
-        return biases[i] if biases else None
-
-    def run(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], *scales: Any) -> Any:
-        if has_epilogue:  # of one weight
-            inputs, *vectors = scales
-            vectors = [vectors[0], vectors[1][0]] if vectors else []
-            return x, runs[0](x, weights[0], bias_of(biases, 0), inputs, *vectors)
-        outs = []
-        for i, (one, weight) in enumerate(zip(runs, weights, strict=True)):
-            weight_scales = (scales[0], scales[1][i]) if scales else ()
-            outs.append(one(x, weight, bias_of(biases, i), *weight_scales))
-        return x, outs
+    def run(operands: CallOperands) -> Any:
+        each = of_each_weight(operands)
+        if problem.applying is not None:  # of one weight
+            return operands.x, runs[0](each[0])
+        return operands.x, [run(one) for run, one in zip(runs, each, strict=True)]
 
     return run
+
+
+def of_each_weight(operands: CallOperands) -> list[CallOperands]:
+    """Returns the operands of a product with each weight of a list."""
+    x, weights, biases, scale_x, scales_w, inputs = operands
+    nothing = [None] * len(weights)
+    each = zip(weights, biases or nothing, scales_w or nothing, strict=True)
+    return [CallOperands(x, weight, bias, scale_x, scale_w, inputs) for weight, bias, scale_w in each]
 
 
 def _bind_list(problem: Problem, operands: CallOperands, shards: Shards, group: Group) -> Run:
@@ -108,22 +95,21 @@ def _bind_list(problem: Problem, operands: CallOperands, shards: Shards, group: 
     total = sum(chunks)
     (pattern,) = patterns_of(problem.op)
     shape = ExchangeShape(shards.chunk, total * group.size, group.size, total, pattern, chunks)
-    dtype, widths = problem.out_dtype or x.dtype, [of.size(group.rank) for of in columns]
+    types, widths = problem.types, [of.size(group.rank) for of in columns]
+    dtype = types.result
     epilogue = bias_visitor(bool(biases), dtype, problem.spec)
 
     def plan_of(x: Tensor, weights: Sequence[Tensor]) -> Any:
-        majors, kinds = (major(x, "m"), major(weights[0], "n")), (problem.out_dtype, None, weights[0].dtype)
-        return plan_for(group, x.device, x.dtype, shape, *majors, epilogue, problem.k, *kinds)
+        majors = major(x, "m"), major(weights[0], "n")
+        return plan_for(group, x.device, types, shape, *majors, epilogue, problem.k)
 
-    def launch(
-        plan: Any, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], scales: Sequence[Any]
-    ) -> list[Tensor]:
+    def launch(plan: Any, x: Tensor, weights: Sequence[Tensor], operands: CallOperands) -> list[Tensor]:
+        _, _, biases, of_x, of_weights, _ = operands
         outs = tuple([x.new_empty(shards.total, width, dtype=dtype) for width in widths])
         extras: tuple[Tensor, ...] = ()
-        if scales or biases:
+        if biases or of_x is not None:
             begins = shape.weight_begins(plan.products[0].config)
-            if scales:
-                of_x, of_weights = scales
+            if of_x is not None:
                 filled = [aligned_vector(one, len(w)) for one, w in zip(of_weights, weights, strict=True)]
                 extras = aligned_vector(of_x, len(x)), by_owner(filled, columns, begins)
             if biases:
@@ -131,9 +117,8 @@ def _bind_list(problem: Problem, operands: CallOperands, shards: Shards, group: 
         plan.launch(x, (tuple(weights),), (outs,), (extras or None,))
         return list(outs)
 
-    def run(
-        x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], *scales: Any
-    ) -> tuple[Tensor, list[Tensor]]:
+    def run(operands: CallOperands) -> tuple[Tensor, list[Tensor]]:
+        x, weights, *_ = operands
         if not shards.total:
             return x, [x.new_empty(0, width, dtype=dtype) for width in widths]
         a, matrices = aligned(x), [aligned(weight) for weight in weights]
@@ -142,7 +127,7 @@ def _bind_list(problem: Problem, operands: CallOperands, shards: Shards, group: 
         are_copies = any(one is not other for one, other in zip(matrices, weights, strict=True))
         with late_weights(are_copies):
             plan = plan_of(a, matrices)
-        return x, launch(plan, a, matrices, biases, scales)
+        return x, launch(plan, a, matrices, operands)
 
     run = within(settings(), run)  # later calls use the settings of this one
     majors = {major(weight, "n") for weight in weights}
@@ -150,15 +135,14 @@ def _bind_list(problem: Problem, operands: CallOperands, shards: Shards, group: 
         return run
     plan = plan_of(x, weights)
 
-    def run_as_planned(
-        x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], *scales: Any
-    ) -> tuple[Tensor, list[Tensor]]:
+    def run_as_planned(operands: CallOperands) -> tuple[Tensor, list[Tensor]]:
+        x, weights, *_ = operands
         addresses = x.data_ptr()
         for weight in weights:
             addresses |= weight.data_ptr()
         if addresses % ROW_BYTES or not plan.is_open:
-            return run(x, weights, biases, *scales)
-        return x, launch(plan, x, weights, biases, scales)
+            return run(operands)
+        return x, launch(plan, x, weights, operands)
 
     return run_as_planned
 

@@ -16,6 +16,7 @@ from ...spec.sharding import Shards
 from ...tuning.settings import late_weights, settings, within
 from ..base import Problem
 from ..op_call import CallOperands, Joined
+from ..scales.product_types import ProductTypes
 from ..scales.tma_operands import ROW_BYTES, aligned, major, padded
 from .exchange_plans import plan_for as exchange_plan_for
 from .extents import sizes
@@ -38,8 +39,8 @@ def bind(
     if problem.spec.sums:
         return _bind_sum(problem, operands, shards, group)
 
-    def run(x: Joined, weights: Sequence[Joined], biases: Sequence[Tensor]) -> tuple[Joined, list[Tensor]]:
-        return exchanged_sum(x, weights[0], shards, group, problem.keep)
+    def run(operands: CallOperands) -> tuple[Joined, list[Tensor]]:
+        return exchanged_sum(operands.x, operands.weight[0], shards, group, problem.keep)
 
     return within(settings(), run)
 
@@ -58,7 +59,7 @@ def _bind_sum(
     def plan_of(a: Sequence[Tensor], b: Sequence[Tensor]) -> Plan:
         majors = major(a[0], "m"), major(b[0], "n")
         with late_weights():
-            return plan_for(group, a[0].device, a[0].dtype, shape, *majors, (), problem.k, parts=len(a))
+            return plan_for(group, a[0].device, problem.types, shape, *majors, (), problem.k, parts=len(a))
 
     def launch(plan: Plan, a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> Tensor:
         written, result = extents.made_by(plan)
@@ -70,25 +71,25 @@ def _bind_sum(
         return _loaded(x.parts, "m", extents.shard), _loaded(weight.parts, "n")
 
     if shape.rows == 0 or columns == 0:
-        return lambda x, weight, bias: x.new_empty(rows, columns)
+        return lambda operands: operands.x.new_empty(rows, columns)
     a, b = loaded(operands.x, operands.weight)
     plan = plan_of(a, b)  # on all ranks now, whichever of them must copy
     passed = *operands.x.parts, *operands.weight.parts
     is_copied = any(one is not other for one, other in zip((*a, *b), passed, strict=True))
 
-    def run(x: Joined, weight: Joined, bias: None) -> Tensor:
-        a, b = loaded(x, weight)
+    def run(operands: CallOperands) -> Tensor:
+        a, b = loaded(operands.x, operands.weight)
         return launch(plan_of(a, b), a, b)
 
     run = within(settings(), run)  # later calls use the settings of this one
 
-    def run_as_planned(x: Joined, weight: Joined, bias: None) -> Tensor:
-        addresses = 0
-        for one in (*x.parts, *weight.parts):
+    def run_as_planned(operands: CallOperands) -> Tensor:
+        addresses, a, b = 0, operands.x.parts, operands.weight.parts
+        for one in (*a, *b):
             addresses |= one.data_ptr()
         if addresses % ROW_BYTES or not plan.is_open:
-            return run(x, weight, bias)
-        return launch(plan, x.parts, weight.parts)
+            return run(operands)
+        return launch(plan, a, b)
 
     return run if is_copied else run_as_planned
 
@@ -126,6 +127,6 @@ def exchanged_sum(
     if keep:
         kept = tuple([x.new_empty(rows, width * group.size) for width in x.widths])
     with late_weights():
-        plan = exchange_plan_for(group, local, matrices[:1], (), shards, keep)
+        plan = exchange_plan_for(group, ProductTypes(x.dtype), local, matrices[:1], (), shards, keep)
     plan.launch(local, (matrices,), (out[:, :columns],), (None,), kept)
     return x if kept is None else Joined(kept), [first_columns(out, columns, group)]

@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from ...config.gemm_config import GemmConfig
-from ...config.scale_blocks import Blocks
+from ...config.scale_blocks import OperandTypes
 from ...config.visitors import SCALES, Visitor, bias_of
 from ...exchange.geometry import ExchangeShape, Puts, tile_layout, tile_puts
 from ...runtime.executor import Executor
@@ -28,6 +28,7 @@ from ...spec import GEMM_ALL_REDUCE, PATTERNS, OpSpec, patterns_of
 from ...tuning.settings import settings
 from ...tuning.space import constants, default_config, with_pattern
 from ..epilogues import counts_of
+from ..scales.product_types import ProductTypes
 from ..scales.scaling import FLOAT8
 from .compiled import compiled_kernel, compiled_relay
 from .launch_plan import Plan, Product, RelayKernel
@@ -61,15 +62,12 @@ def peers_for(group: Group, device: torch.device) -> Peers:
 def plan_for(
     group: Group,
     device: torch.device,
-    dtype: torch.dtype,
+    types: ProductTypes,
     shape: ExchangeShape,
     a_major: str,
     b_major: str,
     epilogue: tuple[Visitor, ...] = (),
     depth: int | None = None,
-    out_dtype: torch.dtype | None = None,
-    blocks: Blocks | None = None,
-    weight_dtype: torch.dtype | None = None,
     parts: int = 1,
 ) -> Plan:
     """Returns the plan of a call that exchanges tiles, or of a plain GEMM in a group of one.
@@ -80,15 +78,12 @@ def plan_for(
     Args:
         group: Ranks that take part.
         device: Device of this rank's tensors.
-        dtype: Dtype of A.
+        types: Types of the product, also of slots and bias.
         shape: Shape of the call. The pattern of an all-reduce, one-shot or two-shot, is chosen here.
         a_major: Contiguous dimension of A, "m" or "k" (`tma_operands.major`).
         b_major: Contiguous dimension of B, "n" or "k".
         epilogue: Epilogue that the kernel applies to complete sums.
         depth: K over all ranks; None if it is not the same on all ranks, or not agreed.
-        out_dtype: Dtype of slots, result and bias if the operands have scales; else None.
-        blocks: Blocks that share a scale; None: rows, or no scales.
-        weight_dtype: Dtype of B if the operands have scales; None: that of A.
         parts: Number of matrices along K, the same on all ranks (`parts_of_k`).
 
     Raises:
@@ -98,45 +93,38 @@ def plan_for(
         RuntimeError: Puts are needed or configured, and NVSHMEM cannot be linked.
     """
     peers, requested = peers_for(group, device), settings()
-    operands = dtype, a_major, b_major, out_dtype, blocks, weight_dtype, parts
-    key = (shape, epilogue, depth, operands, requested, group.signed)
+    key = shape, epilogue, depth, (types, a_major, b_major, parts), requested, group.signed
     plan: Plan | None = peers.plans.get(key)
     if plan is not None:
         return plan
-    agreed, (kind, fields) = peers.agreed, kind_of(dtype, out_dtype, epilogue, blocks, weight_dtype)
+    agreed, (kind, fields) = peers.agreed, kind_of(types, epilogue)
     fields |= {"a_major": a_major, "b_major": b_major, "weights": len(shape.weights) or parts}
-    shape = _with_pattern(peers, kind, shape, depth, blocks, epilogue)
-    config = default_config(agreed.arch, kind, shape, agreed.num_sms, depth, **fields)
+    shape = _with_pattern(peers, kind, shape, depth, epilogue)
+    config = default_config(agreed.arch, kind.dtype, shape, agreed.num_sms, depth, **fields)
     reserve = reserve_of(peers)
     return keep_plan(peers, group, key, lambda: _make_plan(peers, config, shape, reserve))
 
 
-def kind_of(
-    dtype: torch.dtype,
-    out_dtype: torch.dtype | None,
-    epilogue: tuple[Visitor, ...] = (),
-    blocks: Blocks | None = None,
-    weight_dtype: torch.dtype | None = None,
-) -> tuple[str, dict[str, Any]]:
-    """Returns the name of A's dtype in kernels, and the fields of `GemmConfig` that dtypes determine.
+def kind_of(types: ProductTypes, epilogue: tuple[Visitor, ...] = ()) -> tuple[OperandTypes, dict[str, Any]]:
+    """Returns the types of A and B in kernels, and the fields of `GemmConfig` that dtypes determine.
 
     Args:
-        dtype: Dtype of A.
-        out_dtype: Dtype of slots, result and bias if the operands have scales; else None.
+        types: Types of the product.
         epilogue: Epilogue that the kernel applies; scales of rows are added in front of it.
-        blocks: Blocks that share a scale; None: rows, or no scales.
-        weight_dtype: Dtype of B if the operands have scales; None: that of A.
     """
     result = epilogue[-1].epilogue.result if epilogue else None
-    if out_dtype is None:
-        return DTYPES[dtype], {"epilogue": epilogue, **({} if result is None else {"out_dtype": result})}
-    if not blocks:
+    if types.scaled_to is None:
+        return OperandTypes(DTYPES[types.x]), {
+            "epilogue": epilogue,
+            **({} if result is None else {"out_dtype": result}),
+        }
+    if not types.blocks:
         epilogue = (SCALES, *epilogue)
-    kind = DTYPES[out_dtype]
-    fields = {"epilogue": epilogue, "out_dtype": result or kind, "slot_dtype": kind, "blocks": blocks}
-    if weight_dtype not in (None, dtype):
-        fields["b_dtype"] = FLOAT8[weight_dtype]
-    return FLOAT8[dtype], fields
+    kind = DTYPES[types.scaled_to]
+    fields = {"epilogue": epilogue, "out_dtype": result or kind, "slot_dtype": kind, "blocks": types.blocks}
+    if types.weight not in (None, types.x):
+        fields["b_dtype"] = FLOAT8[types.weight]
+    return OperandTypes(FLOAT8[types.x], types.blocks), fields
 
 
 def bias_visitor(has_bias: bool, dtype: torch.dtype, spec: OpSpec | None = None) -> tuple[Visitor, ...]:
@@ -152,12 +140,7 @@ def bias_visitor(has_bias: bool, dtype: torch.dtype, spec: OpSpec | None = None)
 
 
 def _with_pattern(
-    peers: Peers,
-    kind: str,
-    shape: ExchangeShape,
-    depth: int | None,
-    blocks: Blocks | None,
-    epilogue: tuple[Visitor, ...],
+    peers: Peers, kind: OperandTypes, shape: ExchangeShape, depth: int | None, epilogue: tuple[Visitor, ...]
 ) -> ExchangeShape:
     """Returns the shape with the pattern of the call: the model's choice, with two exceptions.
 
@@ -170,11 +153,11 @@ def _with_pattern(
     operands = [operand for visitor in epilogue for operand in visitor.operands]
     if shape.spec.op == GEMM_ALL_REDUCE.name and any(one.epilogue.needs_one_shot for one in epilogue):
         (pattern,) = (name for name in patterns_of(shape.spec.op) if PATTERNS[name].cut is None)
-        return ExchangeShape.even(shape.rows, shape.cols, shape.world, pattern, blocks)
+        return ExchangeShape.even(shape.rows, shape.cols, shape.world, pattern, kind.column_unit)
     if shape.spec.op != GEMM_ALL_REDUCE.name and any(o.kind not in ("columns", "scalar") for o in operands):
         return shape
     agreed = peers.agreed
-    return with_pattern(agreed.arch, kind, shape, agreed.num_sms, depth, blocks)
+    return with_pattern(agreed.arch, kind, shape, agreed.num_sms, depth)
 
 
 def reserve_of(peers: Peers) -> int:

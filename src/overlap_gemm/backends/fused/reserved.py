@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from ...config.scale_blocks import Blocks
+from ...config.scale_blocks import OperandTypes
 from ...exchange.geometry import ExchangeShape
 from ...runtime.group import Group
 from ...runtime.memory.workspace import SizeClass, obtain
@@ -17,7 +17,7 @@ from ...spec.sharding import ceil_div, shard_rows
 from ...tuning.settings import settings
 from ...tuning.space import constants, pattern_of, possible
 from ...tuning.time_model import Facts
-from ..scales.scaling import shard_bytes
+from ..scales.product_types import ProductTypes
 from ..scales.tma_operands import padded
 from .plan_cache import kind_of, peers_for
 from .transport_hosts import requested_transport
@@ -29,12 +29,10 @@ DEPTHS = (1 << 10, 1 << 13, 1 << 15, 1 << 17)
 def needed_classes(
     group: Group,
     device: torch.device,
-    dtype: torch.dtype,
+    types: ProductTypes,
     ops: Sequence[str],
     rows: int,
     width: int,
-    out_dtype: torch.dtype | None = None,
-    blocks: Blocks | None = None,
 ) -> dict[str, SizeClass]:
     """Returns the size class of each kind of workspace, for all configurations of calls up to a size.
 
@@ -46,26 +44,25 @@ def needed_classes(
     Args:
         group: Ranks that take part.
         device: Device of this rank's tensors.
-        dtype: Dtype of the operands.
+        types: Types of the products; scales of rows are included, too.
         ops: Names of the ops; at least one.
         rows: Largest M over all ranks.
         width: Largest N of ops that exchange tiles, and largest K of ops that send x, over all ranks.
-        out_dtype: Dtype of the results if the operands have scales; else None.
-        blocks: Blocks that may share a scale; None: rows only.
     """
     if group.size == 1:
         return {}
-    peers, calls = peers_for(group, device), dict.fromkeys((None, blocks))  # with scales of rows, too
+    peers, by_row = peers_for(group, device), types._replace(blocks=None)
+    calls = dict.fromkeys((by_row, types))
     requested, machine = settings(), constants(peers.agreed.arch)
     by_tiles, by_shards = (
         TRANSPORTS.get(name or "") for name in (requested.tile_transport, requested.shard_transport)
     )
     needed: dict[str, SizeClass] = {}
-    for kinds in calls:
-        kind, types = kind_of(dtype, out_dtype, (), kinds)
-        largest = Facts(ops[0], rows, width, None, kind, group.size, blocks=kinds)
+    for each in calls:
+        kind, fields = kind_of(each)
+        largest = Facts(ops[0], rows, width, None, kind.dtype, group.size, blocks=kind.blocks)
         for shape in _shapes(ops, largest, peers.agreed):
-            for config in possible(peers.agreed.arch, kind, (*types.items(), *requested.fields), kinds):
+            for config in possible(peers.agreed.arch, kind, (*fields.items(), *requested.fields)):
                 few = config.is_swap_ab and "mma" not in dict(requested.fields)
                 most = replace(shape, rows=min(shape.rows, machine.few_rows)) if few else shape
                 size = requested_transport(by_tiles, config).tiles_class(config, most)
@@ -74,11 +71,11 @@ def needed_classes(
                 needed[size.kind] = replace(size, zeroed=zeroed, buffer=buffer)
     if sending := [OPS[op] for op in ops if OPS[op].operand_is_sent]:
         columns = width if any(op.gathers_operand for op in sending) else ceil_div(width, group.size)
-        chunk, depth = shard_rows(rows, group.size), padded(columns, dtype.itemsize)
-        shard = chunk * depth * dtype.itemsize
-        if out_dtype is not None:
-            each = [shard_bytes(chunk, depth, kinds) for kinds in calls]
-            shard = max(chunk * of_row + after for of_row, after in each)
+        chunk, depth = shard_rows(rows, group.size), padded(columns, types.x.itemsize)
+        shard = chunk * depth * types.x.itemsize
+        if layouts := [each.scales for each in calls if each.scales]:
+            of_both = [layout.shard_bytes(chunk, depth) for layout in layouts]
+            shard = max(chunk * of_row + after for of_row, after in of_both)
         needed["gather"] = requested_transport(by_shards).shards_class(group.size * shard)
     return needed
 
@@ -114,13 +111,14 @@ def _shapes(ops: Sequence[str], largest: Facts, agreed: Agreed) -> Iterator[Exch
         agreed: Values that are equal on all ranks, for the model.
     """
     rows, columns, world = largest.m, largest.n, largest.world
+    unit = OperandTypes(largest.dtype, largest.blocks).column_unit
     assert columns is not None
     for name, pattern in PATTERNS.items():
         if pattern.op in ops and not pattern.spec.operand_is_sent:
             most = rows if pattern.cut else _uncut_rows(pattern, largest, agreed)
             if most:
                 most = most if pattern.spec.weight is not None else shard_rows(most, world)
-                yield ExchangeShape.even(most, columns, world, name, largest.blocks)
+                yield ExchangeShape.even(most, columns, world, name, unit)
     for op in {OPS[op].unsharded for op in ops} - {
         None,
         *ops,

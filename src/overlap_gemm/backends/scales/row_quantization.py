@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...spec.sharding import ceil_div
-from .scaling import CUBLAS_ROWS
+from .scale_layouts import CUBLAS_ROWS
 
 HELD = 16384
 """Limit of elements that a program keeps in registers: 16 warps of 32 elements a thread."""

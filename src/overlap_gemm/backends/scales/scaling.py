@@ -21,16 +21,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...config.scale_blocks import MX, PROMOTED, Blocks, in_words
-from ...exchange.geometry import SCALE_BYTES, SHARD_ALIGN
 from ...spec import OpSpec
-from ...spec.sharding import ceil_div
 from ...tuning.settings import settings
-from . import mx_scales as mx
-from .block_scales import num_bytes
-from .tma_operands import ROW_BYTES, aligned_vector, padded, widened
+from .product_types import ProductTypes
+from .scale_layouts import LAYOUTS, PaddedScaleRows
+from .tma_operands import aligned_vector, widened
 
 if TYPE_CHECKING:
     from ..base import Problem
+    from ..op_call import CallOperands
 
 FLOAT8 = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 """Dtypes of operands with scales, and their names in kernel configurations."""
@@ -42,9 +41,6 @@ those of 16 bits."""
 DEPTH = 16
 """Unit of K in `torch._scaled_mm`, and on GPUs also of N."""
 
-
-CUBLAS_ROWS = ROW_BYTES // 4
-"""Unit of the leading extents of scales of blocks: cuBLAS loads four float32 elements."""
 
 BLOCK = PROMOTED[0][2]
 """Extent of the blocks of most checkpoints, along K and along the rows of a weight."""
@@ -76,14 +72,14 @@ def blocks_named(block: Block, dtype: torch.dtype) -> Blocks | None:
     return None if block is None else NAMED_BLOCKS[block]
 
 
-def why_not_exchanged(spec: OpSpec, blocks: Blocks | None) -> str | None:
+def why_not_exchanged(spec: OpSpec, types: ProductTypes) -> str | None:
     """Returns the reason an op does not send operands with these scales; None if it does.
 
     Args:
         spec: Definition of the op.
-        blocks: Blocks that share a scale; None: rows.
+        types: Types of the product.
     """
-    if not spec.reshards_k or blocks is not None:
+    if not spec.reshards_k or types.blocks is not None:
         return None
     names = " or ".join(f"block={name!r}" for name in NAMED_BLOCKS)
     return (
@@ -92,101 +88,23 @@ def why_not_exchanged(spec: OpSpec, blocks: Blocks | None) -> str | None:
     )
 
 
-def blocks_along(depth: int, blocks: Blocks) -> int:
-    """Returns the number of blocks of `PROMOTED` along K, at least 1."""
-    return max(ceil_div(depth, blocks[2]), 1)
-
-
-def unit_scales(
-    x: tuple[int, int], weight: tuple[int, int], blocks: Blocks | None, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Returns new scales of value 1 in the public layout; scales of rows are columns, `[M, 1]` and `[N, 1]`.
-
-    Args:
-        x: Shape of x; its K may be a part of the weight's.
-        weight: Shape of the weight.
-        blocks: Blocks that share a scale; None: rows.
-        device: Device of the scales.
-    """
-    if blocks == MX:
-        of_x, of_weight = (torch.ones(mx.num_scales(*shape), device=device) for shape in (x, weight))
-        return of_x.to(mx.SCALE), of_weight.to(mx.SCALE)
-    height = blocks[1] if blocks else 1
-    along = [blocks_along(depth, blocks) if blocks else 1 for _, depth in (x, weight)]
-    shapes = (x[0], along[0]), (ceil_div(weight[0], height), along[1])
-    of_x, of_weight = (torch.ones(shape, device=device) for shape in shapes)
-    return of_x, of_weight
-
-
-def dequantised(
-    matrix: Tensor, scale: Tensor, _: torch.dtype = torch.float32, blocks: Blocks | None = None
-) -> Tensor:
-    """Returns `matrix * scale` in float32, `[rows, K]`, each element rounded once.
-
-    Args:
-        matrix: 8-bit operand `[rows, K]`.
-        scale: Scales in the public layout.
-        _: Dtype of the result of a product, unused: the conversion is the same for all.
-        blocks: Blocks that share a scale; None: rows.
-    """
-    if blocks is None:
-        return matrix.float() * scale[:, None]
-    rows, depth = matrix.shape
-    if blocks == MX:
-        wide = mx.rows_of(scale, rows, depth).float()
-    else:
-        wide = scale if len(scale) == rows else scale.repeat_interleave(blocks[1], 0)[:rows]
-    return matrix.float() * wide.repeat_interleave(blocks[2], 1)[:, :depth]
-
-
-def shard_bytes(rows: int, depth: int, blocks: Blocks | None) -> tuple[int, int]:
-    """Returns (bytes of a row, bytes for the scales) of a full shard in a gather buffer.
-
-    The second is a multiple of `SHARD_ALIGN`. Its place: `gather_plans.BufferLayout`.
-
-    Args:
-        rows: Rows of a full shard.
-        depth: K in memory, padding included.
-        blocks: Blocks that share a scale; None: rows.
-    """
-    after = rows * SCALE_BYTES if blocks is None else num_bytes(blocks, rows, depth)
-    return depth, ceil_div(after, SHARD_ALIGN) * SHARD_ALIGN
-
-
-def vector_bytes(rows: int) -> int:
-    """Returns the bytes of the scales of `rows` rows as kernels send them (`scales_of_shard`)."""
-    return padded(rows, SCALE_BYTES) * SCALE_BYTES
-
-
-def scales_of_shard(scale: Tensor, rows: int) -> Tensor:
-    """Returns the scales of `rows` rows as kernels send them: address and size are multiples of 16 bytes.
-
-    Args:
-        scale: `[rows]`, or `[1]`, which is repeated. It is returned unchanged if it obeys the rule.
-        rows: Rows of the local shard.
-    """
-    size = padded(rows, scale.itemsize)
-    if size == rows:
-        return aligned_vector(scale, size)
-    sent = scale.new_zeros(size)
-    sent[:rows] = scale
-    return sent
-
-
 class Scaled(NamedTuple):
     """Operand with scales, in place of a tensor in the methods of backends that use torch.
 
     Attributes:
         values: `[rows, K]`, of a dtype of `FLOAT8`.
         scale: Scales in the public layout.
-        out_dtype: Dtype of products.
-        blocks: Blocks that share a scale; None: rows.
+        types: Types of products.
     """
 
     values: Tensor
     scale: Tensor
-    out_dtype: torch.dtype
-    blocks: Blocks | None = None
+    types: ProductTypes
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Returns the dtype of products."""
+        return self.types.result
 
     @property
     def shape(self) -> torch.Size:
@@ -194,8 +112,8 @@ class Scaled(NamedTuple):
         return self.values.shape
 
     def new_empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Returns a new uninitialised tensor of `dtype`; None: of `out_dtype`."""
-        return self.values.new_empty(*shape, dtype=dtype or self.out_dtype)
+        """Returns a new uninitialised tensor of `dtype`; None: that of products."""
+        return self.values.new_empty(*shape, dtype=dtype or self.dtype)
 
     def gathered(self, gather: Callable[[Tensor], Tensor]) -> Scaled:
         """Returns the rows and scales of all ranks. Collective.
@@ -204,7 +122,7 @@ class Scaled(NamedTuple):
             gather: Collective function that gathers the rows of a matrix, of uint8 or of the scales' dtype.
         """
         rows = gather(self.values.view(torch.uint8)).view(self.values.dtype)
-        if self.blocks:
+        if self.types.blocks:
             return self._replace(values=rows, scale=gather(self.scale.contiguous()))
         scale = gather(aligned_vector(self.scale, len(self.values))[:, None])
         return self._replace(values=rows, scale=scale[:, 0])
@@ -219,20 +137,21 @@ class Scaled(NamedTuple):
                 `collectives.columns_to_rows`.
             depth: K over all ranks.
         """
-        assert self.blocks in PROMOTED, "torch has no products with scales of rows that are sent, or of MX"
+        layout = self.types.scales
+        assert isinstance(layout, PaddedScaleRows), "torch has no products of other scales that are sent"
         values = exchange(self.values.view(torch.uint8), depth).view(self.values.dtype)
-        scale = exchange(self.scale.contiguous(), blocks_along(depth, self.blocks))
+        scale = exchange(self.scale.contiguous(), layout.along(depth))
         return self._replace(values=values, scale=scale)
 
-    def times(self, weight: Scaled, bias: Tensor | None, out: Tensor | None) -> Tensor:
-        """Returns `self @ weight.T + bias`, a new tensor, or `out` if it is passed."""
+    def times(self, weight: Scaled, addend: Tensor | None, out: Tensor | None) -> Tensor:
+        """Returns `self @ weight.T + addend`, a new tensor, or `out` if it is passed."""
         columns = len(weight.values)
         if not self.values.numel() or not columns:  # torch's products of some dtypes refuse empty operands
             result = self.new_empty(len(self.values), columns).zero_()
         else:
             result = self._product(weight)[:, :columns]
-        if bias is not None:
-            result = result + bias
+        if addend is not None:
+            result = result + addend
         return result if out is None else out.copy_(result)
 
     def _product(self, weight: Scaled) -> Tensor:
@@ -240,47 +159,15 @@ class Scaled(NamedTuple):
         values, scale_w = weight.values, weight.scale
         if values.is_cuda and (short := -len(values) % DEPTH):  # on GPUs N must be a multiple of 16
             values = _with_rows(values, short)
-            if self.blocks is None:
+            if self.types.blocks is None:
                 scale_w = torch.cat([aligned_vector(scale_w, len(weight.values)), scale_w.new_zeros(short)])
         fast = bool(dict(settings().fields).get("fast_accum", False))
-        scales = torch_layout(self.values, values, self.scale, scale_w, self.blocks)
-        return scaled_mm_by_torch(self.values, values, scales, self.out_dtype, fast)
-
-
-def along_rows(scale: Tensor) -> Tensor:
-    """Returns scales of blocks `[rows, blocks]` with contiguous columns, of a multiple of 4 rows.
-
-    cuBLAS and TMA require the strides (1, multiple of 4). Scales that have them are not copied; others are
-    padded with zeros.
-    """
-    by_block, short = scale.t(), -scale.shape[0] % CUBLAS_ROWS
-    return (F.pad(by_block, (0, short)) if short else by_block.contiguous()).t()
-
-
-def torch_layout(
-    x: Tensor, weight: Tensor, scale_x: Tensor, scale_w: Tensor, blocks: Blocks | None = None
-) -> tuple[Tensor, Tensor]:
-    """Returns the scales of x `[M, K]` and of a weight `[N, K]` as `scaled_mm_by_torch` takes them.
-
-    - rows: `[M, 1]` and `[1, N]`, or no dimensions if both have one element; inputs are vectors or columns
-    - blocks of 128: `[4 * ceil(M / 4), ceil(K / 128)]` and `[4 * ceil(K / 512), ceil(N / 128)]`, both with
-      contiguous columns (torch 2.13, ScaledBlas.cpp)
-    - blocks, if K is a single block: as for rows
-    """
-    if blocks and scale_x.shape[1] > 1:
-        return along_rows(scale_x), along_rows(scale_w.t())
-    if blocks:
-        scale_w = scale_w.repeat_interleave(blocks[1], 0)[: len(weight)]
-    if scale_x.numel() == scale_w.numel() == 1:
-        return scale_x.reshape(()), scale_w.reshape(())
-    return (
-        aligned_vector(scale_x.reshape(-1), len(x))[:, None],
-        aligned_vector(scale_w.reshape(-1), len(weight))[None],
-    )
+        scale_a, scale_b = LAYOUTS[self.types.blocks].for_torch(self.values, values, self.scale, scale_w)
+        return scaled_mm_by_torch(self.values, values, scale_a, scale_b, self.dtype, fast)
 
 
 def scaled_mm_by_torch(
-    x: Tensor, weight: Tensor, scales: tuple[Tensor, Tensor], out_dtype: torch.dtype, fast: bool = False
+    x: Tensor, weight: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype, fast: bool = False
 ) -> Tensor:
     """Returns the product `[M, N]` by `torch._scaled_mm`; for scales of blocks by `F.scaled_mm`.
 
@@ -289,22 +176,22 @@ def scaled_mm_by_torch(
     Args:
         x: `[M, K]`, contiguous.
         weight: `[N, K]`, contiguous.
-        scales: Scales of x and weight from `torch_layout`.
-        out_dtype: Dtype of the product.
+        scale_a: Scales of x (`ScaleLayout.for_torch`).
+        scale_b: Scales of the weight.
+        dtype: Dtype of the product.
         fast: torch's `use_fast_accum`.
     """
-    scale_a, scale_b = scales
     if x.shape[1] % DEPTH:
         x, weight = widened(x), widened(weight)
     if scale_a.ndim < 2 or scale_a.shape[1] == 1:
-        return torch._scaled_mm(x, weight.t(), scale_a, scale_b, out_dtype=out_dtype, use_fast_accum=fast)
+        return torch._scaled_mm(x, weight.t(), scale_a, scale_b, out_dtype=dtype, use_fast_accum=fast)
     kinds = F.ScalingType
     rows = len(x)
     if short := len(scale_a) - rows:
         x = _with_rows(x, short)
     return F.scaled_mm(
         x, weight.t(), scale_a, kinds.BlockWise1x128, scale_b, kinds.BlockWise128x128,
-        output_dtype=out_dtype, use_fast_accum=fast,
+        output_dtype=dtype, use_fast_accum=fast,
     )[:rows]  # fmt: skip
 
 
@@ -317,39 +204,46 @@ def _with_rows(values: Tensor, count: int) -> Tensor:
     return torch.cat([part.view(torch.uint8) for part in (values, padding)]).view(values.dtype)
 
 
-Operand = Callable[[Tensor, Tensor, torch.dtype, Blocks | None], Any]
-"""Function of (matrix, scale, dtype of the result, blocks) that returns the operand of a backend's method."""
+Operand = Callable[[Tensor, Tensor, ProductTypes], Any]
+"""Function of (matrix, scale, types) that returns the operand of a backend's method."""
+
+
+def dequantised(matrix: Tensor, scale: Tensor, types: ProductTypes) -> Tensor:
+    """Returns `matrix * scale` in float32; see `ScaleLayout.dequantised`."""
+    return LAYOUTS[types.blocks].dequantised(matrix, scale)
 
 
 def with_scales(
-    method: Callable[..., Any],
-    dtype: torch.dtype,
+    method: Callable[[CallOperands], Any],
+    types: ProductTypes,
     operand: Operand,
-    blocks: Blocks | None,
     gather: Callable[[Tensor], Tensor] | None = None,
-) -> Callable[..., Any]:
-    """Returns a function of `(x, weight, bias, scale_x, scale_w)` that calls a backend's method.
+) -> Callable[[CallOperands], Any]:
+    """Returns a function of `CallOperands` with scales that calls a backend's method.
 
-    The method takes no scales: they are part of its operands. Biases are converted to the dtype of the
-    method's products, results to `dtype`.
+    The method takes no scales: they are part of x and of the weights. Biases are converted to the dtype of
+    the method's products, results to `types.result`.
 
     Args:
-        method: Function of `(x, weight, bias)`, bound to shards and group.
-        dtype: Dtype of the results.
+        method: Function of `CallOperands`, bound to shards and group.
+        types: Types of the product.
         operand: Function that makes the method's operand from a matrix and its scales.
-        blocks: Blocks that share a scale; None: rows.
         gather: Collective function that gathers the rows of a matrix, for methods that gather converted
             values while the caller needs the 8-bit values. None: the caller does not need them.
     """
+    dtype = types.result
 
-    def run(x: Tensor, weight: Any, bias: Any, scale_x: Tensor, scale_w: Any) -> Any:
-        scaled_x = operand(x, scale_x, dtype, blocks)
+    def run(operands: CallOperands) -> Any:
+        x, weight, bias, scale_x, scale_w, _ = operands
+        scaled_x = operand(x, scale_x, types)
         wide = scaled_x.new_empty(0).dtype
         if not isinstance(weight, (list, tuple)):
             bias = None if bias is None else bias.to(wide)
-            return method(scaled_x, operand(weight, scale_w, dtype, blocks), bias).to(dtype)
-        weights = [operand(*one, dtype, blocks) for one in zip(weight, scale_w, strict=True)]
-        gathered, outs = method(scaled_x, weights, [one.to(wide) for one in bias])
+            of_weight = operand(weight, scale_w, types)
+            return method(operands._replace(x=scaled_x, weight=of_weight, bias=bias)).to(dtype)
+        weights = [operand(*one, types) for one in zip(weight, scale_w, strict=True)]
+        biases = [one.to(wide) for one in bias or ()]
+        gathered, outs = method(operands._replace(x=scaled_x, weight=weights, bias=biases))
         rows = x
         if isinstance(gathered, Scaled):
             rows = gathered.values
@@ -367,23 +261,15 @@ def why_no_scaled_mm(problem: Problem, capability: tuple[int, int] | None = None
         problem: Problem whose operands have scales.
         capability: As in `why_no_product`.
     """
-    assert problem.weight_dtypes and problem.out_dtype is not None
     for dtype in dict.fromkeys(problem.weight_dtypes):
-        types = problem.dtype, dtype, problem.out_dtype
-        if reason := why_no_product(problem.device_type, *types, problem.blocks, capability):
+        types = problem.types._replace(weight=dtype)
+        if reason := why_no_product(problem.device_type, types, capability):
             return reason
     return None
 
 
 @cache
-def why_no_product(
-    device: str,
-    x_dtype: torch.dtype,
-    weight_dtype: torch.dtype,
-    out_dtype: torch.dtype,
-    blocks: Blocks | None = None,
-    capability: tuple[int, int] | None = None,
-) -> str | None:
+def why_no_product(device: str, types: ProductTypes, capability: tuple[int, int] | None = None) -> str | None:
     """Returns the reason `scaled_mm_by_torch` does not support these dtypes; None if it does.
 
     Cached by the arguments, for the process. On other devices than CUDA a small product is tried. On CUDA a
@@ -395,12 +281,10 @@ def why_no_product(
 
     Args:
         device: Type of device: "cpu" or "cuda".
-        x_dtype: Dtype of x.
-        weight_dtype: Dtype of the weight.
-        out_dtype: Dtype of the product.
-        blocks: Blocks that share a scale; None: rows.
+        types: Types of the product.
         capability: Compute capability of the CUDA device; None: the current device.
     """
+    blocks, dtypes = types.blocks, (types.x, types.weight)
     name, kind = ("F.scaled_mm", "blocks") if blocks else ("torch._scaled_mm", "rows")
     if blocks and not hasattr(getattr(F, "ScalingType", None), "BlockWise128x128"):
         return f"torch {torch.__version__} has no F.scaled_mm with scales of blocks"
@@ -415,16 +299,16 @@ def why_no_product(
                 f"{name} with scales of blocks needs a Hopper GPU and CUDA 12.9, not sm_{capability[0]}x "
                 f"and {'.'.join(map(str, toolkit))}"
             )
-        if x_dtype == weight_dtype == torch.float8_e5m2:
+        if dtypes == (torch.float8_e5m2, torch.float8_e5m2):
             return f"{name} does not multiply e5m2 with e5m2"
-        if out_dtype != torch.bfloat16:
-            return f"{name} with scales of {kind} gives bfloat16, not {out_dtype}"
+        if types.result != torch.bfloat16:
+            return f"{name} with scales of {kind} gives bfloat16, not {types.result}"
         return None
     depth = 2 * BLOCK if blocks else DEPTH
     try:
-        a, b = (torch.zeros(DEPTH, depth).to(dtype) for dtype in (x_dtype, weight_dtype))
-        scales = unit_scales((DEPTH, depth), (DEPTH, depth), blocks, a.device)
-        scaled_mm_by_torch(a, b, torch_layout(a, b, *scales, blocks), out_dtype)
+        a, b = (torch.zeros(DEPTH, depth).to(dtype) for dtype in dtypes)
+        scales = LAYOUTS[blocks].unit((DEPTH, depth), (DEPTH, depth), a.device)
+        scaled_mm_by_torch(a, b, *LAYOUTS[blocks].for_torch(a, b, *scales), types.result)
     except (RuntimeError, NotImplementedError, ValueError) as error:
         return f"this torch's {name} says on {device}: {str(error).splitlines()[0]}"
     return None

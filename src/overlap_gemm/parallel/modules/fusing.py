@@ -24,6 +24,7 @@ from ...api.layer_epilogues import (
     why_not_fused,
 )
 from ...backends.epilogues import why_one_weight
+from ...backends.scales.scale_layouts import LAYOUTS
 from ...backends.scales.scaling import NAMED_BLOCKS
 from ...dispatch.calls import needs_grad
 from ...spec import ALL_GATHER_GEMM
@@ -320,7 +321,7 @@ class MlpGating(NamedTuple):
         if is_hooked(*present, *linears, self.activate):
             return "gate, up or their activation has a hook on its output"
         if isinstance(linears[0], KeptLinear) and linears[0].block is not None:
-            return why_one_weight(NAMED_BLOCKS[linears[0].block])
+            return why_one_weight(LAYOUTS[NAMED_BLOCKS[linears[0].block]])
         return _why_never(linears[0], self.fuse)
 
 
