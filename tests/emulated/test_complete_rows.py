@@ -140,12 +140,12 @@ def residual_added_by_both_ranks(patch):
 
 
 def norm_before_the_last_part(patch):
-    wait = complete_rows.await_rows
-    patch.setattr(complete_rows, "await_rows", lambda word, parts, *others: wait(word, parts - 1, *others))
+    wait = complete_rows.await_units
+    patch.setattr(complete_rows, "await_units", lambda word, units, *others: wait(word, units - 1, *others))
 
 
 def no_wait(patch):
-    patch.setattr(complete_rows, "await_rows", lambda *_: None)
+    patch.setattr(complete_rows, "await_units", lambda *_: None)
 
 
 def counts_are_not_reset(patch):

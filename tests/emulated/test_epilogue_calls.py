@@ -11,6 +11,7 @@ from overlap_gemm import epilogue, epilogues
 from overlap_gemm.backends.epilogues import Applying
 from overlap_gemm.backends.fused import compiled
 from overlap_gemm.dispatch import choosing
+from overlap_gemm.exchange import complete_rows
 from overlap_gemm.exchange.tile_exchange import PartialExchange
 from overlap_gemm.kernel import epilogue as device
 from overlap_gemm.kernel.epilogue import Visits
@@ -212,13 +213,18 @@ def residual_of_the_next_row(patch):
 
 
 def norm_before_the_last_part(patch):
-    finish = device.finish_rows
-    patch.setattr(device, "finish_rows", lambda *of: finish(*of[:-2], of[-2] - 1, of[-1]))
+    wait = complete_rows.await_units
+    patch.setattr(complete_rows, "await_units", lambda word, units, *others: wait(word, units - 1, *others))
+
+
+def parts_of_other_chunks(patch):
+    reduce = device.reduced_by_lanes
+    patch.setattr(device, "reduced_by_lanes", lambda kind, values, width: reduce(kind, values[::-1], width))
 
 
 MUTANTS = {
     statistics_of_the_next_row: STREAM, residual_added_by_every_rank: epilogues.add_residual,
-    residual_of_the_next_row: STREAM, norm_before_the_last_part: STREAM,
+    residual_of_the_next_row: STREAM, norm_before_the_last_part: STREAM, parts_of_other_chunks: STREAM,
 }  # fmt: skip
 
 

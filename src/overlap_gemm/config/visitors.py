@@ -47,9 +47,10 @@ class Operand:
         kind: ``"rows"``, ``"columns"``: a vector with an element for each; ``"scalar"``: a vector of one;
             ``"element"``: a matrix. Written, for an output with a value for each row: ``"row_values"``: the
             vector; ``"row_parts"``: a matrix, (subtiles along the columns, rows rounded up to 4);
-            ``"row_counts"``: a vector with the number of finished subtiles of each unit's rows, `COUNT_PITCH`
-            words apart, zeros between calls. ``"block_scales"``: scales of an 8-bit result, (blocks along
-            the columns, rows rounded up to 4).
+            ``"row_counts"``: a vector with numbers of finished units, `COUNT_PITCH` words apart, zeros
+            between calls: of each unit's rows if complete rows are visited, else of all rows together, the
+            first. ``"block_scales"``: scales of an 8-bit result, (blocks along the columns, rows rounded up
+            to 4).
         dtype: Element type, ``"bf16"``, ``"f16"``, ``"f32"`` or ``"i64"``.
     """
 

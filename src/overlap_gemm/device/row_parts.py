@@ -1,18 +1,17 @@
-"""Values of rows that warps of all CTAs compute together: parts, their reduction, and counts of stored parts.
+"""Values of rows that warps of all CTAs compute together: parts, their reduction, and the count of units.
 
-A *part* is the reduction of one subtile's columns of a row. The warp that finishes a unit stores the parts of
-its rows, then adds one to the rows' count. Rows are complete when the count is the number of subtiles along
-the columns. Then either
+A *part* is the reduction of one subtile's columns of a row. A warp that finishes a unit stores the parts of
+its rows, and counts the unit (`count_units`): at once, or all its units when it takes no more. One release
+for several units is faster, because a release waits until the warp's stores are visible. When all units are
+counted, any warp may read the rows' parts (`await_units`, `reduced`). It also counts each piece of rows that
+it reads, and the last one resets the count (`leave_units`, `reset_count`).
 
-- the warp that counted last reduces the parts and stores the values (`finish_rows`); or
-- every warp waits for the count and reduces the parts for itself: `count_unit`, `await_rows`,
-  `leave_rows`, `reset_count`.
-
-Both reduce in the same fixed order, so values do not depend on which warp was the last.
+Parts are reduced in a fixed order, so values do not depend on which warp reduces them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import inf
 from typing import Any
 
@@ -42,74 +41,67 @@ def store_by_first(
     row: Scalar,
     subtile: Scalar,
     width: cutlass.Constexpr,
+    number: cutlass.Constexpr,
     exists: Predicate,
 ) -> None:
-    """Stores a row's value, if the row exists; the first of every ``width`` lanes."""
-    if exists and cute.arch.lane_idx() % width == 0:
+    """Stores a row's value, if the row exists; the first ``number`` of every ``width`` lanes, a row each."""
+    if exists and cute.arch.lane_idx() % width < number:
         output[(subtile, row)] = value
 
 
-@cute.jit
-def finish_rows(
-    reductions: Any,
-    word: Any,
-    unit_rows: cutlass.Constexpr,
-    row: Scalar,
-    rows: Scalar,
-    columns: Scalar,
-    subtiles: Scalar,
-    in_flight: cutlass.Constexpr,
-) -> None:
-    """Counts a unit of ``unit_rows`` rows; with the last of its ``subtiles`` a lane finishes each row.
+def reduced_by_lanes(kind: str, values: Sequence[Any], width: int) -> Any:
+    """Returns the reduction over ``width`` adjacent lanes of value ``lane % len(values)``; all lanes.
 
-    All lanes. Each warp: stores of parts, warp barrier, count by lane 0 (acquire and release, device scope),
-    warp barrier. So the lanes of the last warp read what all warps stored before they counted. The last warp
-    resets the count, ``Int64`` at ``word``, for the next call, which begins after this one.
+    With several values, lanes exchange the halves that they do not need: 4 values of 8 lanes take 4 shuffles
+    instead of 12.
+
+    Args:
+        kind: Reduction.
+        values: Values of this lane, a power of two of at most ``width``.
+        width: Number of lanes, a power of two.
     """
-    is_last = Int32(0)
-    cute.arch.sync_warp()
-    if cute.arch.lane_idx() == 0:
-        before = cute.arch.atomic_add(word, Int64(1), sem="acq_rel", scope="gpu")
-        if before == Int64(subtiles - 1):
-            cute.arch.store(word, Int64(0))
-            is_last = Int32(1)
-    is_last = Int32(cute.arch.shuffle_sync(is_last, 0))
-    cute.arch.sync_warp()
-    if is_last != 0:
-        for kind, values, parts in reductions:
-            totals = reduced(kind, parts, unit_rows, row, columns, subtiles, in_flight)
-            _store_rows(values, totals, unit_rows, row, rows)
+    reduce, values, lane = REDUCTIONS[kind], list(values), cute.arch.lane_idx()
+    distance = len(values)
+    while (half := len(values) // 2) > 0:
+        upper = (lane // half) % 2 != 0
+        sent = [cutlass.select_(upper, a, b) for a, b in zip(values[:half], values[half:], strict=True)]
+        kept = [cutlass.select_(upper, b, a) for a, b in zip(values[:half], values[half:], strict=True)]
+        values = [
+            raw(reduce(Register(one), Register(cute.arch.shuffle_sync_bfly(other, half))))
+            for one, other in zip(kept, sent, strict=True)
+        ]
+    (total,) = values
+    while distance < width:
+        other = cute.arch.shuffle_sync_bfly(total, distance)
+        total, distance = raw(reduce(Register(total), Register(other))), distance * 2
+    return total
 
 
 @cute.jit
-def count_unit(word: Any) -> None:
-    """Adds one to the count of the unit's rows at ``word`` (release, device scope).
-
-    All lanes, after their stores.
-    """
+def count_units(word: Any, number: Int32) -> None:
+    """Adds this warp's units to the call's count (release, device scope); all lanes, after their stores."""
     cute.arch.sync_warp()
-    if cute.arch.lane_idx() == 0:
-        cute.arch.atomic_add(word, Int64(1), sem="release", scope="gpu")
+    if number > 0 and cute.arch.lane_idx() == 0:
+        cute.arch.atomic_add(word, Int64(number), sem="release", scope="gpu")
 
 
 @cute.jit
-def await_rows(word: Any, subtiles: Int32, bound: WaitBound, site: FailureSite) -> None:
-    """Waits until all units of the rows are counted (acquire); all lanes. `leave_rows` follows.
+def await_units(word: Any, units: Int32, bound: WaitBound, site: FailureSite) -> None:
+    """Waits until so many units are counted (acquire); all lanes. `leave_units` follows.
 
-    After the warp barrier all lanes may read what the lanes of all warps stored before `count_unit`. Counts
-    are compared as epochs: up to twice ``subtiles``.
+    After the warp barrier all lanes may read what the lanes of all warps stored before `count_units`. Counts
+    are compared as epochs, so what is counted later does not matter.
     """
     if cute.arch.lane_idx() == 0:
-        wait_flag(word.toint(), Int64(subtiles), bound, site)
+        wait_flag(word.toint(), Int64(units), bound, site)
     cute.arch.sync_warp()
 
 
 @cute.jit
-def leave_rows(word: Any) -> Int64:
-    """Counts a warp that has waited for the rows; returns the count before, which `reset_count` takes.
+def leave_units(word: Any) -> Int64:
+    """Counts a piece whose warp has waited; returns the count before, which `reset_count` takes.
 
-    All lanes. A count is ``subtiles`` when the first warp leaves, since each one has waited. Accesses are
-    relaxed: they have one address, and the next call begins after this one.
+    All lanes. Accesses are relaxed: they have one address, and the next call begins after this one.
     """
     before = Int64(-1)
     if cute.arch.lane_idx() == 0:
@@ -119,11 +111,9 @@ def leave_rows(word: Any) -> Int64:
 
 @cute.jit
 def reset_count(word: Any, before: Int64, all_counts: Int32) -> None:
-    """Resets the count for the next call, if this warp is the last one that has left the rows.
+    """Resets the count for the next call, if this piece is the last of ``all_counts`` units and pieces.
 
-    ``all_counts``: Number of the call's additions to the count.
-
-    It follows `leave_rows` after other work, because the count takes as long as a load to arrive.
+    It follows `leave_units` after other work, because the count takes as long as a load to arrive.
     """
     if before == Int64(all_counts - 1):
         cute.arch.store(word, Int64(0), sem="relaxed", scope="gpu")
@@ -140,7 +130,6 @@ def reduced(
     unit_rows: cutlass.Constexpr,
     first: Int32,
     columns: Int32,
-    subtiles: Int32,
     in_flight: cutlass.Constexpr,
 ) -> cute.Tensor:
     """Returns the values of four of the ``unit_rows`` rows from ``first``: lane ``l`` has those of `row_in`.
@@ -149,17 +138,17 @@ def reduced(
     with ``in_flight`` loads in flight. A tree of lanes reduces the ``step`` results.
     """
     groups = unit_rows // ROWS_OF_LANE
-    lane, step = cute.arch.lane_idx(), LANES // groups
+    lane, step, number = cute.arch.lane_idx(), LANES // groups, cute.size(parts, mode=[0])
     place = cutlass.min(first + row_in(unit_rows), cute.size(parts, mode=[1]) - ROWS_OF_LANE)
     totals = cute.make_rmem_tensor(ROWS_OF_LANE, Float32)
     totals.fill(NEUTRAL[kind])
     loaded = cute.make_rmem_tensor((ROWS_OF_LANE, in_flight), Float32)
-    for begin in cutlass.range(lane // groups, subtiles, step * in_flight, unroll=1):
+    for begin in cutlass.range(lane // groups, number, step * in_flight, unroll=1):
         for i in cutlass.range_constexpr(in_flight):
-            vector = row_of(parts, cutlass.min(begin + i * step, subtiles - 1))
+            vector = row_of(parts, cutlass.min(begin + i * step, number - 1))
             cute.autovec_copy(run_of(vector, place, ROWS_OF_LANE), loaded[(None, i)])
         for i in cutlass.range_constexpr(in_flight):
-            if begin + i * step < subtiles:
+            if begin + i * step < number:
                 for r in cutlass.range_constexpr(ROWS_OF_LANE):
                     totals[r] = raw(REDUCTIONS[kind](Register(totals[r]), Register(loaded[r, i])))
     for level in cutlass.range_constexpr(step.bit_length() - 1):
@@ -187,9 +176,10 @@ def value_of(totals: Any, row: Scalar) -> Any:
 
 
 @cute.jit
-def _store_rows(
+def store_rows(
     values: cute.Tensor, totals: cute.Tensor, unit_rows: cutlass.Constexpr, first: Int32, rows: Int32
 ) -> None:
+    """Stores the values of rows that exist, by the lanes that have them in `reduced`; all lanes."""
     row = first + row_in(unit_rows)
     for r in cutlass.range_constexpr(ROWS_OF_LANE):
         if cute.arch.lane_idx() < unit_rows // ROWS_OF_LANE and row + r < rows:

@@ -53,14 +53,13 @@ from overlap_gemm.config.orders import LinearOrder
 from overlap_gemm.device.traced import Scalar, Stages
 from overlap_gemm.exchange.arguments import Exchange
 from overlap_gemm.exchange.call import Call
-from overlap_gemm.exchange.complete_rows import CompleteRows
+from overlap_gemm.exchange.complete_rows import with_rows
 from overlap_gemm.exchange.copies import ResultCopies, Results
 from overlap_gemm.exchange.receive import Receiver
 from overlap_gemm.exchange.reduce_scatter import ReduceScatter
 from overlap_gemm.exchange.send import BroadcastSender
 from overlap_gemm.exchange.sums import Sums
 from overlap_gemm.exchange.tile_exchange import PartialExchange
-from overlap_gemm.kernel.epilogue import Visits
 from overlap_gemm.kernel.protocols import Output
 from overlap_gemm.kernel.work import Share, Work
 from overlap_gemm.spec import GEMM_ALL_REDUCE
@@ -84,10 +83,9 @@ class OneShot(PartialExchange):
 
     @property
     def receive(self) -> Receiver:
-        """Returns the receive role, which sums all tiles, then visits complete rows if an epilogue does."""
+        """Returns the receive role, which sums all tiles, then finishes rows if the epilogue does."""
         sums = Sums(self.config, self.order, self.code, self.transport)
-        parts = (sums, CompleteRows(sums)) if Visits(self.config, ("complete",)).has_rows else (sums,)
-        return Receiver(self.config, parts)
+        return Receiver(self.config, with_rows(sums))
 
     def share(self, exchange: Exchange, rows: Scalar, cols: Scalar, out: Any) -> Share:
         """Returns all rows, as one shard."""

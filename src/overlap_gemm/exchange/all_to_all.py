@@ -31,7 +31,15 @@ from overlap_gemm.device.traced import Scalar, Stages
 from overlap_gemm.exchange.arguments import Exchange
 from overlap_gemm.exchange.call import Call
 from overlap_gemm.exchange.copies import CopiedUnit
-from overlap_gemm.exchange.receive import ReceiveContext, Receiver, Window, copy_unit, unit_exists, visit_unit
+from overlap_gemm.exchange.receive import (
+    Part,
+    ReceiveContext,
+    Receiver,
+    Window,
+    copy_unit,
+    unit_exists,
+    visit_unit,
+)
 from overlap_gemm.exchange.send import OwnerSender
 from overlap_gemm.exchange.tile_exchange import TileExchange
 from overlap_gemm.kernel.epilogue import Visits
@@ -95,14 +103,12 @@ class AllToAll(TileExchange):
 
 
 @dataclass(frozen=True)
-class RowsOfSources:
+class RowsOfSources(Part):
     """Tiles of all sources in turn, from this rank's slots into their rows (a `receive.Part`).
 
     Attributes:
         op: Op of the kernel.
     """
-
-    pieces = 1
 
     op: AllToAll
 

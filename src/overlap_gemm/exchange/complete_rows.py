@@ -1,19 +1,21 @@
-"""`CompleteRows`: the part of a receive role that visits complete rows, such as their RMS norm.
+"""Parts of a receive role that follow `sums.Sums` and take what is known of complete rows.
 
-It follows `sums.Sums` and has the same units, cut into pieces. The first part stores the values of an
-epilogue's function in the output, and the parts of each row (:mod:`overlap_gemm.device.row_parts`). This part
-applies `Epilogue.then` to what is stored.
+Sums store the values of an epilogue's function in the output, and the parts of each row
+(:mod:`overlap_gemm.device.row_parts`). Then either
 
-- waits on: the count of the unit's rows on this rank (acquire, bounded): every unit of the rows is summed.
-- produces: the values of complete rows, rounded once, clipped.
+- `RowValues` reduces the parts of each row and stores the value, for example a sum of squares; or
+- `CompleteRows` applies `Epilogue.then`, such as an RMS norm, to what is stored.
+
+- waits on: a count of units of `Sums` on this rank (acquire, bounded): all, or those of the piece's rows.
+- produces: values of rows; or the values of complete rows, rounded once, clipped.
 - signals: nothing.
 
-Every rank sums all rows (one-shot), so no rank waits here for another one.
+No rank waits here for another one: a rank's rows are complete by its own sums.
 
-Progress. A warp takes a unit of this part when all sums of its CTA are taken
-(:mod:`overlap_gemm.exchange.receive`). Each warp that took a sum finishes it before it takes anything else.
-A sum waits for partials only, which are sent by roles that wait for no peer. All CTAs are resident. So every
-count becomes complete, whatever warps wait for it, and however late a rank sends.
+Progress. A warp takes a unit of these parts when all sums of its CTA are taken
+(:mod:`overlap_gemm.exchange.receive`). Each warp that took a sum finishes it, and counts it before it takes
+anything else. A sum waits for partials only, which are sent by roles that wait for no peer. All CTAs are
+resident. So the count becomes complete, whatever warps wait for it, and however late a rank sends.
 
 Limits. The limit here is twice as long. So if a rank is missing, the wait of a sum expires first, and its
 record names the rank.
@@ -26,25 +28,32 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import cute
+from cutlass import Int32, cute
 
 from overlap_gemm.config.gemm_config import GemmConfig
 from overlap_gemm.device.failure import Role
 from overlap_gemm.device.memory import DTYPES, LANES
-from overlap_gemm.device.row_parts import await_rows, leave_rows, reduced, reset_count, value_of
+from overlap_gemm.device.row_parts import await_units, leave_units, reduced, reset_count, store_rows, value_of
 from overlap_gemm.device.traced import Predicate, Scalar
 from overlap_gemm.exchange.copies import SHOTS
-from overlap_gemm.exchange.receive import ReceiveContext, Window, of_chunk, unit_exists
+from overlap_gemm.exchange.receive import Part, ReceiveContext, Window, of_chunk, unit_exists
 from overlap_gemm.exchange.sums import Sums
 from overlap_gemm.kernel.epilogue import Visits
 from overlap_gemm.kernel.stages import StageChunks
 from overlap_gemm.kernel.work import CtaTile
+from overlap_gemm.spec.sharding import ceil_div
+
+PIECE_ROWS = 8
+"""Rows whose values a warp reduces at once.
+
+A row of 8192 columns has 128 parts: a lane loads 8 parts of 4 rows each, all in flight. With more rows fewer
+warps would share the reduction, for which all of them have waited.
+"""
 
 PIECE_BYTES = 1024
-"""Bytes of a piece in a slot: 8 rows of 64 columns of 16 bits.
+"""Bytes of a piece of `CompleteRows` in a slot: 8 rows of 64 columns of 16 bits.
 
-When a warp gets here, others of its CTA have nothing to do. So they share its unit. A row of 8192 columns has
-128 parts: a lane loads 8 parts of 4 rows each, all in flight.
+When a warp gets here, others of its CTA have nothing to do. So they share its unit.
 """
 
 PARTS_IN_FLIGHT = 8
@@ -66,8 +75,8 @@ class RowUnit(NamedTuple):
 
 
 @dataclass(frozen=True)
-class CompleteRows:
-    """Visits of complete rows, see the module (a ``receive.Part``).
+class AfterSums(Part):
+    """Base of the parts of this module: the count for which they wait.
 
     Attributes:
         sums: Part before it.
@@ -75,12 +84,71 @@ class CompleteRows:
 
     sums: Sums
 
+    @property
+    def config(self) -> GemmConfig:
+        """Returns the kernel's configuration."""
+        return self.sums.config
+
+    @property
+    def visits(self) -> Visits:
+        """Returns the visits of complete sums."""
+        return Visits(self.config, ("complete",))
+
+    def await_count(
+        self, context: ReceiveContext, tile: Scalar, row: Scalar, number: Scalar, word: Any
+    ) -> None:
+        """Waits for a count of units; all lanes. Tile and row are for the failure record."""
+        call = context.call
+        site = call.site(self.sums.op, Role.COMPLETE_ROWS, tile, call.exchange.rank, row)
+        await_units(word, number, call.bound.times(SHOTS), site)
+
+
+@dataclass(frozen=True)
+class RowValues(AfterSums):
+    """Values of this rank's rows, see the module. A tile of this part is `PIECE_ROWS` rows, and one unit."""
+
+    def units(self, config: GemmConfig) -> int:
+        """Returns 1."""
+        return 1
+
+    @cute.jit
+    def tiles(self, context: ReceiveContext) -> Int32:
+        """Returns the number of pieces; 0 if this rank sums nothing."""
+        pieces = ceil_div(cute.size(context.out, mode=[0]), PIECE_ROWS)
+        if self.sums.tiles(context) == 0:
+            pieces = Int32(0)
+        return pieces
+
+    def locate(self, context: ReceiveContext, index: Scalar, unit: Scalar) -> Any:
+        """Returns the first row of a piece."""
+        return index * PIECE_ROWS
+
+    def await_tile(self, context: ReceiveContext, index: Scalar) -> None:
+        """Waits until every unit of `Sums` is counted."""
+        word, units = self.visits.count(context.extras), self.sums.units_of_all(context)
+        self.await_count(context, index, index * PIECE_ROWS, units, word)
+
+    def finish(self, context: ReceiveContext, place: Scalar) -> None:
+        """Reduces the parts of a piece's rows."""
+        out, word = Window.unsharded(context.out), self.visits.count(context.extras)
+        before = leave_units(word)
+        for kind, values, parts in self.visits.row_values(context.extras):
+            totals = reduced(kind, parts, PIECE_ROWS, place, out.columns, PARTS_IN_FLIGHT)
+            store_rows(values, totals, PIECE_ROWS, place, out.rows)
+        reset_count(word, before, self.sums.units_of_all(context) + self.tiles(context))
+
+
+@dataclass(frozen=True)
+class CompleteRows(AfterSums):
+    """Visits of complete rows, see the module. Its units are those of `Sums`, cut into pieces."""
+
+    def units(self, config: GemmConfig) -> int:
+        """Returns the number of pieces of a tile."""
+        return config.units * self.pieces
+
     def tiles(self, context: ReceiveContext) -> Any:
         """Returns the number of tiles that this rank sums."""
         return self.sums.tiles(context)
-
-    def await_tile(self, context: ReceiveContext, index: Scalar) -> None:
-        """Does nothing: each unit waits for its rows."""
 
     def locate(self, context: ReceiveContext, index: Scalar, unit: Scalar) -> RowUnit:
         """Returns the place of a piece; all pieces of an existing unit wait, as its rows' count expects."""
@@ -97,12 +165,11 @@ class CompleteRows:
     @cute.jit
     def _visit(self, context: ReceiveContext, place: RowUnit) -> None:
         """Visits a piece; its loads of values and of row values' parts are in flight together."""
-        cfg, call = self.config, context.call
+        cfg = self.config
         chunks, number = StageChunks(cfg), cfg.lane_chunks // self.pieces
         out, rows = Window.unsharded(context.out), cfg.unit_rows // self.pieces
-        subtiles = (out.columns + (cfg.epi_tile[1] - 1)) // cfg.epi_tile[1]
         begin = place.tile.row + chunks.locate(place.piece * (number * LANES))[0]
-        visit = Visits(cfg, ("complete",)).of_rows(begin, context.extras)
+        visit = self.visits.of_rows(context.extras)
         first = place.piece * (number * LANES) + cute.arch.lane_idx()
         places = [self._place(place.tile, first + c * LANES) for c in range(number)]
         last = out.rows - 1, out.columns - chunks.elements
@@ -110,15 +177,14 @@ class CompleteRows:
         read = visit.input_registers(chunks.elements, number)
         for c in cutlass.range_constexpr(number):
             visit.load(of_chunk(read, c), *inside[c])
-        site = call.site(self.sums.op, Role.COMPLETE_ROWS, place.tile.index, call.exchange.rank, begin)
-        await_rows(visit.count, subtiles, call.bound.times(SHOTS), site)
+        word, subtiles = self.visits.count(context.extras, begin), ceil_div(out.columns, cfg.epi_tile[1])
+        self.await_count(context, place.tile.index, begin, subtiles, word)
         stored = cute.make_rmem_tensor((chunks.elements, number), DTYPES[cfg.out_dtype])
         for c in cutlass.range_constexpr(number):
             out.load(inside[c][0], inside[c][1], stored[(None, c)])
-        before = leave_rows(visit.count)
+        before = leave_units(word)
         totals = [
-            reduced(kind, parts, rows, begin, out.columns, subtiles, PARTS_IN_FLIGHT)
-            for kind, parts in visit.parts
+            reduced(kind, parts, rows, begin, out.columns, PARTS_IN_FLIGHT) for kind, parts in visit.parts
         ]
         for c in cutlass.range_constexpr(number):
             row, column = places[c]
@@ -126,7 +192,7 @@ class CompleteRows:
             exists = (row < out.rows) & (column < out.columns)
             inputs = of_chunk(read, c)
             act_if(exists, partial(visit.store, stored[(None, c)], of_row, inputs, row, column))
-        reset_count(visit.count, before, subtiles * (1 + self.pieces))
+        reset_count(word, before, subtiles * (1 + self.pieces))
 
     def _place(self, tile: CtaTile, chunk: Scalar) -> tuple[Any, Any]:
         """Returns (row, first column) in the output of a chunk of a tile."""
@@ -138,14 +204,17 @@ class CompleteRows:
         """Returns the number of pieces of a unit, of at most `PIECE_BYTES`."""
         return max(self.config.unit_bytes // PIECE_BYTES, 1)
 
-    @property
-    def config(self) -> GemmConfig:
-        """Returns the kernel's configuration."""
-        return self.sums.config
-
 
 @cute.jit
 def act_if(condition: Predicate, act: cutlass.Constexpr) -> None:
     """Calls ``act`` if a condition holds at run time."""
     if condition:
         act()
+
+
+def with_rows(sums: Sums) -> tuple[Part, ...]:
+    """Returns the parts of a receive role that sums: what the epilogue does with complete rows follows."""
+    visits = Visits(sums.config, ("complete",))
+    if visits.has_rows:
+        return sums, CompleteRows(sums)
+    return (sums, RowValues(sums)) if visits.reduces else (sums,)

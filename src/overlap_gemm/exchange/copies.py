@@ -23,6 +23,7 @@ from overlap_gemm.device.traced import Predicate, Scalar
 from overlap_gemm.exchange.call import Call
 from overlap_gemm.exchange.geometry import result_slots
 from overlap_gemm.exchange.receive import (
+    Part,
     ReceiveContext,
     Window,
     copy_unit,
@@ -66,7 +67,7 @@ SHOTS = 2
 
 
 @dataclass(frozen=True)
-class TileCopies:
+class TileCopies(Part):
     """Copies of every peer's tiles from its slots to its columns of the output (a ``receive.Part``).
 
     Sources alternate, beginning with the next rank; the tiles of each are in the order of their computation.
@@ -77,8 +78,6 @@ class TileCopies:
         op: Code of the op, for failure records.
         transport: Transport by which tiles arrive.
     """
-
-    pieces = 1
 
     config: GemmConfig
     order: Any
@@ -160,7 +159,7 @@ class TileCopies:
 
 
 @dataclass(frozen=True)
-class ResultCopies:
+class ResultCopies(Part):
     """Copies of the other owners' sums from local result slots to the output (a ``receive.Part``).
 
     Owners alternate; the units of each are awaited one by one, in the order in which the owner sums them.
@@ -171,8 +170,6 @@ class ResultCopies:
         op: Code of the op, for failure records.
     """
 
-    pieces = 1
-
     results: Results
     order: Any
     op: int
@@ -180,9 +177,6 @@ class ResultCopies:
     def tiles(self, context: ReceiveContext) -> Any:
         """Returns the number of tiles of all other owners."""
         return self._others(context) * Int32(context.work.slots)
-
-    def await_tile(self, context: ReceiveContext, index: Scalar) -> None:
-        """Does nothing: each unit has its own flag."""
 
     def locate(self, context: ReceiveContext, index: Scalar, unit: Scalar) -> CopiedUnit:
         """Returns slot and destination of a unit."""

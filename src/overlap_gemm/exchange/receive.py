@@ -23,10 +23,11 @@ The result of a unit does not depend on the warp that takes it: results are bitw
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Int32, Int64, cute
@@ -57,28 +58,30 @@ class ReceiveContext(NamedTuple):
     extras: Extras
 
 
-class Part(Protocol):
-    """One kind of units; each method is called by all lanes of a warp.
+class Part(ABC):
+    """Base of the parts: one kind of units. Each method is called by all lanes of a warp."""
 
-    Attributes:
-        pieces: Number of this part's units in a unit of a slot (`GemmConfig.units`).
-    """
+    def units(self, config: GemmConfig) -> int:
+        """Returns the number of units of a tile: those of its slot."""
+        return config.units
 
-    @property
-    def pieces(self) -> int:
-        """Returns the number of this part's units in a unit of a slot."""
-
+    @abstractmethod
     def tiles(self, context: ReceiveContext) -> Any:
         """Returns the number of CTA tiles of the part, of all CTAs together."""
 
+    @abstractmethod
     def locate(self, context: ReceiveContext, index: Scalar, unit: Scalar) -> Any:
         """Returns the argument of `finish` for a unit of the part's tile ``index``, before it arrives."""
 
-    def await_tile(self, context: ReceiveContext, index: Scalar) -> None:
+    def await_tile(self, context: ReceiveContext, index: Scalar) -> None:  # noqa: B027
         """Waits for what all units of the part's tile ``index`` need."""
 
+    @abstractmethod
     def finish(self, context: ReceiveContext, place: Any) -> None:
         """Finishes the unit that was located, as soon after the wait as possible."""
+
+    def end(self, context: ReceiveContext, number: Scalar) -> None:  # noqa: B027
+        """Ends this warp's part, of which it finished so many units; it takes no more."""
 
 
 @dataclass(frozen=True)
@@ -117,10 +120,10 @@ class Receiver:
         first: Int32,
     ) -> tuple[Int32, Int32]:
         """Finishes units of a part, numbered from ``first``; returns the last one taken and the end."""
-        units = cutlass.const_expr(self.config.units * part.pieces)
+        units = cutlass.const_expr(part.units(self.config))
         cta, ctas = cta_number(), num_ctas()
         end = first + (part.tiles(context) - cta + ctas - 1) // ctas * units
-        arrived = Int32(-1)
+        arrived, number = Int32(-1), Int32(0)
         while unit < end:
             index = cta + (unit - first) // units * ctas
             place = part.locate(context, index, (unit - first) % units)
@@ -128,7 +131,8 @@ class Receiver:
                 part.await_tile(context, index)
                 arrived = index
             part.finish(context, place)
-            unit = count(counters.taken)
+            unit, number = count(counters.taken), number + 1
+        part.end(context, number)
         return unit, end
 
 

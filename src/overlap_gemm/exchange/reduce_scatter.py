@@ -27,6 +27,7 @@ from overlap_gemm.config.orders import InterleavedShards
 from overlap_gemm.device.traced import Scalar, Stages
 from overlap_gemm.exchange.arguments import Exchange
 from overlap_gemm.exchange.call import Call
+from overlap_gemm.exchange.complete_rows import with_rows
 from overlap_gemm.exchange.receive import Receiver
 from overlap_gemm.exchange.send import OwnerSender
 from overlap_gemm.exchange.sums import Sums
@@ -54,9 +55,9 @@ class ReduceScatter(PartialExchange):
 
     @property
     def receive(self) -> Receiver:
-        """Returns the receive role, which sums the local tiles."""
+        """Returns the receive role, which sums the local tiles, then finishes rows if the epilogue does."""
         sums = Sums(self.config, self.order, self.code, self.transport)
-        return Receiver(self.config, (sums,))
+        return Receiver(self.config, with_rows(sums))
 
     def share(self, exchange: Exchange, rows: Scalar, cols: Scalar, out: Any) -> Share:
         """Returns all rows, divided by the owners' shards."""

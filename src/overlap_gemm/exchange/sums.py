@@ -20,8 +20,9 @@ from overlap_gemm.config.gemm_config import GemmConfig
 from overlap_gemm.config.rules import LEAVES
 from overlap_gemm.device.failure import Role
 from overlap_gemm.device.memory import CHUNK_BYTES, DTYPES, LANES
+from overlap_gemm.device.row_parts import count_units
 from overlap_gemm.device.traced import Address, Extras, Fragment, Predicate, Scalar
-from overlap_gemm.exchange.receive import ReceiveContext, Window, of_chunk, unit_exists
+from overlap_gemm.exchange.receive import Part, ReceiveContext, Window, of_chunk, unit_exists
 from overlap_gemm.kernel.epilogue import Visits
 from overlap_gemm.kernel.stages import StageChunks
 from overlap_gemm.kernel.work import CtaTile, shard_tiles
@@ -79,7 +80,7 @@ def _last_again(lane: Lane, source: Scalar) -> Any:
 
 
 @dataclass(frozen=True)
-class Sums:
+class Sums(Part):
     """Sums of the local tiles, see the module (a ``receive.Part``).
 
     Attributes:
@@ -89,8 +90,6 @@ class Sums:
         transport: Transport by which partials arrive.
         results: Transport of sums to the other ranks, or None. With it the output is that of all owners.
     """
-
-    pieces = 1
 
     config: GemmConfig
     order: Any
@@ -136,18 +135,22 @@ class Sums:
         """Sums one unit; one that does not exist has no partials, but peers may wait for its flag."""
         if place.exists:
             self._sum(place.lane, context.extras)
-            visits = self._visits
-            if cutlass.const_expr(visits.reduces):
-                lane, extras = place.lane, context.extras
+            if cutlass.const_expr(self._visits.has_rows):
                 row, _ = self.chunks.locate(place.unit * (self.config.lane_chunks * LANES))
-                window = lane.window
-                visits.finish_rows(
-                    window.row + lane.row + row, window.row + window.rows, window.columns, extras
-                )
+                count_units(self._visits.count(context.extras, place.lane.row + row), 1)
             if cutlass.const_expr(self.results is not None):
                 self.transport.publish_unit(partial(self._publish, context, place))
         if cutlass.const_expr(self.results is not None):
             self.transport.if_absent(place.exists, partial(self._publish, context, place, exists=False))
+
+    def end(self, context: ReceiveContext, number: Scalar) -> None:
+        """Counts the warp's units if `complete_rows.RowValues` follows; `CompleteRows` needs each at once."""
+        if self._visits.reduces and not self._visits.has_rows:
+            count_units(self._visits.count(context.extras), number)
+
+    def units_of_all(self, context: ReceiveContext) -> Any:
+        """Returns the number of units that the warps of all CTAs count."""
+        return self.tiles(context) * self.units(self.config)
 
     def _publish(self, context: ReceiveContext, place: SummedUnit, exists: bool = True) -> None:
         self.results.publish(context.call, context.work, place.index, place.unit, exists)
@@ -183,6 +186,7 @@ class Sums:
             if cutlass.const_expr(ahead):  # else there are no registers
                 self._load_inputs(lane, c, of_chunk(inputs, c), extras)
         for i in cutlass.range(0, chunks, window, unroll=1):
+            parts = [self._visits.row_parts() for _ in range(window)]
             for c in cutlass.range_constexpr(window):
                 total = cute.make_rmem_tensor(self.chunks.elements, cutlass.Float32)
                 if cutlass.const_expr(self.config.leaves > 0):
@@ -194,10 +198,11 @@ class Sums:
                     self._load(lane, i + window + c, 0, loaded[(None, None, c)])
                 if cutlass.const_expr(not ahead):
                     self._load_inputs(lane, i + c, of_chunk(inputs, c), extras)
-                self._store(lane, i + c, total, of_chunk(inputs, c), extras)
+                self._store(lane, i + c, total, of_chunk(inputs, c), extras, parts[c])
                 if cutlass.const_expr(ahead):  # noqa: SIM102 - one is evaluated while the kernel is traced
                     if i + window < chunks:
                         self._load_inputs(lane, i + window + c, of_chunk(inputs, c), extras)
+            self._store_parts(lane, i, parts, extras)
 
     @cute.jit
     def _sum_many(self, lane: Lane, extras: Extras) -> None:
@@ -211,7 +216,9 @@ class Sums:
                 self._load(lane, i, first, loaded)
                 self._add(total, lane, i, first, loaded)
             self._load_inputs(lane, i, inputs, extras)
-            self._store(lane, i, total, inputs, extras)
+            parts = self._visits.row_parts()
+            self._store(lane, i, total, inputs, extras, parts)
+            self._store_parts(lane, i, [parts], extras)
 
     @cute.jit
     def _sum_in_tree(self, lane: Lane, extras: Extras) -> None:
@@ -220,7 +227,9 @@ class Sums:
         for i in cutlass.range(self.config.lane_chunks, unroll=1):
             total = self._subtree(lane, i, 0, MOST_LEAVES)
             self._load_inputs(lane, i, inputs, extras)
-            self._store(lane, i, total, inputs, extras)
+            parts = self._visits.row_parts()
+            self._store(lane, i, total, inputs, extras, parts)
+            self._store_parts(lane, i, [parts], extras)
 
     def _subtree(self, lane: Lane, chunk: Scalar, first: int, ranks: int) -> Any:
         """Returns the sum of a chunk's partials of ``ranks`` ranks from ``first``, of those that exist."""
@@ -335,24 +344,34 @@ class Sums:
 
     @cute.jit
     def _store(
-        self, lane: Lane, chunk: Int32, values: cute.Tensor, inputs: Sequence[Any], extras: Extras
+        self,
+        lane: Lane,
+        chunk: Int32,
+        values: cute.Tensor,
+        inputs: Sequence[Any],
+        extras: Extras,
+        parts: Sequence[Any],
     ) -> None:
         """Applies the epilogue to adjacent sums of a row, rounds once, stores what is not clipped."""
         row, column = self._place(lane, chunk)
         dtype = DTYPES[self.config.out_dtype]
         rounded = cute.make_rmem_tensor(values.shape, dtype)
-        visits = self._visits
-        parts, place = visits.row_parts(), (lane.window.row + row, lane.window.column + column)
         if row < lane.window.rows and column < lane.window.columns:
-            visits.on_chunk(values, *place, extras, inputs, parts)
+            place = lane.window.row + row, lane.window.column + column
+            self._visits.on_chunk(values, *place, extras, inputs, parts)
             rounded.store(values.load().to(dtype))
             lane.window.store(row, column, rounded)
             if cutlass.const_expr(self.results is not None):
                 self.results.send(lane.result, chunk * LANES, rounded)
         elif cutlass.const_expr(self.results is not None):
             self.transport.pad(partial(self.results.pad, lane.result, chunk * LANES, rounded))
-        if cutlass.const_expr(len(parts) > 0):
-            visits.store_row_parts(parts, *place, self.chunks.per_row, extras, row < lane.window.rows)
+
+    def _store_parts(self, lane: Lane, chunk: Scalar, parts: Sequence[Any], extras: Extras) -> None:
+        """Stores the parts of the rows of adjacent chunks from ``chunk`` on; see `Visits.store_row_parts`."""
+        if self._visits.reduces:
+            row, column = self._place(lane, chunk + cute.arch.lane_idx() % len(parts))
+            place, exists = (lane.window.row + row, lane.window.column + column), row < lane.window.rows
+            self._visits.store_row_parts(parts, *place, self.chunks.per_row, extras, exists)
 
     @property
     def chunks(self) -> StageChunks:

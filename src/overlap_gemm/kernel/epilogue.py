@@ -17,9 +17,8 @@ from overlap_gemm.device.memory import DTYPES, store_run
 from overlap_gemm.device.row_parts import (
     NEUTRAL,
     REDUCTIONS,
-    count_unit,
-    finish_rows,
     load_aligned,
+    reduced_by_lanes,
     row_of,
     run_of,
     store_by_first,
@@ -137,12 +136,12 @@ class Visits:
         """Returns whether the epilogue has a function of complete rows."""
         return any(visitor.epilogue.then is not None for visitor in self.config.epilogue)
 
-    def of_rows(self, row: Scalar, extras: Extras) -> RowVisit:
-        """Returns the visit of complete rows, of a unit that begins at a row."""
+    def of_rows(self, extras: Extras) -> RowVisit:
+        """Returns the visit of complete rows."""
         ((visitor, tensors),) = (one for one in self._visitors(extras) if one[0].epilogue.then is not None)
-        (result,), (counts,) = (_of_kind(visitor, tensors, kind) for kind in ("element", "row_counts"))
+        (result,) = _of_kind(visitor, tensors, "element")
         parts = zip(visitor.reductions, _of_kind(visitor, tensors, "row_parts"), strict=True)
-        return RowVisit(visitor, tensors, result, tuple(parts), self._count(counts, row))
+        return RowVisit(visitor, tensors, result, tuple(parts))
 
     def row_parts(self) -> list[Any]:
         """Returns registers for a chunk's parts of its row's reductions, with neutral initial values."""
@@ -155,69 +154,44 @@ class Visits:
         return parts
 
     def store_row_parts(
-        self, parts: list[Any], row: Scalar, column: Scalar, width: int, extras: Extras, exists: Predicate
+        self,
+        parts: Sequence[Sequence[Any]],
+        row: Scalar,
+        column: Scalar,
+        width: int,
+        extras: Extras,
+        exists: Predicate,
     ) -> None:
         """Stores each reduction of a subtile's columns; all lanes, ``width`` adjacent ones for each row.
 
         Args:
-            parts: Visited registers of this lane.
-            row: Row of this lane, see `visitors.Operand`.
-            column: First column of this lane's chunk.
+            parts: Visited registers of this lane, of one or several chunks.
+            row: Row of this lane's chunk ``lane % len(parts)``, see `visitors.Operand`.
+            column: First column of that chunk.
             width: Number of lanes for a row, a power of two.
             extras: Tensors of `GemmConfig.epilogue_operands`.
             exists: Whether the row exists.
         """
-        subtile, parts = column // self.config.epi_tile[1], list(parts)
+        subtile, of_chunks = column // self.config.epi_tile[1], list(zip(*parts, strict=True))
         for visitor, tensors in self._visitors(extras):
             outputs = _of_kind(visitor, tensors, "row_parts")
             for kind, output in zip(visitor.reductions, outputs, strict=True):
-                total, distance = Register(parts.pop(0)[0]), 1
-                while distance < width:
-                    other = cute.arch.shuffle_sync_bfly(total.raw, distance)
-                    total = REDUCTIONS[kind](total, Register(other))
-                    distance *= 2
-                store_by_first(output, total.raw, row, subtile, width, exists)
+                values = [one[0] for one in of_chunks.pop(0)]
+                total = reduced_by_lanes(kind, values, width)
+                store_by_first(output, total, row, subtile, width, len(values), exists)
 
-    def finish_rows(self, row: Scalar, rows: Scalar, columns: Scalar, extras: Extras) -> None:
-        """Reduces the parts of rows whose last unit this warp has finished; all lanes, after a unit.
-
-        Parts are reduced in a fixed order: results do not depend on which warp is the last. If complete rows
-        are visited (`CompleteRows`), their units are only counted.
-
-        Args:
-            row: First row of the unit.
-            rows: Rows of the output.
-            columns: Columns of the output.
-            extras: Tensors of `GemmConfig.epilogue_operands`.
-        """
-        unit_rows = self.config.unit_rows
+    def row_values(self, extras: Extras) -> list[tuple[Any, Any, Any]]:
+        """Returns (reduction, values, parts) of each output that has a value for each row."""
+        triples: list[tuple[Any, Any, Any]] = []
         for visitor, tensors in self._visitors(extras):
-            if visitor.reductions:
-                (counts,) = _of_kind(visitor, tensors, "row_counts")
-                if visitor.epilogue.then is not None:
-                    count_unit(self._count(counts, row))
-                    continue
-                values, parts = (_of_kind(visitor, tensors, kind) for kind in ("row_values", "row_parts"))
-                triples = tuple(zip(visitor.reductions, values, parts, strict=True))
-                word, subtiles = self._count(counts, row), self._subtiles(columns)
-                finish_rows(triples, word, unit_rows, row, rows, columns, subtiles, self.parts_in_flight)
+            values, parts = (_of_kind(visitor, tensors, kind) for kind in ("row_values", "row_parts"))
+            triples += zip(visitor.reductions, values, parts, strict=True)
+        return triples
 
-    @property
-    def parts_in_flight(self) -> int:
-        """Returns the number of loads of rows' parts that a lane has in flight.
-
-        A row of 8192 columns has 128 parts. With units of 4, 16 and 32 rows a lane loads 4, 16 and 32 of
-        them. Swapped kernels have the registers for 16.
-        """
-        return 16 if self.config.is_swap_ab else 4
-
-    def _count(self, counts: Any, row: Scalar) -> Any:
-        """Returns a pointer to the count of the rows of a unit that begins at a row."""
+    def count(self, extras: Extras, row: Scalar = 0) -> Any:
+        """Returns a pointer to a count of `device.row_parts`: of the unit rows from ``row``, or of all."""
+        (counts,) = (one for visit in self._visitors(extras) for one in _of_kind(*visit, "row_counts"))
         return counts.iterator + row // self.config.unit_rows * COUNT_PITCH
-
-    def _subtiles(self, columns: Scalar) -> Any:
-        """Returns the number of subtiles along the columns."""
-        return (columns + (self.config.epi_tile[1] - 1)) // self.config.epi_tile[1]
 
     def on_fragment(
         self, fragment: Fragment, partition: Any, row: Scalar, column: Scalar, extras: Extras
@@ -321,14 +295,12 @@ class RowVisit(NamedTuple):
         tensors: Its tensors; those of inputs are first.
         result: Matrix of the function's values.
         parts: Reduction and stored parts of each row value.
-        count: Pointer to the count of finished subtiles of the unit's rows.
     """
 
     visitor: Visitor
     tensors: Any
     result: Any
     parts: tuple[tuple[Any, Any], ...]
-    count: Any
 
     def input_registers(self, size: int, chunks: int) -> list[Any]:
         """Returns registers ``(values, chunks)`` for each input that the function takes."""

@@ -18,7 +18,7 @@ from overlap_gemm import OpSpec, PatternSpec, register
 from overlap_gemm.config.orders import InterleavedShards
 from overlap_gemm.device.failure import Role
 from overlap_gemm.exchange.copies import CopiedUnit
-from overlap_gemm.exchange.receive import Receiver, Window, copy_unit, unit_exists
+from overlap_gemm.exchange.receive import Part, Receiver, Window, copy_unit, unit_exists
 from overlap_gemm.exchange.send import OwnerSender
 from overlap_gemm.exchange.tile_exchange import TileExchange
 from overlap_gemm.kernel.epilogue import Visits
@@ -78,10 +78,8 @@ class RowsToColumns(TileExchange):
 
 
 @dataclass(frozen=True)
-class RowsOfSources:
-    """Tiles of all sources in turn, from this rank's slots into their rows (a `receive.Part`)."""
-
-    pieces = 1
+class RowsOfSources(Part):
+    """Tiles of all sources in turn, from this rank's slots into their rows."""
 
     op: RowsToColumns
 
