@@ -2,7 +2,8 @@
 
     python benchmarks/virtual_variants.py cases.json --ranks 2 --json out.json
 
-Cases are those of variants.py, without float8. The variants' results must be the same bits.
+Cases are those of variants.py, without float8. The variants' results must be the same bits, unless one has
+an `"epilogue"`, the name of a predefined one, whose inputs are random.
 """
 
 import json
@@ -13,27 +14,36 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from torch import Tensor
 
 import overlap_gemm
 from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.testing.workload import Workload
 from overlap_gemm.tuning.settings import configured
 from overlap_gemm.tuning.timing import captured, measure
+from overlap_gemm_tools.epilogue_calls import EpilogueCalls
 
 SETS = 2
 """Sets of operands, taken in turn."""
 
 
-def caller(workload: Workload, world: VirtualWorld, sets: list[Any]) -> Callable[[], list[Tensor]]:
+def caller(
+    workload: Workload, world: VirtualWorld, sets: list[Any], epilogue: str | None
+) -> Callable[[], list[Any]]:
     """Returns a call on all ranks, with the next operands; the current stream waits for all ranks."""
-    op = getattr(overlap_gemm, workload.op)
+    op, applied = getattr(overlap_gemm, workload.op), {}
+    if epilogue is not None:
+        calls = EpilogueCalls(getattr(overlap_gemm.epilogues, epilogue), workload)
+        for name, group, operands in zip(world.names, world.ranks, sets[0], strict=True):
+            applied[name] = calls.inputs(calls.epilogue, operands, group)
     extents = workload.spec.arguments(workload.m, workload.n, workload.k, least=True)
     turn = iter(range(1 << 30))
 
-    def call() -> list[Tensor]:
+    def call() -> list[Any]:
         operands = zip(world.names, sets[next(turn) % SETS], strict=True)
-        outs = [op(o.x, o.weight, group=name, backend="fused", **extents) for name, o in operands]
+        outs = [
+            op(o.x, o.weight, group=name, backend="fused", epilogue=applied.get(name), **extents)
+            for name, o in operands
+        ]
         for rank in range(len(world.names)):
             torch.cuda.current_stream().wait_stream(world.executor(rank).stream)  # type: ignore[attr-defined]
         return outs
@@ -58,13 +68,15 @@ def main(
                 settings = {
                     key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()
                 }
+                epilogue = settings.pop("epilogue", None)
                 with configured(**settings):
-                    outs = caller(workload, world, sets)()
+                    outs = caller(workload, world, sets, epilogue)()
                     world.synchronize()
-                    first = first or outs
-                    same = all(torch.equal(a, b) for a, b in zip(outs, first, strict=True))
-                    row.setdefault("same bits", {})[name] = same
-                    calls[name] = captured(caller(workload, world, sets))
+                    if epilogue is None:
+                        first = first or outs
+                        same = all(torch.equal(a, b) for a, b in zip(outs, first, strict=True))
+                        row.setdefault("same bits", {})[name] = same
+                    calls[name] = captured(caller(workload, world, sets, epilogue))
             timings = measure(calls, device="cuda", rounds=rounds, burst_seconds=0.02)
             row |= timings.summary(next(iter(calls)))
             calls.clear()
