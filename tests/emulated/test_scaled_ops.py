@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import overlap_gemm
-from overlap_gemm.backends.fused import fused_backend as fused
+from overlap_gemm.backends.scales.scale_layouts import ScaleVectors
 from overlap_gemm.config.visitors import Visitor
 from overlap_gemm.gather import all_gather
 from overlap_gemm.gather.all_gather import ArrivalGate
@@ -253,15 +253,14 @@ def test_what_is_judged_notices(three, way, op):
 @pytest.mark.parametrize("which", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_shard_with_another_ranks_scales_is_noticed(three, which, monkeypatch):
     """As if scales were taken from the rank before."""
-    case, vectors, given = Scaled(RS, 70, 136, 96, seed=9), fused._vectors, []
+    case, name, loaded = Scaled(RS, 70, 136, 96, seed=9), ("of_a", "of_b")[which], []
+    load = getattr(ScaleVectors, name)
 
     def late(*operands):
-        given.append(vectors(*operands))
-        found = list(given[-1])
-        found[which] = given[max(len(given) - 2, 0)][which]
-        return tuple(found)
+        loaded.append(load(*operands))
+        return loaded[max(len(loaded) - 2, 0)]
 
-    monkeypatch.setattr(fused, "_vectors", late)
+    monkeypatch.setattr(ScaleVectors, name, late)
     outs = queue(case, three)
     three.synchronize()
     assert share_of_bound(case, outs) > 1
