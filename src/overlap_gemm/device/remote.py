@@ -48,7 +48,7 @@ class SymmetricWorkspace(NamedTuple):
     @property
     def local(self) -> Ref:
         """Returns a reference to the start of this rank's workspace."""
-        return Ref(self, None, 0, 0)
+        return Ref(self, None, 0, 0, self.base)
 
     def remote(self, rank: Scalar) -> Ref:
         """Returns a reference to the start of the workspace of ``rank``, which may be this rank."""
@@ -64,12 +64,15 @@ class Ref(NamedTuple):
         offset: Byte offset from the workspace's base.
         staging: Byte offset, in this rank's workspace, of the data to be put there if the rank has no P2P
             access. As a rule it equals ``offset``.
+        local_address: Address of this rank's place, if ``rank`` is None. Subscripts are added to it one by
+            one: with their sum a compiler keeps more registers in loops.
     """
 
     memory: SymmetricWorkspace
     rank: Scalar
     offset: Address
     staging: Address
+    local_address: Any = None
 
     @property
     def at(self) -> At:
@@ -78,7 +81,7 @@ class Ref(NamedTuple):
 
     def remote(self, rank: Scalar) -> Ref:
         """Returns a reference to the same place of another rank."""
-        return self._replace(rank=rank)
+        return self._replace(rank=rank, local_address=None)
 
     def staged(self, local: Ref) -> Ref:
         """Returns this reference, with its data staged at ``local`` for a rank without P2P access."""
@@ -87,8 +90,9 @@ class Ref(NamedTuple):
     @property
     def address(self) -> Any:
         """Returns the address, ``Int64``, of a P2P-accessible rank's memory."""
-        base = self.memory.base if self.rank is None else self.memory.peers[self.rank]
-        return base + self.offset
+        if self.local_address is not None:
+            return self.local_address
+        return self.memory.peers[self.rank] + self.offset
 
     @property
     def has_p2p(self) -> Predicate:
@@ -120,7 +124,8 @@ class At:
     def __getitem__(self, offset: Address) -> Ref:
         """Returns the reference ``offset`` bytes further on."""
         ref = self.ref
-        return ref._replace(offset=ref.offset + offset, staging=ref.staging + offset)
+        local = None if ref.local_address is None else ref.local_address + offset
+        return Ref(ref.memory, ref.rank, ref.offset + offset, ref.staging + offset, local)
 
 
 @cute.jit
