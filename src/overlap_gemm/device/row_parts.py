@@ -130,6 +130,7 @@ def reduced(
     unit_rows: cutlass.Constexpr,
     first: Int32,
     columns: Int32,
+    subtiles: Int32,
     in_flight: cutlass.Constexpr,
 ) -> cute.Tensor:
     """Returns the values of four of the ``unit_rows`` rows from ``first``: lane ``l`` has those of `row_in`.
@@ -138,17 +139,17 @@ def reduced(
     with ``in_flight`` loads in flight. A tree of lanes reduces the ``step`` results.
     """
     groups = unit_rows // ROWS_OF_LANE
-    lane, step, number = cute.arch.lane_idx(), LANES // groups, cute.size(parts, mode=[0])
+    lane, step = cute.arch.lane_idx(), LANES // groups
     place = cutlass.min(first + row_in(unit_rows), cute.size(parts, mode=[1]) - ROWS_OF_LANE)
     totals = cute.make_rmem_tensor(ROWS_OF_LANE, Float32)
     totals.fill(NEUTRAL[kind])
     loaded = cute.make_rmem_tensor((ROWS_OF_LANE, in_flight), Float32)
-    for begin in cutlass.range(lane // groups, number, step * in_flight, unroll=1):
+    for begin in cutlass.range(lane // groups, subtiles, step * in_flight, unroll=1):
         for i in cutlass.range_constexpr(in_flight):
-            vector = row_of(parts, cutlass.min(begin + i * step, number - 1))
+            vector = row_of(parts, cutlass.min(begin + i * step, subtiles - 1))
             cute.autovec_copy(run_of(vector, place, ROWS_OF_LANE), loaded[(None, i)])
         for i in cutlass.range_constexpr(in_flight):
-            if begin + i * step < number:
+            if begin + i * step < subtiles:
                 for r in cutlass.range_constexpr(ROWS_OF_LANE):
                     totals[r] = raw(REDUCTIONS[kind](Register(totals[r]), Register(loaded[r, i])))
     for level in cutlass.range_constexpr(step.bit_length() - 1):

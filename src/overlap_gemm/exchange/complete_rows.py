@@ -44,16 +44,13 @@ from overlap_gemm.kernel.work import CtaTile
 from overlap_gemm.spec.sharding import ceil_div
 
 PIECE_ROWS = 8
-"""Rows whose values a warp reduces at once.
-
-A row of 8192 columns has 128 parts: a lane loads 8 parts of 4 rows each, all in flight. With more rows fewer
-warps would share the reduction, for which all of them have waited.
-"""
+"""Rows whose values a warp reduces at once, as in a piece of `PIECE_BYTES`."""
 
 PIECE_BYTES = 1024
 """Bytes of a piece of `CompleteRows` in a slot: 8 rows of 64 columns of 16 bits.
 
-When a warp gets here, others of its CTA have nothing to do. So they share its unit.
+When a warp gets here, others of its CTA have nothing to do. So they share its unit. A row of 8192 columns has
+128 parts: a lane loads 8 parts of 4 rows each, all in flight.
 """
 
 PARTS_IN_FLIGHT = 8
@@ -133,7 +130,8 @@ class RowValues(AfterSums):
         out, word = Window.unsharded(context.out), self.visits.count(context.extras)
         before = leave_units(word)
         for kind, values, parts in self.visits.row_values(context.extras):
-            totals = reduced(kind, parts, PIECE_ROWS, place, out.columns, PARTS_IN_FLIGHT)
+            subtiles = ceil_div(out.columns, self.config.epi_tile[1])
+            totals = reduced(kind, parts, PIECE_ROWS, place, out.columns, subtiles, PARTS_IN_FLIGHT)
             store_rows(values, totals, PIECE_ROWS, place, out.rows)
         reset_count(word, before, self.sums.units_of_all(context) + self.tiles(context))
 
@@ -184,7 +182,8 @@ class CompleteRows(AfterSums):
             out.load(inside[c][0], inside[c][1], stored[(None, c)])
         before = leave_units(word)
         totals = [
-            reduced(kind, parts, rows, begin, out.columns, PARTS_IN_FLIGHT) for kind, parts in visit.parts
+            reduced(kind, parts, rows, begin, out.columns, subtiles, PARTS_IN_FLIGHT)
+            for kind, parts in visit.parts
         ]
         for c in cutlass.range_constexpr(number):
             row, column = places[c]

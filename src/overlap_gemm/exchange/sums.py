@@ -186,7 +186,7 @@ class Sums(Part):
             if cutlass.const_expr(ahead):  # else there are no registers
                 self._load_inputs(lane, c, of_chunk(inputs, c), extras)
         for i in cutlass.range(0, chunks, window, unroll=1):
-            parts = [self._visits.row_parts() for _ in range(window)]
+            parts, together = [self._visits.row_parts() for _ in range(window)], min(window, self._together)
             for c in cutlass.range_constexpr(window):
                 total = cute.make_rmem_tensor(self.chunks.elements, cutlass.Float32)
                 if cutlass.const_expr(self.config.leaves > 0):
@@ -202,7 +202,9 @@ class Sums(Part):
                 if cutlass.const_expr(ahead):  # noqa: SIM102 - one is evaluated while the kernel is traced
                     if i + window < chunks:
                         self._load_inputs(lane, i + window + c, of_chunk(inputs, c), extras)
-            self._store_parts(lane, i, parts, extras)
+                if cutlass.const_expr((c + 1) % together == 0):
+                    first = c + 1 - together
+                    self._store_parts(lane, i + first, parts[first : c + 1], extras)
 
     @cute.jit
     def _sum_many(self, lane: Lane, extras: Extras) -> None:
@@ -298,6 +300,14 @@ class Sums(Part):
         while chunks % window:
             window -= 1
         return window
+
+    @property
+    def _together(self) -> int:
+        """Returns the number of chunks whose parts of rows are reduced at once.
+
+        With 4 instead of 2, or with 2 where roles have equal registers, kernels spill.
+        """
+        return 1 if self.config.on.calls_keep_registers else 2
 
     @property
     def _visits(self) -> Visits:
