@@ -61,6 +61,7 @@ def main(
     device, report = torch.device("cuda", 0), []
     for case in json.loads(cases.read_text()):
         workload = Workload("", case["op"], case["m"], case["n"], case["k"], torch.bfloat16)
+        alive: list[Any] = []  # graphs do not keep the epilogues' inputs
         calls, first, row = {}, None, {key: case[key] for key in ("op", "m", "n", "k")}
         with VirtualWorld(ranks, device=device) as world:
             sets = [[workload.operands(group, device) for group in world.ranks] for _ in range(SETS)]
@@ -69,14 +70,16 @@ def main(
                     key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()
                 }
                 epilogue = settings.pop("epilogue", None)
+                call = caller(workload, world, sets, epilogue)
+                alive.append(call)
                 with configured(**settings):
-                    outs = caller(workload, world, sets, epilogue)()
+                    outs = call()
                     world.synchronize()
                     if epilogue is None:
                         first = first or outs
                         same = all(torch.equal(a, b) for a, b in zip(outs, first, strict=True))
                         row.setdefault("same bits", {})[name] = same
-                    calls[name] = captured(caller(workload, world, sets, epilogue))
+                    calls[name] = captured(call)
             timings = measure(calls, device="cuda", rounds=rounds, burst_seconds=0.02)
             row |= timings.summary(next(iter(calls)))
             calls.clear()
