@@ -66,7 +66,7 @@ def in_the_form_of_a_call(rank, size, folder, op):
 
     def recorded(*arguments):
         run = bind(*arguments)
-        return lambda x, weight, bias, *scales: passed.append((weight, bias)) or run(x, weight, bias, *scales)
+        return lambda operands: passed.append((operands.weight, operands.bias)) or run(operands)
 
     for number, (columns, bias) in enumerate([(N, False), (N, True), ([N, N], False)][: 2 + lists]):
         passed.clear()

@@ -186,7 +186,7 @@ def copy_measurement(
         keep(measurements.under, other.kind, measured)
 
 
-def bind_as(kernel: Kernel, backend: Backend, *arguments: Any) -> Callable[..., Any]:
+def bind_as(kernel: Kernel, backend: Backend, *arguments: Any) -> Callable[[CallOperands], Any]:
     """Returns `backend.bind(*arguments)`; the fused backend binds this kernel, unless it is empty."""
     if not any(kernel):
         return backend.bind(*arguments)
@@ -296,13 +296,13 @@ def _call(
     candidate: Candidate, problem: Problem, operands: Sequence[CallOperands], shards: Shards, group: Group
 ) -> Callable[[], object]:
     """Returns a function that calls a candidate with the next set of operands; its first call binds."""
-    sets, bound = cycle(operands), list[Callable[..., Any]]()
+    sets, bound = cycle(operands), list[Callable[[CallOperands], Any]]()
 
     def call() -> object:
         if not bound:
             arguments = problem, operands[0], shards, group
             bound.append(bind_as(candidate.kernel, candidate.backend, *arguments))
-        return bound[0](*next(sets))
+        return bound[0](next(sets))
 
     return call
 
