@@ -311,10 +311,10 @@ FIGURES = {
             f"a residual takes {said(epilogue('residual'))} of the op's time, "
             f"with SwiGLU {said(epilogue('epilogue', 'swiglu'))}"
         ),
+        lambda: f"takes longer than compiled operations after the op in {slower(norms_beside_compiled())}",
         lambda: (
-            f"takes longer than compiled operations after the op in {slower(norms_beside_compiled())}; since "
-            f"then sums of squares take {said(of_squares(True))} of the op's time instead of "
-            f"{said(of_squares(False))}"
+            f"Sums of squares now take {said(of_squares(True))} of the op's time "
+            f"(before: {said(of_squares(False))}) on two virtual ranks"
         ),
         lambda: (
             f"1 to 64 rows take {said(of_norms('fused'))} of the op's time, compiled operations after it "

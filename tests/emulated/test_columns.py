@@ -103,7 +103,7 @@ def test_a_subtile_is_sent_if_it_has_a_column():
     """Two subtiles of 64 columns, of 64 rows in two units."""
     config = GemmConfig("sm_90a", (64, 128), mma="pingpong")
     sent = {
-        columns: [max(0, Destination(None, 32, columns).num_bytes(config, s)) for s in (0, 1)]
+        columns: [max(0, Destination(None, None, 32, columns).num_bytes(config, s)) for s in (0, 1)]
         for columns in (-8, 0, 8, 64, 72, 128)
     }
     assert sent == {-8: [0, 0], 0: [0, 0], 8: [4096, 0], 64: [4096, 0], 72: [4096, 4096], 128: [4096, 4096]}
@@ -124,4 +124,4 @@ def test_a_subtile_is_sent_if_it_has_a_column():
 def test_what_is_put_ends_with_the_last_subtile_that_is_sent(rows, columns, nbytes):
     """Two by two subtiles of 8 KiB; what lies between them is put with them."""
     config = GemmConfig("sm_90a", (128, 128), mma="pingpong")
-    assert max(0, Destination(None, rows, columns).put_bytes(config)) == nbytes
+    assert max(0, Destination(None, None, rows, columns).put_bytes(config)) == nbytes

@@ -5,6 +5,8 @@ import torch
 
 import overlap_gemm
 from overlap_gemm.backends.fused.fused_backend import Fused
+from overlap_gemm.backends.op_call import CallOperands
+from overlap_gemm.backends.scales.product_types import ProductTypes
 from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.spec import GEMM_ALL_GATHER
 from overlap_gemm.spec.sharding import Shards
@@ -85,9 +87,8 @@ def with_shards(world: VirtualWorld, case, chunk):
     with poisoned_allocations():
         for rank, group in enumerate(world.ranks):
             own = slice(*shards.range(rank))
-            outs.append(
-                Fused().call(GEMM_ALL_GATHER, given.x, given.weight[own], given.bias[own], shards, group)
-            )
+            types, passed = ProductTypes(given.x.dtype), (given.x, given.weight[own], given.bias[own])
+            outs.append(Fused().call(GEMM_ALL_GATHER, types, CallOperands(*passed), shards, group))
     return given, outs
 
 

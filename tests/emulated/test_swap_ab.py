@@ -72,5 +72,5 @@ def test_parts_of_k_take_turns(arch, split, depth):
 def test_rows_that_do_not_exist_are_not_sent():
     """A tile's rows by whole units, of four rows here; a tile after all rows sends nothing."""
     config = GemmConfig("sm_90a", (16, 64), mma="swap_ab")
-    sent = [Destination(None, rows, 64).num_bytes(config, 0) for rows in (-16, 0, 1, 4, 5, 16, 100)]
+    sent = [Destination(None, None, rows, 64).num_bytes(config, 0) for rows in (-16, 0, 1, 4, 5, 16, 100)]
     assert sent == [-2048, 0, 512, 512, 1024, 2048, 2048]
