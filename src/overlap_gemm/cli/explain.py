@@ -12,7 +12,7 @@ from ..backends.epilogues import usual_dtypes, with_empty_inputs
 from ..backends.op_call import BackendName
 from ..backends.peer_access import PeerAccess, this_device
 from ..backends.scales.scale_layouts import LAYOUTS
-from ..backends.scales.scaling import FLOAT8
+from ..backends.scales.scaling import FLOAT8, blocks_named
 from ..backends.select import Choice, explained
 from ..epilogues import Epilogue
 from ..runtime.bootstrap import World
@@ -65,7 +65,7 @@ def explain(
     x, weight = (torch.empty(shape, dtype=operand, device=world.device) for shape in workload.shapes(group))
     how: dict[str, Any] = {"backend": backend, **workload.arguments}
     if operand in FLOAT8:
-        scales = LAYOUTS[workload.blocks].unit(*workload.shapes(group), world.device)
+        scales = LAYOUTS[blocks_named(named, operand)].unit(*workload.shapes(group), world.device)
         how |= {**dict(zip(("scale_x", "scale_w"), scales, strict=True)), "block": named}
     if (named_epilogue := epilogue_named(epilogue)) is not None:
         local = Shards.owned_by(group.size, group.rank)
