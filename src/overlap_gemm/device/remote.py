@@ -48,7 +48,7 @@ class SymmetricWorkspace(NamedTuple):
     @property
     def local(self) -> Ref:
         """Returns a reference to the start of this rank's workspace."""
-        return Ref(self, None, 0, 0, self.base)
+        return Ref(self, None, 0, 0)
 
     def remote(self, rank: Scalar) -> Ref:
         """Returns a reference to the start of the workspace of ``rank``, which may be this rank."""
@@ -64,8 +64,7 @@ class Ref(NamedTuple):
         offset: Byte offset from the workspace's base.
         staging: Byte offset, in this rank's workspace, of the data to be put there if the rank has no P2P
             access. As a rule it equals ``offset``.
-        local_address: Address of this rank's place, if ``rank`` is None. Subscripts are added to it one by
-            one: with their sum a compiler keeps more registers in loops.
+        local_address: Address of this rank's place in a `stepwise` reference, else None.
     """
 
     memory: SymmetricWorkspace
@@ -83,6 +82,11 @@ class Ref(NamedTuple):
         """Returns a reference to the same place of another rank."""
         return self._replace(rank=rank, local_address=None)
 
+    @property
+    def stepwise(self) -> Ref:
+        """Returns this local reference, to whose address subscripts are added one by one, for loops."""
+        return self._replace(local_address=self.address)
+
     def staged(self, local: Ref) -> Ref:
         """Returns this reference, with its data staged at ``local`` for a rank without P2P access."""
         return self._replace(staging=local.offset)
@@ -92,7 +96,8 @@ class Ref(NamedTuple):
         """Returns the address, ``Int64``, of a P2P-accessible rank's memory."""
         if self.local_address is not None:
             return self.local_address
-        return self.memory.peers[self.rank] + self.offset
+        base = self.memory.base if self.rank is None else self.memory.peers[self.rank]
+        return base + self.offset
 
     @property
     def has_p2p(self) -> Predicate:

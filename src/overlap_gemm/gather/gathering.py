@@ -161,7 +161,7 @@ class GatherCall(NamedTuple):
     @property
     def buffer(self) -> Ref:
         """Returns this rank's gather buffer, or the region of this part of K; it has one place everywhere."""
-        buffer = self.call.memory.local.at[self.call.exchange.slots_offset]
+        buffer = self.call.memory.local.stepwise.at[self.call.exchange.slots_offset]
         return buffer if self.arguments.region is None else buffer.at[self.arguments.region]
 
     def shard(self, source: Scalar) -> tuple[Any, Any]:
