@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..backends.scales.scale_layouts import blocks_along
 from ..dispatch.autocast import autocast
 from ..dispatch.product_epilogues import InProduct, gradients, save
 from ..epilogues import Applied
-from ..spec.sharding import ceil_div
 from .float8 import Float8, How, refuse_second_gradients
 from .quantization import Quantized, quantize_rows
 
@@ -142,7 +142,7 @@ def _rows(x: Tensor, scale: Tensor | None, weights: list[Stored]) -> Quantized:
     largest = torch.finfo(dtype).max
     values = (x.float() / scale).clamp(-largest, largest).to(dtype)
     if block is not None:
-        scale = scale.expand(*x.shape[:-1], max(ceil_div(x.shape[-1], block), 1))
+        scale = scale.expand(*x.shape[:-1], blocks_along(x.shape[-1], block))
     return Quantized(values, scale)
 
 

@@ -38,7 +38,6 @@ from overlap_gemm.device.traced import Predicate, Scalar
 from overlap_gemm.exchange.copies import SHOTS
 from overlap_gemm.exchange.receive import Part, ReceiveContext, Window, of_chunk, unit_exists
 from overlap_gemm.exchange.sums import Sums
-from overlap_gemm.kernel.epilogue import Visits
 from overlap_gemm.kernel.stages import StageChunks
 from overlap_gemm.kernel.work import CtaTile
 from overlap_gemm.spec.sharding import ceil_div
@@ -86,11 +85,6 @@ class AfterSums(Part):
         """Returns the kernel's configuration."""
         return self.sums.config
 
-    @property
-    def visits(self) -> Visits:
-        """Returns the visits of complete sums."""
-        return Visits(self.config, ("complete",))
-
     def await_count(
         self, context: ReceiveContext, tile: Scalar, row: Scalar, number: Scalar, word: Any
     ) -> None:
@@ -122,14 +116,14 @@ class RowValues(AfterSums):
 
     def await_tile(self, context: ReceiveContext, index: Scalar) -> None:
         """Waits until every unit of `Sums` is counted."""
-        word, units = self.visits.count(context.extras), self.sums.units_of_all(context)
+        word, units = self.sums.visits.count(context.extras), self.sums.units_of_all(context)
         self.await_count(context, index, index * PIECE_ROWS, units, word)
 
     def finish(self, context: ReceiveContext, place: Scalar) -> None:
         """Reduces the parts of a piece's rows."""
-        out, word = Window.unsharded(context.out), self.visits.count(context.extras)
+        out, word = Window.unsharded(context.out), self.sums.visits.count(context.extras)
         before = leave_units(word)
-        for kind, values, parts in self.visits.row_values(context.extras):
+        for kind, values, parts in self.sums.visits.row_values(context.extras):
             subtiles = ceil_div(out.columns, self.config.epi_tile[1])
             totals = reduced(kind, parts, PIECE_ROWS, place, out.columns, subtiles, PARTS_IN_FLIGHT)
             store_rows(values, totals, PIECE_ROWS, place, out.rows)
@@ -167,7 +161,7 @@ class CompleteRows(AfterSums):
         chunks, number = StageChunks(cfg), cfg.lane_chunks // self.pieces
         out, rows = Window.unsharded(context.out), cfg.unit_rows // self.pieces
         begin = place.tile.row + chunks.locate(place.piece * (number * LANES))[0]
-        visit = self.visits.of_rows(context.extras)
+        visit = self.sums.visits.of_rows(context.extras)
         first = place.piece * (number * LANES) + cute.arch.lane_idx()
         places = [self._place(place.tile, first + c * LANES) for c in range(number)]
         last = out.rows - 1, out.columns - chunks.elements
@@ -175,7 +169,7 @@ class CompleteRows(AfterSums):
         read = visit.input_registers(chunks.elements, number)
         for c in cutlass.range_constexpr(number):
             visit.load(of_chunk(read, c), *inside[c])
-        word, subtiles = self.visits.count(context.extras, begin), ceil_div(out.columns, cfg.epi_tile[1])
+        word, subtiles = self.sums.visits.count(context.extras, begin), ceil_div(out.columns, cfg.epi_tile[1])
         self.await_count(context, place.tile.index, begin, subtiles, word)
         stored = cute.make_rmem_tensor((chunks.elements, number), DTYPES[cfg.out_dtype])
         for c in cutlass.range_constexpr(number):
@@ -213,7 +207,6 @@ def act_if(condition: Predicate, act: cutlass.Constexpr) -> None:
 
 def with_rows(sums: Sums) -> tuple[Part, ...]:
     """Returns the parts of a receive role that sums: what the epilogue does with complete rows follows."""
-    visits = Visits(sums.config, ("complete",))
-    if visits.has_rows:
+    if sums.visits.has_rows:
         return sums, CompleteRows(sums)
-    return (sums, RowValues(sums)) if visits.reduces else (sums,)
+    return (sums, RowValues(sums)) if sums.visits.reduces else (sums,)

@@ -135,9 +135,9 @@ class Sums(Part):
         """Sums one unit; one that does not exist has no partials, but peers may wait for its flag."""
         if place.exists:
             self._sum(place.lane, context.extras)
-            if cutlass.const_expr(self._visits.has_rows):
+            if cutlass.const_expr(self.visits.has_rows):
                 row, _ = self.chunks.locate(place.unit * (self.config.lane_chunks * LANES))
-                count_units(self._visits.count(context.extras, place.lane.row + row), 1)
+                count_units(self.visits.count(context.extras, place.lane.row + row), 1)
             if cutlass.const_expr(self.results is not None):
                 self.transport.publish_unit(partial(self._publish, context, place))
         if cutlass.const_expr(self.results is not None):
@@ -145,8 +145,8 @@ class Sums(Part):
 
     def end(self, context: ReceiveContext, number: Scalar) -> None:
         """Counts the warp's units if `complete_rows.RowValues` follows; `CompleteRows` needs each at once."""
-        if self._visits.reduces and not self._visits.has_rows:
-            count_units(self._visits.count(context.extras), number)
+        if self.visits.reduces and not self.visits.has_rows:
+            count_units(self.visits.count(context.extras), number)
 
     def units_of_all(self, context: ReceiveContext) -> Any:
         """Returns the number of units that the warps of all CTAs count."""
@@ -179,14 +179,14 @@ class Sums(Part):
     def _sum_few(self, lane: Lane, extras: Extras, sources: cutlass.Constexpr) -> None:
         """Sums up to ``sources`` ranks: a window of chunks is in flight; each sum frees its registers."""
         chunks = self.config.lane_chunks
-        window, ahead = self._window(sources), sources + self._visits.num_loads <= self._in_flight
+        window, ahead = self._window(sources), sources + self.visits.num_loads <= self._in_flight
         loaded, inputs = self._registers(sources, window), self._input_registers(window)
         for c in cutlass.range_constexpr(window):
             self._load(lane, c, 0, loaded[(None, None, c)])
             if cutlass.const_expr(ahead):  # else there are no registers
                 self._load_inputs(lane, c, of_chunk(inputs, c), extras)
         for i in cutlass.range(0, chunks, window, unroll=1):
-            parts, together = [self._visits.row_parts() for _ in range(window)], min(window, self._together)
+            parts, together = [self.visits.row_parts() for _ in range(window)], min(window, self._together)
             for c in cutlass.range_constexpr(window):
                 total = cute.make_rmem_tensor(self.chunks.elements, cutlass.Float32)
                 if cutlass.const_expr(self.config.leaves > 0):
@@ -218,7 +218,7 @@ class Sums(Part):
                 self._load(lane, i, first, loaded)
                 self._add(total, lane, i, first, loaded)
             self._load_inputs(lane, i, inputs, extras)
-            parts = self._visits.row_parts()
+            parts = self.visits.row_parts()
             self._store(lane, i, total, inputs, extras, parts)
             self._store_parts(lane, i, [parts], extras)
 
@@ -229,7 +229,7 @@ class Sums(Part):
         for i in cutlass.range(self.config.lane_chunks, unroll=1):
             total = self._subtree(lane, i, 0, MOST_LEAVES)
             self._load_inputs(lane, i, inputs, extras)
-            parts = self._visits.row_parts()
+            parts = self.visits.row_parts()
             self._store(lane, i, total, inputs, extras, parts)
             self._store_parts(lane, i, [parts], extras)
 
@@ -292,7 +292,7 @@ class Sums(Part):
         spill with so many where sums are sent on, and with outputs for each row where roles have equal
         registers.
         """
-        chunks, visits, most = self.config.lane_chunks, self._visits, self._in_flight
+        chunks, visits, most = self.config.lane_chunks, self.visits, self._in_flight
         inputs, are_equal = visits.num_loads, self.config.on.calls_keep_registers  # registers of roles
         if inputs and self.results is None and not (visits.reduces and are_equal):
             most += most // 2
@@ -310,17 +310,18 @@ class Sums(Part):
         return 1 if self.config.on.calls_keep_registers else 2
 
     @property
-    def _visits(self) -> Visits:
+    def visits(self) -> Visits:
+        """Returns the visits of complete sums."""
         return Visits(self.config, ("complete",))
 
     def _input_registers(self, window: int) -> list[Any]:
-        return self._visits.input_registers(self.chunks.elements, window)
+        return self.visits.input_registers(self.chunks.elements, window)
 
     def _load_inputs(self, lane: Lane, chunk: Scalar, loaded: Sequence[Any], extras: Extras) -> None:
         """Starts the loads of a chunk's inputs of the epilogue."""
         if loaded:
             row, column = self._place(lane, chunk)
-            self._visits.load_chunk(loaded, lane.window.row + row, lane.window.column + column, extras)
+            self.visits.load_chunk(loaded, lane.window.row + row, lane.window.column + column, extras)
 
     def _place(self, lane: Lane, chunk: Scalar) -> tuple[Any, Any]:
         """Returns (row, first column) in the window of a lane's chunk."""
@@ -368,7 +369,7 @@ class Sums(Part):
         rounded = cute.make_rmem_tensor(values.shape, dtype)
         if row < lane.window.rows and column < lane.window.columns:
             place = lane.window.row + row, lane.window.column + column
-            self._visits.on_chunk(values, *place, extras, inputs, parts)
+            self.visits.on_chunk(values, *place, extras, inputs, parts)
             rounded.store(values.load().to(dtype))
             lane.window.store(row, column, rounded)
             if cutlass.const_expr(self.results is not None):
@@ -378,10 +379,10 @@ class Sums(Part):
 
     def _store_parts(self, lane: Lane, chunk: Scalar, parts: Sequence[Any], extras: Extras) -> None:
         """Stores the parts of the rows of adjacent chunks from ``chunk`` on; see `Visits.store_row_parts`."""
-        if self._visits.reduces:
+        if self.visits.reduces:
             row, column = self._place(lane, chunk + cute.arch.lane_idx() % len(parts))
             place, exists = (lane.window.row + row, lane.window.column + column), row < lane.window.rows
-            self._visits.store_row_parts(parts, *place, self.chunks.per_row, extras, exists)
+            self.visits.store_row_parts(parts, *place, self.chunks.per_row, extras, exists)
 
     @property
     def chunks(self) -> StageChunks:

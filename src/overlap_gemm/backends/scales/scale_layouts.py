@@ -299,7 +299,7 @@ class PaddedScaleRows(BlockLayout):
 
     def along(self, depth: int) -> int:
         """Returns the number of blocks along K, at least 1."""
-        return max(ceil_div(depth, self.width), 1)
+        return blocks_along(depth, self.width)
 
     def extents(self, rows: int, depth: int) -> Extents:
         """Returns A's extents: (ceil(depth / width), rows padded to a multiple of 4)."""
@@ -377,6 +377,11 @@ LAYOUTS: dict[Blocks | None, ScaleLayout] = {
     MX: MxAtoms(),
 }
 """Layout of scales by the blocks that share one; None: rows."""
+
+
+def blocks_along(depth: int, width: int) -> int:
+    """Returns the number of blocks of ``width`` elements along K, at least 1."""
+    return max(ceil_div(depth, width), 1)
 
 
 def along_rows(scale: Tensor) -> Tensor:
