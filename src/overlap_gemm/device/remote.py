@@ -84,7 +84,11 @@ class Ref(NamedTuple):
 
     @property
     def stepwise(self) -> Ref:
-        """Returns this local reference, to whose address subscripts are added one by one, for loops."""
+        """Returns this local reference, to whose address subscripts are added one by one.
+
+        For references of loops: with the subscripts' sum a compiler keeps more registers, and a gather of
+        three matrices along N spilled.
+        """
         return self._replace(local_address=self.address)
 
     def staged(self, local: Ref) -> Ref:
