@@ -1,16 +1,20 @@
 """`parallelize(..., invariant=...)`: logits and training whose bits depend on neither batch nor ranks."""
 
 import re
+from itertools import product
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from overlap_gemm import nn as layers
+from overlap_gemm import promising
+from overlap_gemm.api import functional
 from overlap_gemm.parallel import full_state_dict, parallelize
 from tests.support.chosen import in_turn
-from tests.support.invariance import same_bits
+from tests.support.invariance import differing, same_bits, wholes
 from tests.support.models import tiny
 from tests.support.scripts import run_program
 
@@ -104,6 +108,67 @@ def layers_with(rank, size, float8):
 @pytest.mark.parametrize("float8", [None, layers.Float8()], ids=["plain", "float8"])
 def test_layers_promise_what_they_are_told(float8, ranks):
     assert all(ranks(2).run(layers_with, float8))
+
+
+def adds_residuals(rank, size, sequence_parallel, backend):
+    """Compares rows of a layer with a residual: eager, compiled, without gradients, and alone."""
+    torch.manual_seed(0)
+    x, residual, grad = (torch.randn(8, width).bfloat16() for width in (64, 24, 24))
+    layer = layers.RowParallelLinear(
+        64, 24, invariant="ranks", sequence_parallel=sequence_parallel, backend=backend, dtype=torch.bfloat16
+    )
+    x = x.chunk(size, 1)[rank].contiguous()
+    if sequence_parallel:
+        residual, grad = (full.chunk(size)[rank].contiguous() for full in (residual, grad))
+    leaves = [x.requires_grad_(), residual.requires_grad_()]
+    out = layer(x, residual)
+    of_x, of_residual, of_weight = torch.autograd.grad(out, [*leaves, layer.weight], grad)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")(x, residual)
+    with torch.no_grad():
+        plain = layer(x, residual)
+        rows = x[:size] if sequence_parallel else x[:1]  # rank 0 has the first row
+        first = layer(rows, residual[:1])
+    assert same_bits(out, compiled)
+    assert same_bits(out, plain)
+    if rank == 0:
+        assert same_bits(plain[:1], first)
+    dim = 0 if sequence_parallel else None
+    return [
+        ("out", out.detach(), dim),
+        ("residual", of_residual, dim),
+        ("x", of_x, 1),
+        ("weight", of_weight, 1),
+    ]
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_layers_that_add_a_residual_have_the_same_bits_on_one_two_and_four_ranks(sequence_parallel, ranks):
+    results = [
+        wholes(ranks(size).run(adds_residuals, sequence_parallel, backend))
+        for size, backend in ((1, "sequential"), (2, "decomposed"), (4, "auto"))
+    ]
+    for other in results[1:]:
+        assert differing(results[0], other) == {}
+
+
+def passes_residuals(rank, size):
+    """Checks what an op of a layer gets, by the layer's promise, that of a block, and `fuse`."""
+    x, residual = torch.randn(2, 8), torch.randn(2, 8)
+    names = []
+    for invariant, of_block, fuse in product(["batch", None], ["batch", None], [None, True, False]):
+        layer = layers.RowParallelLinear(8 * size, 8, invariant=invariant, fuse=fuse)
+        called = mock.Mock(wraps=functional.call_with_epilogue)
+        with mock.patch.object(functional, "call_with_epilogue", called), promising(invariant=of_block):
+            layer(x, residual)
+        applied = called.call_args and called.call_args.args[-1]
+        names.append(applied and (applied.epilogue.name, applied.otherwise is None))
+    always, chosen, follows = ("add_residual", True), ("add_residual", False), None
+    assert names[:6] == [always, always, follows] * 2
+    assert names[6:] == [follows, always, follows, chosen, always, follows]
+
+
+def test_a_promise_of_a_layer_leaves_no_choice_how_a_residual_is_added(ranks):
+    ranks(2).run(passes_residuals)
 
 
 def test_layers_refuse_what_no_op_could_promise(ranks):

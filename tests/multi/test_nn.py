@@ -209,6 +209,7 @@ def check_explanations(rank, size):
         ParallelMLP(6, 8, sequence_parallel=True, float8=Float8()),
         ParallelMLP(6, 8, sequence_parallel=True, invariant="batch"),
         ParallelMLP(6, 8, sequence_parallel=True, fuse=False),
+        ParallelMLP(6, 8, sequence_parallel=True, invariant="batch", float8=Float8()),
     )
     lines = [str(one) for one in overlap_gemm.explain(model)]
     local = "without sequence parallelism gate and up are local products"
@@ -224,16 +225,25 @@ def check_explanations(rank, size):
         f"1.down_proj: {added} is an epilogue of gemm_all_reduce",
         f"2: {fused[0]}",
         f"2.down_proj: {fused[1]}",
-        *(
-            line
-            for i, why in enumerate(("layers with invariant='batch' add no epilogue", "fuse=False"), start=3)
-            for line in (
-                f"{i}: {gating} follows all_gather_gemm: {why}",
-                f"{i}.down_proj: {added} follows gemm_reduce_scatter: {why}",
-            )
-        ),
+        f"3: {gating} follows all_gather_gemm: invariant='batch': only add_bias, add_residual and apply_relu "
+        "round once, with and without gradients",
+        f"3.down_proj: {fused[1]}",
+        f"4: {gating} follows all_gather_gemm: fuse=False",
+        f"4.down_proj: {added} follows gemm_reduce_scatter: fuse=False",
+        f"5: {gating} follows all_gather_gemm: invariant='batch': only add_bias, add_residual and apply_relu "
+        "round once, with and without gradients",
+        f"5.down_proj: {added} follows gemm_reduce_scatter: invariant='batch': with scales, it follows the "
+        "op where inputs need gradients",
     ]
-    for name in ("2", "3"):  # and they run
+    with overlap_gemm.promising(invariant="batch"):  # which compiled layers do not see
+        row = str(next(model[1].down_proj.fusions("row")))
+        fused_row = str(next(RowParallelLinear(8, 6, fuse=True).fusions("row")))
+    assert row == (
+        "row: a residual follows gemm_all_reduce: invariant='batch': it is no argument of the layer, and "
+        "compiled layers do not see others"
+    )
+    assert fused_row == "row: a residual is an epilogue of gemm_all_reduce"
+    for name in ("2", "3", "5"):  # and they run
         mlp = model.get_submodule(name)
         x = torch.randn(3, 6)
         with torch.no_grad():

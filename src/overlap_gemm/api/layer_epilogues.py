@@ -6,9 +6,12 @@ Values of a layer's `fuse`:
 - True: the epilogue is an argument of the op in every call.
 - False: torch operations always follow.
 
+With a layer's argument `invariant`, None is True for a residual, so that no choice changes the bits.
+
 Torch operations also follow, whatever `fuse` is:
 
-- with a promised `invariant`,
+- with a promised `invariant`, for other operations, and for a residual of 8-bit products,
+- with an `invariant` of a block or the environment and `fuse=None`: compiled layers do not see those,
 - for a residual of another dtype than the product's (autocast); the sum has the promoted dtype,
 - for gate and up without sequence parallelism, whose products are local.
 """
@@ -21,9 +24,10 @@ from torch import Tensor, nn
 
 from ..backends.op_call import promises_of
 from ..dispatch.autocast import result_dtype
+from ..dispatch.epilogue_checks import why_not_invariant
 from ..epilogues import Applied, Epilogue, add_residual, add_residual_rms_norm, geglu, geglu_tanh, swiglu
 from ..spec.promises import Invariant, Partials
-from .float8 import Products
+from .float8 import Float8, Products
 
 Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh"]
 """Activation of a gated MLP."""
@@ -85,14 +89,31 @@ class Fusion(NamedTuple):
 
 
 def why_not_fused(
-    fuse: bool | None, partials: Partials | None = None, invariant: Invariant | None = None
+    op: str,
+    epilogue: Epilogue,
+    products: Products,
+    fuse: bool | None,
+    partials: Partials | None = None,
+    invariant: Invariant | None = None,
 ) -> str | None:
-    """Returns why a layer's ops never take an epilogue, or None."""
+    """Returns why a layer's op never takes an epilogue, or None.
+
+    Args:
+        op: Name of the op.
+        epilogue: The epilogue.
+        products: Products of the layer.
+        fuse: `fuse` of the layer.
+        partials: `partials` of the layer.
+        invariant: `invariant` of the layer.
+    """
     if fuse is False:
         return "fuse=False"
-    if promised := promises_of(partials, invariant).invariant:
-        return f"layers with invariant={promised!r} add no epilogue"
-    return None
+    promised = promises_of(partials, invariant).invariant
+    dtype = products.dtype if isinstance(products, Float8) else None
+    why = why_not_invariant(op, epilogue, dtype, promised)
+    if why is None and promised is not None and invariant is None and not fuse:
+        why = "it is no argument of the layer, and compiled layers do not see others"
+    return None if why is None else f"invariant={promised!r}: {why}"
 
 
 def plus_residual(
@@ -118,9 +139,11 @@ def plus_residual(
     call = getattr(products, op)
     if residual is None:
         return call(x, weight, **how)  # type: ignore[no-any-return]
-    why = why_not_fused(fuse, how.get("partials"), how.get("invariant"))
+    promises = how.get("partials"), how.get("invariant")
+    why = why_not_fused(op, add_residual, products, fuse, *promises)
     if why is None and residual.dtype == result_dtype(x):
-        applied = Applied(add_residual, (residual,), None if fuse else lambda out: residual + out)
+        always = fuse or promises[1] is not None
+        applied = Applied(add_residual, (residual,), None if always else lambda out: residual + out)
         return call(x, weight, epilogue=applied, **how)  # type: ignore[no-any-return]
     return residual + call(x, weight, **how)  # type: ignore[no-any-return]
 
@@ -152,7 +175,9 @@ def plus_residual_normed(
         stream = residual + out
         return norm(stream), stream
 
-    if residual.dtype == norm.weight.dtype == result_dtype(x):
+    promises = how.get("partials"), how.get("invariant")
+    why = why_not_fused(op, add_residual_rms_norm, products, fuse, *promises)
+    if why is None and residual.dtype == norm.weight.dtype == result_dtype(x):
         inputs = residual, norm.weight, norm.eps
         applied = Applied(add_residual_rms_norm, inputs, None if fuse else after)
         return getattr(products, op)(x, weight, epilogue=applied, **how)  # type: ignore[no-any-return]

@@ -75,7 +75,9 @@ def check_epilogue(op: GemmOp, operands: CallOperands, call: OpCall, applied: Ap
         )
 
 
-def why_not_invariant(op: str, epilogue: Epilogue, dtype: torch.dtype, promised: str | None) -> str | None:
+def why_not_invariant(
+    op: str, epilogue: Epilogue, dtype: torch.dtype | None, promised: str | None
+) -> str | None:
     """Returns the reason a call with an epilogue cannot keep a promise of bits; None if it can, or has none.
 
     A function is invariant if it rounds once, as hardware and torch do alike, and is applied to the same sum

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from ..api.functional import Length
-from ..api.layer_epilogues import NORM, NORM_OF_SHARDS, NORM_ROWS, Activation, Fusion, why_not_fused
+from ..api.layer_epilogues import NORM, NORM_OF_SHARDS, NORM_ROWS, Activation, Fusion
 from ..api.linears import LayerOptions
 from ..api.norms import RMSNorm
+from ..epilogues import add_residual_rms_norm
 from ..runtime.group import group_name, group_size
 from .attention import attend
 from .layers import (
@@ -205,7 +206,7 @@ class ParallelBlock(nn.Module):
             return NORM_OF_SHARDS
         if last.float8 is not None or norm.weight is None or norm.eps is None:
             return "o_proj has 8-bit products, or the norm has no weight or eps"
-        return why_not_fused(last.fuse, *last.promises)
+        return last.why_not_fused(add_residual_rms_norm)
 
 
 def is_few(x: Tensor) -> bool:

@@ -30,6 +30,7 @@ from ..api.norms import (
 )
 from ..backends.op_call import BackendName
 from ..dispatch import shard_ops
+from ..epilogues import Epilogue, add_residual
 from ..runtime.group import GroupLike
 from ..spec import ALL_GATHER_GEMM, GEMM_ALL_GATHER, GEMM_ALL_REDUCE, GEMM_REDUCE_SCATTER
 from ..spec.promises import Invariant, Partials
@@ -153,8 +154,9 @@ class RowParallelLinear(ShardedLinear):
         invariant: Bitwise invariance, as in `overlap_gemm.gemm_reduce_scatter`.
         float8: `Float8` for products in 8 bits, or None; parameters keep their dtype.
         fuse: Apply a residual as an epilogue of the op. None: if the kernel supports epilogues; True: the op
-            gets it in every call; False: never. With `invariant`, or a residual of another dtype than the
-            product (autocast), torch adds it after the op; the dtype of the sum is promoted.
+            gets it in every call; False: never. With `invariant`, None is True. A residual of another
+            dtype than the product (autocast), or with `float8` and `invariant`, is added by torch after the
+            op; the dtype of the sum is promoted.
         device: Device of the parameters.
         dtype: dtype of the parameters.
     """
@@ -217,9 +219,13 @@ class RowParallelLinear(ShardedLinear):
         """Returns the name of the op."""
         return (GEMM_REDUCE_SCATTER if self.sequence_parallel else GEMM_ALL_REDUCE).name
 
+    def why_not_fused(self, epilogue: Epilogue) -> str | None:
+        """Returns why the op never takes an epilogue, or None."""
+        return why_not_fused(self.op, epilogue, self.products, self.fuse, *self.promises)
+
     def fusions(self, name: str) -> Iterator[Fusion]:
         """Yields whether a residual is applied as an epilogue, for `overlap_gemm.explain`."""
-        yield Fusion(name, RESIDUAL, self.op, why_not_fused(self.fuse, *self.promises))
+        yield Fusion(name, RESIDUAL, self.op, self.why_not_fused(add_residual))
 
     def layer_ops(self, name: str) -> Iterator[LayerOp]:
         """Yields the op; see `overlap_gemm.explain`."""
@@ -325,7 +331,7 @@ class ParallelMLP(nn.Module):
         """Multiplies, and adds a residual of the output's shape. The class describes the shapes."""
         layers, gating = (self.gate_proj, self.up_proj), GATINGS[self.activation]
         gather = shared_gather(layers, x)
-        if gather is not None and why_not_fused(self.fuse, *layers[0].promises) is None:
+        if gather is not None and self._why_gating_follows() is None:
             weights, biases, how = gather
             hidden = gated(layers[0].products, x, weights, biases, *gating, self.fuse, **how)
         else:
@@ -341,8 +347,13 @@ class ParallelMLP(nn.Module):
         elif not gate.sequence_parallel:
             why = LOCAL_PRODUCTS
         else:
-            why = why_not_fused(self.fuse, *gate.promises)
+            why = self._why_gating_follows()
         yield Fusion(name, gating_of(self.activation), ALL_GATHER_GEMM.name, why)
+
+    def _why_gating_follows(self) -> str | None:
+        """Returns why the activation of gathered gate and up is never an epilogue, or None."""
+        gate, epilogue = self.gate_proj, GATINGS[self.activation].epilogue
+        return why_not_fused(ALL_GATHER_GEMM.name, epilogue, gate.products, self.fuse, *gate.promises)
 
 
 class SharedGather(NamedTuple):

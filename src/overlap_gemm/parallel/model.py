@@ -101,8 +101,8 @@ def parallelize(
         fuse: Whether residuals and activations of MLPs are epilogues of the products, in families where no
             other operation is between (`overlap_gemm.explain(model)` names them). None: where kernels apply
             epilogues, activations only where no gradients are needed and not under torch.compile. True:
-            always; False: never. Residuals are never epilogues under torch.compile, with a hook on the
-            projection or its attention or MLP, or with active dropout.
+            always; False: never. Residuals are never epilogues under torch.compile, with `invariant`,
+            with a hook on the projection or its attention or MLP, or with active dropout.
 
     Returns:
         `model`.

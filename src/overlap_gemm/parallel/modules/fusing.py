@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ...api.float8 import Products
-from ...api.kept_weights import Stored
+from ...api.kept_weights import STORED, Stored
 from ...api.layer_epilogues import (
     GATINGS,
     LOCAL_PRODUCTS,
@@ -24,9 +24,11 @@ from ...api.layer_epilogues import (
     why_not_fused,
 )
 from ...backends.epilogues import why_one_weight
+from ...backends.op_call import promises_of
 from ...backends.scales.scale_layouts import LAYOUTS
 from ...backends.scales.scaling import NAMED_BLOCKS
 from ...dispatch.calls import needs_grad
+from ...epilogues import Epilogue, add_residual
 from ...spec import ALL_GATHER_GEMM
 from ..adapters import bases
 from .kept_linears import KeptLinear
@@ -115,7 +117,10 @@ class LayerForward:
             return f"{name} is wrapped"
         if is_hooked(part, row, *bases(row)):
             return f"{name} or {self.rows[name]} has a hook on its output"
-        return _why_never(bases(row)[0], self.fuse)
+        forward = self.row(name)
+        if promised := promised_by(forward.style):
+            return f"invariant={promised!r}: in compiled models it follows, so it always does"
+        return _why_never(bases(row)[0], forward.op, add_residual, self.fuse)
 
     def _why_no_pattern(self, name: str) -> str | None:
         first, module = _Hidden(), self.module
@@ -322,7 +327,7 @@ class MlpGating(NamedTuple):
             return "gate, up or their activation has a hook on its output"
         if isinstance(linears[0], KeptLinear) and linears[0].block is not None:
             return why_one_weight(LAYOUTS[NAMED_BLOCKS[linears[0].block]])
-        return _why_never(linears[0], self.fuse)
+        return _why_never(linears[0], ALL_GATHER_GEMM.name, GATINGS[self.activation].epilogue, self.fuse)
 
 
 def gating_of_mlp(module: Any, fuse: bool | None) -> MlpGating | str:
@@ -384,9 +389,18 @@ class _Activated:
     __rmul__ = __mul__
 
 
-def _why_never(linear: Any, fuse: bool | None) -> str | None:
+def promised_by(style: Any) -> str | None:
+    """Returns the `invariant` of calls with this style, or None."""
+    return promises_of(style.keywords["partials"], style.keywords["invariant"]).invariant
+
+
+def _why_never(linear: Any, op: str, epilogue: Epilogue, fuse: bool | None) -> str | None:
+    """Returns why a styled linear's op never takes an epilogue, or None."""
     style = linear.forward.style
-    return why_not_fused(fuse, style.keywords["partials"], style.keywords["invariant"])
+    products = STORED if isinstance(linear, KeptLinear) else style.products
+    return why_not_fused(
+        op, epilogue, products, fuse, style.keywords["partials"], style.keywords["invariant"]
+    )
 
 
 def is_hooked(*modules: nn.Module) -> bool:
