@@ -1,9 +1,12 @@
 """`invariant="batch"` of fused kernels on one GPU: the order in which a GPU sums is asked of the GPU."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import overlap_gemm
+from overlap_gemm.nn import RowParallelLinear
 from overlap_gemm.runtime.virtual import VirtualWorld
 from overlap_gemm.testing.cases import LAYOUTS, Case
 from tests.support.invariance import adversarial, same_bits
@@ -62,6 +65,41 @@ def test_bits_do_not_depend_on_the_number_of_ranks(device, op, depth):
         assert same_bits(first[:rows], seen[0][0][:rows])
         assert same_bits(below[:rows], seen[0][1][:rows])
     assert (seen[0][1][1:] != 0).any()
+
+
+def rows_of_layers(inputs, residual, ranks, device, **options):
+    """Returns rank 0's rows of layers that add a residual, the same for all rows."""
+    with VirtualWorld(ranks, device=device) as world:
+        outs = []
+        for rank, group in enumerate(world.names):
+            layer = RowParallelLinear(
+                inputs.x.shape[1], len(inputs.weight), bias=False, tp_group=group, backend="fused",
+                dtype=inputs.weight.dtype, device=device, **options,
+            )  # fmt: skip
+            part = inputs.weight.chunk(ranks, 1)[rank].to(device)
+            layer.weight = torch.nn.Parameter(part.contiguous(), requires_grad=False)
+            x = inputs.x.chunk(ranks, 1)[rank].to(device)
+            rows = len(x) // ranks if layer.sequence_parallel else len(x)
+            outs.append(layer(x.contiguous(), residual.expand(rows, -1).contiguous()))
+        world.synchronize()
+    return outs[0]
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize(("invariant", "counts"), [("batch", [2]), ("ranks", [1, 2, 4])])
+def test_layers_add_a_residual_with_the_same_bits(device, sequence_parallel, invariant, counts):
+    """Checks bits below those of the result: a second call's residual takes away the first one's result."""
+    inputs, pairs = adversarial(Case("gemm_all_reduce", 4, 512, 4096, torch.bfloat16, bias=False)), []
+    how = {"sequence_parallel": sequence_parallel, "invariant": invariant}
+    nothing = torch.zeros(512, dtype=torch.bfloat16, device=device)
+    for ranks in counts:
+        for rows in (4, 16, 128, 2048):
+            batch = replace(inputs, x=inputs.x[:1].expand(rows, -1).contiguous())
+            first = rows_of_layers(batch, nothing, ranks, device, **how)[0]
+            pairs.append((first, rows_of_layers(batch, -first, ranks, device, **how)[0]))
+    for pair in pairs[1:]:
+        assert all(map(same_bits, pair, pairs[0]))
+    assert pairs[0][1].any()
 
 
 def scaled_results(op, x, weight, scales, ranks, device, **options):
