@@ -76,8 +76,9 @@ def bench(
     scales of blocks (Hopper has one), torch's product has scales of rows: it has as many operations.
 
     With --epilogue each backend is timed with it, alone, and with torch's operations after it, eager and
-    compiled; the baselines with the compiled ones after them. With add_residual_squared the RMS norm of the
-    result is timed, too, with scale_gathered_rows that of x.
+    compiled; the baselines with the compiled ones after them. On GPUs with liger-kernel, each backend is also
+    followed by Liger's equal kernels. With add_residual_squared the RMS norm of the result is timed, too,
+    with scale_gathered_rows that of x.
     """
     ops, wanted = chosen_ops(op or []), chosen_backends(backends)
     world = overlap_gemm.init(device=device)

@@ -8,7 +8,7 @@
 | `fused, compiled`  | the call alone, then these operations compiled by `torch.compile` |
 
 The same for other backends, and with an RMS norm (`norm_calls`). A baseline of torch is followed by the
-compiled operations, too.
+compiled operations, too. Where Liger is installed, its kernels follow the op, too (`liger_calls`).
 """
 
 from collections.abc import Sequence
@@ -24,6 +24,7 @@ from overlap_gemm.spec import OPS
 from overlap_gemm.spec.sharding import Shards
 from overlap_gemm.testing.workload import Call, OpTensors, Workload
 
+from .liger_calls import LIGER, gating
 from .norm_calls import AFTER, COMPILED, norm_calls
 
 ALONE = ", alone"
@@ -89,6 +90,9 @@ class EpilogueCalls:
             calls[backend + ALONE] = alone
             calls[backend + AFTER] = self.followed(alone, operands, group, self._apply)
             calls[backend + COMPILED] = self.followed(alone, operands, group, self.compiled)
+            gated = gating(self.epilogue, operands.x.device) if self.has_two_weights else None
+            if gated is not None:
+                calls[backend + LIGER] = _gated(gated, self.workload.by(backend, with_epilogue, group))
 
             def of(x: Tensor, backend: str = backend) -> Any:
                 return self.workload.by(backend, operands._replace(x=x), group)()
@@ -105,3 +109,7 @@ class EpilogueCalls:
     def _apply(self, result: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
         sums = result.chunk(2, -1) if self.has_two_weights else result
         return self.applying.on_sums(sums, inputs)
+
+
+def _gated(gated: Any, gate_and_up: Any) -> Call:
+    return lambda: gated(*gate_and_up())

@@ -5,8 +5,9 @@
 | `fused, norm`           | `fused`, then its rows are scaled   | -: `fused` itself          |
 | `fused, norm, eager`    | `fused, alone`, residual, norm      | norm of x, `fused, alone`  |
 | `fused, norm, compiled` | the same, compiled after the op     | the same                   |
+| `fused, norm, liger`    | the same by Liger (`liger_calls`)   | the same                   |
 
-With `add_residual_rms_norm` there are the last two; `fused` itself is the norm.
+With `add_residual_rms_norm` there are the last three; `fused` itself is the norm.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,6 +19,8 @@ from torch import Tensor
 
 from overlap_gemm.epilogues import Epilogue, add_residual_rms_norm, add_residual_squared, scale_gathered_rows
 from overlap_gemm.testing.workload import Call
+
+from .liger_calls import LIGER, kernels
 
 AFTER, COMPILED, NORM = ", eager", ", compiled", ", norm"
 
@@ -37,13 +40,17 @@ def norm_calls(
         fused: Call of the op with the epilogue.
         alone: Function of x that calls the op without an epilogue.
     """
+    liger = kernels(x.device)
     if epilogue == scale_gathered_rows:
         gamma = x.new_ones(x.shape[-1])
 
         def before(norm: Callable[..., Tensor]) -> Call:
             return lambda: alone(norm(x, gamma))
 
-        return {NORM + end: before(norm) for end, norm in _variants(normalized).items()}
+        norms = _variants(normalized)
+        if liger is not None:
+            norms[LIGER] = lambda x, gamma: liger.liger_rms_norm(x, gamma, EPS, in_place=False)
+        return {NORM + end: before(norm) for end, norm in norms.items()}
     if epilogue in (add_residual_squared, add_residual_rms_norm):
         residual, *_ = inputs
         weight = residual.new_ones(residual.shape[-1])
@@ -51,7 +58,12 @@ def norm_calls(
         def after(norm: Callable[..., Any]) -> Call:
             return lambda: norm(alone(x), residual, weight)
 
-        calls = {NORM + end: after(norm) for end, norm in _variants(residual_and_norm).items()}
+        norms = _variants(residual_and_norm)
+        if liger is not None:
+            norms[LIGER] = lambda sums, residual, gamma: liger.liger_fused_add_rms_norm(
+                sums, residual, gamma, EPS, in_place=False
+            )[::-1]
+        calls = {NORM + end: after(norm) for end, norm in norms.items()}
         if epilogue == add_residual_rms_norm:
             return calls
         scale = torch.compile(scaled, dynamic=False)

@@ -20,6 +20,7 @@ from overlap_gemm.tuning.prediction import Prediction
 from overlap_gemm.tuning.timing import Timings
 
 from .epilogue_calls import ALONE, backend_of
+from .liger_calls import LIGER
 from .norm_calls import AFTER, COMPILED, NORM
 
 Mode = Literal["eager", "graph"]
@@ -169,9 +170,11 @@ def _of_alone(result: Mapping[str, Any]) -> Iterator[str]:
                     (name, f"with {result['epilogue']}"),
                     (name + COMPILED, "compiled after"),
                     (name + AFTER, "eager after"),
+                    (name + LIGER, "with Liger after"),
                     (name + NORM, "with norm of rows' squares"),
                     (name + NORM + COMPILED, "with compiled norm"),
                     (name + NORM + AFTER, "with eager norm"),
+                    (name + NORM + LIGER, "with Liger's norm"),
                 )
                 if "of_alone" in ours.get(one, ())
             ]
