@@ -162,6 +162,10 @@ def passes_residuals(rank, size):
             layer(x, residual)
         applied = called.call_args and called.call_args.args[-1]
         names.append(applied and (applied.epilogue.name, applied.otherwise is None))
+        if invariant is not None or fuse is False:  # a norm follows the sum
+            norm = torch.nn.RMSNorm(8, eps=1e-6)
+            normed, stream = layer(x, residual, norm)
+            assert torch.equal(stream, layer(x, residual)) and torch.equal(normed, norm(stream))
     always, chosen, follows = ("add_residual", True), ("add_residual", False), None
     assert names[:6] == [always, always, follows] * 2
     assert names[6:] == [follows, always, follows, chosen, always, follows]
