@@ -92,7 +92,8 @@ class EpilogueCalls:
             calls[backend + COMPILED] = self.followed(alone, operands, group, self.compiled)
             gated = gating(self.epilogue, operands.x.device) if self.has_two_weights else None
             if gated is not None:
-                calls[backend + LIGER] = _gated(gated, self.workload.by(backend, with_epilogue, group))
+                sums = self.workload.by(backend, with_epilogue, group)
+                calls[backend + LIGER] = self.followed(sums, operands, group, gated)
 
             def of(x: Tensor, backend: str = backend) -> Any:
                 return self.workload.by(backend, operands._replace(x=x), group)()
@@ -109,7 +110,3 @@ class EpilogueCalls:
     def _apply(self, result: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
         sums = result.chunk(2, -1) if self.has_two_weights else result
         return self.applying.on_sums(sums, inputs)
-
-
-def _gated(gated: Any, gate_and_up: Any) -> Call:
-    return lambda: gated(*gate_and_up())

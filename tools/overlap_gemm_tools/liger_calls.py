@@ -1,8 +1,8 @@
 """Kernels of Liger that `bench --epilogue` times after an op, on GPUs where `liger-kernel` is installed.
 
-| epilogue                                        | call           | kernel                                |
-|-------------------------------------------------|----------------|---------------------------------------|
-| `swiglu` and `geglu_tanh` of two weights        | `fused, liger` | `liger_swiglu`, `liger_geglu`         |
+| epilogue                                        | call                 | kernel                          |
+|-------------------------------------------------|----------------------|---------------------------------|
+| `swiglu` and `geglu_tanh` of two weights        | `fused, liger`       | `liger_swiglu`, `liger_geglu`   |
 | `add_residual_squared`, `add_residual_rms_norm` | `fused, norm, liger` | `liger_fused_add_rms_norm`      |
 | `scale_gathered_rows`                           | `fused, norm, liger` | `liger_rms_norm`, before the op |
 """
@@ -18,6 +18,9 @@ from overlap_gemm.epilogues import Epilogue, geglu_tanh, swiglu
 LIGER = ", liger"
 """End of the names of these calls."""
 
+GATINGS = {swiglu.key: "liger_swiglu", geglu_tanh.key: "liger_geglu"}
+"""Liger's function of gate and up, by the equal epilogue."""
+
 
 def kernels(device: torch.device) -> Any:
     """Returns Liger's module of functions; None on CPUs, and if it is not installed."""
@@ -27,12 +30,9 @@ def kernels(device: torch.device) -> Any:
 
 
 def gating(epilogue: Epilogue, device: torch.device) -> Callable[..., Any] | None:
-    """Returns Liger's function of gates and ups that equals an epilogue; None if there is none."""
-    functions = kernels(device)
-    if functions is None:
+    """Returns Liger's equal of an epilogue, a function of (gate, up) and inputs; None if there is none."""
+    functions, name = kernels(device), GATINGS.get(epilogue.key)
+    if functions is None or name is None:
         return None
-    made: Callable[..., Any] | None = {
-        swiglu.key: functions.liger_swiglu,
-        geglu_tanh.key: functions.liger_geglu,
-    }.get(epilogue.key)
-    return made
+    function = getattr(functions, name)
+    return lambda sums, _: function(*sums)

@@ -11,6 +11,7 @@ With `add_residual_rms_norm` there are the last three; `fused` itself is the nor
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,16 +41,13 @@ def norm_calls(
         fused: Call of the op with the epilogue.
         alone: Function of x that calls the op without an epilogue.
     """
-    liger = kernels(x.device)
     if epilogue == scale_gathered_rows:
         gamma = x.new_ones(x.shape[-1])
 
         def before(norm: Callable[..., Tensor]) -> Call:
             return lambda: alone(norm(x, gamma))
 
-        norms = _variants(normalized)
-        if liger is not None:
-            norms[LIGER] = lambda x, gamma: liger.liger_rms_norm(x, gamma, EPS, in_place=False)
+        norms = _variants(normalized, normalized_by_liger, x.device)
         return {NORM + end: before(norm) for end, norm in norms.items()}
     if epilogue in (add_residual_squared, add_residual_rms_norm):
         residual, *_ = inputs
@@ -58,11 +56,7 @@ def norm_calls(
         def after(norm: Callable[..., Any]) -> Call:
             return lambda: norm(alone(x), residual, weight)
 
-        norms = _variants(residual_and_norm)
-        if liger is not None:
-            norms[LIGER] = lambda sums, residual, gamma: liger.liger_fused_add_rms_norm(
-                sums, residual, gamma, EPS, in_place=False
-            )[::-1]
+        norms = _variants(residual_and_norm, residual_and_norm_by_liger, x.device)
         calls = {NORM + end: after(norm) for end, norm in norms.items()}
         if epilogue == add_residual_rms_norm:
             return calls
@@ -82,11 +76,26 @@ def residual_and_norm(sums: Tensor, residual: Tensor, gamma: Tensor) -> tuple[Te
     return stream, normalized(stream, gamma)
 
 
+def normalized_by_liger(liger: Any, x: Tensor, gamma: Tensor) -> Any:
+    """Calls Liger's equal of `normalized`."""
+    return liger.liger_rms_norm(x, gamma, EPS, in_place=False)
+
+
+def residual_and_norm_by_liger(liger: Any, sums: Tensor, residual: Tensor, gamma: Tensor) -> tuple[Any, Any]:
+    """Calls Liger's equal of `residual_and_norm`."""
+    normal, stream = liger.liger_fused_add_rms_norm(sums, residual, gamma, EPS, in_place=False)
+    return stream, normal
+
+
 def scaled(stream: Tensor, squares: Tensor, gamma: Tensor) -> tuple[Tensor, Tensor]:
     """Returns a stream, and its normalized rows by their sums of squares."""
     rstd = torch.rsqrt(squares / stream.shape[-1] + EPS)
     return stream, (stream * rstd[:, None]).to(stream.dtype) * gamma
 
 
-def _variants(function: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
-    return {AFTER: function, COMPILED: torch.compile(function, dynamic=False)}
+def _variants(
+    function: Callable[..., Any], by_liger: Callable[..., Any], device: torch.device
+) -> dict[str, Callable[..., Any]]:
+    variants = {AFTER: function, COMPILED: torch.compile(function, dynamic=False)}
+    liger = kernels(device)
+    return variants if liger is None else {**variants, LIGER: partial(by_liger, liger)}

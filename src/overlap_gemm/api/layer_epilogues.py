@@ -16,7 +16,7 @@ Torch operations also follow, whatever `fuse` is:
 - for gate and up without sequence parallelism, whose products are local.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch.nn.functional as F
@@ -26,7 +26,7 @@ from ..backends.op_call import promises_of
 from ..dispatch.autocast import result_dtype
 from ..dispatch.epilogue_checks import why_not_invariant
 from ..epilogues import Applied, Epilogue, add_residual, add_residual_rms_norm, geglu, geglu_tanh, swiglu
-from ..spec.promises import Invariant, Partials
+from ..spec.promises import Promises
 from .float8 import Float8, Products
 
 Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh"]
@@ -93,8 +93,7 @@ def why_not_fused(
     epilogue: Epilogue,
     products: Products,
     fuse: bool | None,
-    partials: Partials | None = None,
-    invariant: Invariant | None = None,
+    promises: Promises,
 ) -> str | None:
     """Returns why a layer's op never takes an epilogue, or None.
 
@@ -103,15 +102,14 @@ def why_not_fused(
         epilogue: The epilogue.
         products: Products of the layer.
         fuse: `fuse` of the layer.
-        partials: `partials` of the layer.
-        invariant: `invariant` of the layer.
+        promises: Arguments `partials` and `invariant` of the layer.
     """
     if fuse is False:
         return "fuse=False"
-    promised = promises_of(partials, invariant).invariant
+    promised = promises_of(*promises).invariant
     dtype = products.dtype if isinstance(products, Float8) else None
     why = why_not_invariant(op, epilogue, dtype, promised)
-    if why is None and promised is not None and invariant is None and not fuse:
+    if why is None and promised is not None and promises.invariant is None and not fuse:
         why = "it is no argument of the layer, and compiled layers do not see others"
     return None if why is None else f"invariant={promised!r}: {why}"
 
@@ -139,10 +137,10 @@ def plus_residual(
     call = getattr(products, op)
     if residual is None:
         return call(x, weight, **how)  # type: ignore[no-any-return]
-    promises = how.get("partials"), how.get("invariant")
-    why = why_not_fused(op, add_residual, products, fuse, *promises)
+    promises = _promises(how)
+    why = why_not_fused(op, add_residual, products, fuse, promises)
     if why is None and residual.dtype == result_dtype(x):
-        always = fuse or promises[1] is not None
+        always = fuse or promises.invariant is not None
         applied = Applied(add_residual, (residual,), None if always else lambda out: residual + out)
         return call(x, weight, epilogue=applied, **how)  # type: ignore[no-any-return]
     return residual + call(x, weight, **how)  # type: ignore[no-any-return]
@@ -175,14 +173,17 @@ def plus_residual_normed(
         stream = residual + out
         return norm(stream), stream
 
-    promises = how.get("partials"), how.get("invariant")
-    why = why_not_fused(op, add_residual_rms_norm, products, fuse, *promises)
+    why = why_not_fused(op, add_residual_rms_norm, products, fuse, _promises(how))
     if why is None and residual.dtype == norm.weight.dtype == result_dtype(x):
         inputs = residual, norm.weight, norm.eps
         applied = Applied(add_residual_rms_norm, inputs, None if fuse else after)
         return getattr(products, op)(x, weight, epilogue=applied, **how)  # type: ignore[no-any-return]
     stream = plus_residual(products, op, x, weight, residual, fuse, **how)
     return norm(stream), stream
+
+
+def _promises(how: Mapping[str, Any]) -> Promises:
+    return Promises(how.get("partials"), how.get("invariant"))
 
 
 def gated(

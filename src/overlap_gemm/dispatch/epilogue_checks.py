@@ -82,6 +82,12 @@ def why_not_invariant(
 
     A function is invariant if it rounds once, as hardware and torch do alike, and is applied to the same sum
     with and without gradients.
+
+    Args:
+        op: Name of the op.
+        epilogue: The epilogue.
+        dtype: Type of the operands; None: none of 8 bits.
+        promised: `invariant` of the call.
     """
     if promised is None:
         return None

@@ -221,7 +221,7 @@ class RowParallelLinear(ShardedLinear):
 
     def why_not_fused(self, epilogue: Epilogue) -> str | None:
         """Returns why the op never takes an epilogue, or None."""
-        return why_not_fused(self.op, epilogue, self.products, self.fuse, *self.promises)
+        return why_not_fused(self.op, epilogue, self.products, self.fuse, self.promises)
 
     def fusions(self, name: str) -> Iterator[Fusion]:
         """Yields whether a residual is applied as an epilogue, for `overlap_gemm.explain`."""
@@ -353,7 +353,7 @@ class ParallelMLP(nn.Module):
     def _why_gating_follows(self) -> str | None:
         """Returns why the activation of gathered gate and up is never an epilogue, or None."""
         gate, epilogue = self.gate_proj, GATINGS[self.activation].epilogue
-        return why_not_fused(ALL_GATHER_GEMM.name, epilogue, gate.products, self.fuse, *gate.promises)
+        return why_not_fused(ALL_GATHER_GEMM.name, epilogue, gate.products, self.fuse, gate.promises)
 
 
 class SharedGather(NamedTuple):

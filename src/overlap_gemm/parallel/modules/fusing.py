@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ...api.float8 import Products
-from ...api.kept_weights import STORED, Stored
+from ...api.kept_weights import Stored
 from ...api.layer_epilogues import (
     GATINGS,
     LOCAL_PRODUCTS,
@@ -28,7 +28,7 @@ from ...backends.op_call import promises_of
 from ...backends.scales.scale_layouts import LAYOUTS
 from ...backends.scales.scaling import NAMED_BLOCKS
 from ...dispatch.calls import needs_grad
-from ...epilogues import Epilogue, add_residual
+from ...epilogues import add_residual
 from ...spec import ALL_GATHER_GEMM
 from ..adapters import bases
 from .kept_linears import KeptLinear
@@ -118,9 +118,11 @@ class LayerForward:
         if is_hooked(part, row, *bases(row)):
             return f"{name} or {self.rows[name]} has a hook on its output"
         forward = self.row(name)
-        if promised := promised_by(forward.style):
+        style = forward.style
+        why = why_not_fused(forward.op, add_residual, style.products, self.fuse, style.promises)
+        if why is None and (promised := promises_of(*style.promises).invariant) is not None:
             return f"invariant={promised!r}: in compiled models it follows, so it always does"
-        return _why_never(bases(row)[0], forward.op, add_residual, self.fuse)
+        return why
 
     def _why_no_pattern(self, name: str) -> str | None:
         first, module = _Hidden(), self.module
@@ -327,7 +329,8 @@ class MlpGating(NamedTuple):
             return "gate, up or their activation has a hook on its output"
         if isinstance(linears[0], KeptLinear) and linears[0].block is not None:
             return why_one_weight(LAYOUTS[NAMED_BLOCKS[linears[0].block]])
-        return _why_never(linears[0], ALL_GATHER_GEMM.name, GATINGS[self.activation].epilogue, self.fuse)
+        style, epilogue = linears[0].forward.style, GATINGS[self.activation].epilogue
+        return why_not_fused(ALL_GATHER_GEMM.name, epilogue, style.products, self.fuse, style.promises)
 
 
 def gating_of_mlp(module: Any, fuse: bool | None) -> MlpGating | str:
@@ -387,20 +390,6 @@ class _Activated:
         return _Mlp.product if other is _Mlp.up else None
 
     __rmul__ = __mul__
-
-
-def promised_by(style: Any) -> str | None:
-    """Returns the `invariant` of calls with this style, or None."""
-    return promises_of(style.keywords["partials"], style.keywords["invariant"]).invariant
-
-
-def _why_never(linear: Any, op: str, epilogue: Epilogue, fuse: bool | None) -> str | None:
-    """Returns why a styled linear's op never takes an epilogue, or None."""
-    style = linear.forward.style
-    products = STORED if isinstance(linear, KeptLinear) else style.products
-    return why_not_fused(
-        op, epilogue, products, fuse, style.keywords["partials"], style.keywords["invariant"]
-    )
 
 
 def is_hooked(*modules: nn.Module) -> bool:

@@ -49,10 +49,16 @@ class _OverlapStyle(ParallelStyle):
         invariant: Invariant | None,
     ):
         super().__init__()
-        check_promises(Promises(partials, invariant))
-        check_name(backend, promises=Promises(partials, invariant))
+        promises = Promises(partials, invariant)
+        check_promises(promises)
+        check_name(backend, promises=promises)
         self.products = products(float8)
         self.keywords = StyleKeywords(backend=backend, partials=partials, invariant=invariant)
+
+    @property
+    def promises(self) -> Promises:
+        """Returns the promises that all its ops get."""
+        return Promises(self.keywords["partials"], self.keywords["invariant"])
 
     def without_float8(self) -> "Self":
         """Returns a copy without `float8`."""
