@@ -50,7 +50,7 @@ def test_virtual_ranks(device, other, kernel, size):
 # --- a GPU per rank ---
 
 
-def random_cases(seed, size, count=24, ops=SHARDED):
+def random_cases(seed, size, count=24, ops=tuple(SHARDED)):
     """Calls of any op and shape, each likely to follow each other."""
     draw = random.Random(seed)
     rows = [1, 2, size - 1, size, 64, 130, 256 * size, 2048]
