@@ -53,17 +53,17 @@ def test_a_call_enters_few_python_functions(op):
 
 
 def test_a_column_parallel_product_enters_few_python_functions():
-    for grad, budget in ((False, 21), (True, 34)):
+    for grad, budget in ((False, 23), (True, 39)):
         weight = WEIGHT.clone().requires_grad_(grad)
         found = python_calls(lambda weight=weight: column_parallel_gemm(X, weight, None, None))
         assert found.total() <= budget, (found.total(), found)
 
 
 BACKWARD_BUDGET = {
-    "all_gather_gemm": 84,
+    "all_gather_gemm": 85,
     "gemm_reduce_scatter": 71,
-    "gemm_all_reduce": 66,
-    "gemm_all_gather": 82,
+    "gemm_all_reduce": 68,
+    "gemm_all_gather": 86,
     "gemm_all_to_all": 114,
     "all_to_all_gemm": 113,
 }

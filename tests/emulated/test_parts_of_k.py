@@ -13,8 +13,8 @@ from overlap_gemm.exchange.geometry import CONTROL_BYTES, FLAG_BYTES
 from overlap_gemm.kernel.operand_views import OperandViews
 from overlap_gemm.runtime.failures import CommTimeoutError
 from overlap_gemm.tuning.machine import machine_for
-from tests.support.emulated.gather_world import World
-from tests.support.emulated.list_cases import GatheredLayer, Layer
+from tests.support.emulated.gather_world import SMALLEST, World
+from tests.support.emulated.list_cases import GatheredLayer, Layer, ReplicatedLayer
 
 
 @pytest.fixture(autouse=True)
@@ -112,6 +112,26 @@ def test_the_gradient_of_gathered_rows_is_one_launch(launched, monkeypatch, arch
     assert launched == [("reduce_scatter", 1)] * ranks and not joined
 
 
+@pytest.mark.parametrize(
+    ("arch", "rows", "ranks", "algorithm"),
+    [
+        ("sm_90a", 269, 2, "two_shot"),
+        ("sm_100a", 7, 3, "one_shot"),
+        pytest.param("sm_90a", 7, 2, "one_shot", marks=pytest.mark.slow),
+        pytest.param("sm_100a", 269, 4, "two_shot", marks=pytest.mark.slow),
+    ],
+)
+def test_the_gradient_of_replicated_rows_is_one_launch(launched, arch, rows, ranks, algorithm):
+    layer = ReplicatedLayer(rows, (ranks * 72, ranks * 8, ranks * 8))
+    with World(
+        arch, ranks, transport="copy_engine", fields={**SMALLEST[arch], "algorithm": algorithm}
+    ) as world:
+        layer.backward(world.world.names, with_weights=ranks == 2)
+        world.run()
+    layer.check()
+    assert launched == [(algorithm, 1)] * ranks
+
+
 @pytest.mark.parametrize("kind", [GatheredLayer, pytest.param(Layer, marks=pytest.mark.slow)])
 def test_lists_of_more_matrices_than_a_kernel_takes_are_no_list(launched, kind):
     """Descriptors of nine matrices along K would not fit into the kernel's parameters."""
@@ -124,9 +144,16 @@ def test_lists_of_more_matrices_than_a_kernel_takes_are_no_list(launched, kind):
     assert not launched
 
 
-def test_sums_of_lists_and_of_one_weight_share_workspaces_with_a_rank_that_lags():
-    layers = [GatheredLayer(390, (3 * 72, 3 * 8), seed=seed) for seed in (1, 2)]
-    run_between_calls("gemm_reduce_scatter", layers, "copy_engine", starved=2)
+@pytest.mark.parametrize(
+    ("op", "kind"),
+    [
+        ("gemm_reduce_scatter", GatheredLayer),
+        pytest.param("gemm_all_reduce", ReplicatedLayer, marks=pytest.mark.slow),
+    ],
+)
+def test_sums_of_lists_and_of_one_weight_share_workspaces_with_a_rank_that_lags(op, kind):
+    layers = [kind(390, (3 * 72, 3 * 8), seed=seed) for seed in (1, 2)]
+    run_between_calls(op, layers, "copy_engine", starved=2)
 
 
 @pytest.mark.usefixtures("changed_kernels")

@@ -3,7 +3,13 @@
 import pytest
 
 from overlap_gemm.runtime.virtual import VirtualWorld
-from tests.support.emulated.list_cases import GatheredLayer, Layer, Operands, counted_launches
+from tests.support.emulated.list_cases import (
+    GatheredLayer,
+    Layer,
+    Operands,
+    ReplicatedLayer,
+    counted_launches,
+)
 
 
 @pytest.mark.parametrize("scaled", [False, True], ids=["16-bit", "8-bit"])
@@ -46,3 +52,10 @@ def test_the_gradient_of_gathered_rows_of_a_list_is_one_launch(device, monkeypat
     monkeypatch.setattr(GatheredLayer, "layouts", ("rows", "columns", "slice"))
     for launches in run_gradients(GatheredLayer, counted_launches(monkeypatch), ranks, rows, device):
         assert launches == [1, 1] * ranks
+
+
+@pytest.mark.parametrize("rows", [30, 1000, 4096])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_gradient_of_replicated_rows_of_a_list_is_one_launch(device, monkeypatch, ranks, rows):
+    for launches in run_gradients(ReplicatedLayer, counted_launches(monkeypatch), ranks, rows, device):
+        assert launches == [1] * ranks  # forward is torch's

@@ -280,7 +280,7 @@ def opchecks(rank, size):
         (ops.gemm_reduce_scatter, (x, weight, bias, *none, *scattering)),
         (ops.gemm_all_reduce, (x, weight, None, *none, *reducing)),
         (ops.gemm_all_gather, (x, weight, bias, *none, *columns)),
-        (ops.column_parallel_gemm, (x, weight, bias, *none, *OpCall(group, 4, None, 6))),
+        (ops.column_parallel_gemm, (x, [weight, weight], [bias, bias], *none, *OpCall(group, 4, None, 6))),
         (ops.keep_shard, (x, 1, group)),
         (ops.join_shards, (x, 1, 6 * size, group)),
         (ops.sum_over_ranks, (x, group)),

@@ -67,8 +67,9 @@ def call(rank, ranks, op, rows, backend, types, dtype, features=(96, 192), **how
         for name in ("x", "weight", "bias")
     ]
     product = getattr(Float8(*types), op)
-    if op == "column_parallel_gemm":
-        out = product(*own, None, backend)
+    if op == "column_parallel_gemm":  # a list, as of one weight
+        x, *lists = own[0], *(list(parameter.chunk(2)) for parameter in own[1:])
+        out = torch.cat(product(x, *lists, None, backend), -1)
     else:
         how |= OPS[op].arguments(rows, *features, least=True)
         out = product(own[0], own[1], bias=own[2], backend=backend, **how)

@@ -9,10 +9,12 @@ import torch.distributed as dist
 
 import overlap_gemm
 from overlap_gemm.dispatch import shard_ops
+from overlap_gemm.nn import column_parallel_gemm
 from overlap_gemm.spec import OPS
 from overlap_gemm.spec.sharding import Shards
 from overlap_gemm.testing.cases import LAYOUTS
 from tests.support.chosen import in_turn
+from tests.support.counting import counted_ops
 
 DOUBLE = {"dtype": torch.float64}
 
@@ -211,6 +213,53 @@ def several_weights(rank, size, backend, return_gathered, save_gathered):
 )
 def test_several_weights(ranks, save_gathered, return_gathered, backend, world):
     ranks(world).run(several_weights, backend, return_gathered, save_gathered)
+
+
+def several_weights_of_replicated_rows(rank, size, backend, invariant):
+    """Compares q/k/v of rows that every rank has: one sum of the gradient of x; one product is not used."""
+    torch.manual_seed(0)
+    full = torch.randn(5, 2, 6, **DOUBLE).requires_grad_()
+    weights = [torch.randn(n * size, 6, **DOUBLE).requires_grad_() for n in (4, 7, 3)]
+    biases = [torch.randn(n * size, **DOUBLE).requires_grad_() for n in (4, 7, 3)]
+    products = [full @ w.t() + b for w, b in zip(weights, biases, strict=True)]
+    factors = [torch.randn_like(product) for product in products[:2]]
+    sum((one * factor).sum() for one, factor in zip(products[:2], factors, strict=True)).backward()
+    x = full.detach().clone().requires_grad_()
+    parts = [[t.detach().chunk(size)[rank].clone().requires_grad_() for t in ts] for ts in (weights, biases)]
+    with counted_ops() as ops:
+        outs = column_parallel_gemm(x, *parts, None, backend, invariant=invariant)
+        pairs = zip(outs, factors, strict=False)
+        sum((out * factor.chunk(size, -1)[rank]).sum() for out, factor in pairs).backward()
+    torch.testing.assert_close(outs, [product.detach().chunk(size, -1)[rank] for product in products])
+    torch.testing.assert_close(x.grad, full.grad)
+    for part, tensor in zip(parts[0][:2] + parts[1][:2], weights[:2] + biases[:2], strict=True):
+        torch.testing.assert_close(part.grad, tensor.grad.chunk(size)[rank])
+    assert not any(t.grad is not None and t.grad.any() for t in (parts[0][2], parts[1][2]))
+    assert ops["gemm_all_reduce"] == (3 if invariant == "ranks:2" else 1)
+
+
+@pytest.mark.parametrize(
+    ("backend", "invariant", "world"),
+    [("sequential", None, 3), ("decomposed", "batch", 2), ("torch", None, 1), ("sequential", "ranks:2", 2)],
+)
+def test_several_weights_of_replicated_rows(ranks, backend, invariant, world):
+    ranks(world).run(several_weights_of_replicated_rows, backend, invariant)
+
+
+def gradgradcheck_of_replicated_rows(rank, size):
+    def products(x, *weights):
+        parts = [Shard.apply(weight, 0, rank, size) for weight in weights]
+        outs = column_parallel_gemm(x, parts, None, None, "sequential")
+        return tuple(Unshard.apply(out, 1, out.shape[1] * size, rank, size) for out in outs)
+
+    torch.manual_seed(0)
+    operands = [torch.randn(shape, **DOUBLE, requires_grad=True) for shape in ((3, 2), (2, 2), (4, 2))]
+    assert torch.autograd.gradcheck(products, operands)
+    assert torch.autograd.gradgradcheck(products, operands)
+
+
+def test_gradients_of_gradients_of_several_weights_of_replicated_rows(ranks):
+    ranks(2).run(gradgradcheck_of_replicated_rows)
 
 
 def partly_frozen(rank, size, op, needed):

@@ -57,7 +57,7 @@ def check(rank, ranks, op, form, backend, rows=24):
         for name in ("x", "bias")
     )
     if op == "column_parallel_gemm":
-        out = STORED.column_parallel_gemm(x, weights[rank], bias, None, backend)
+        (out,) = STORED.column_parallel_gemm(x, [weights[rank]], [bias], None, backend)
     else:
         out = getattr(STORED, op)(x, weights[rank], bias=bias, backend=backend)
     (out,) = out if isinstance(out, list) else (out,)

@@ -16,6 +16,7 @@ from transformers.models.llama.modeling_llama import (
 import overlap_gemm
 from overlap_gemm.nn import ParallelAttention, ParallelBlock, full_state_dict, layers
 from overlap_gemm.spec.sharding import Shards
+from tests.support.counting import counted_ops
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, BATCH = 8, 8, 4, 2, 2
 
@@ -114,6 +115,30 @@ def check_block(rank, size, rows, sequence_parallel, dim, fuse, how):
 )
 def test_block_equals_llamas_decoder_layer(ranks, world, rows, sequence_parallel, dim, fuse, how):
     ranks(world).run(check_block, rows, sequence_parallel, dim, fuse, how)
+
+
+def check_sums(rank, size, options, sums):
+    """Counts the ops: each part of a block sums one gradient of its input."""
+    layer, _, attention = make_llama(bias=False)
+    block = make_block(layer, attention, bias=False, **options)
+    x = torch.randn(6, 2, HIDDEN, dtype=torch.float64).requires_grad_()
+    with counted_ops() as ops:
+        block(x).sum().backward()
+    assert ops == sums
+
+
+@pytest.mark.parametrize(
+    ("options", "sums"),
+    [
+        ({}, {"gemm_all_reduce": 4}),
+        (
+            {"sequence_parallel": True},
+            {"all_gather_gemm": 4, "gemm_reduce_scatter": 4},
+        ),
+    ],
+)
+def test_each_part_of_a_block_exchanges_twice_forward_and_twice_backward(ranks, options, sums):
+    ranks(2).run(check_sums, options, sums)
 
 
 def check_autocast(rank, size):

@@ -9,12 +9,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import PrepareModuleInput, SequenceParallel, parallelize_module
 from torch.nn.utils import parametrize
 
 from overlap_gemm.parallel import OverlapColwiseParallel, OverlapRowwiseParallel, OverlapSharedGather
 from tests.support.chosen import in_turn
+from tests.support.counting import counted_ops
 
 
 def llama_plan(sequence_parallel: bool, backend: str) -> dict[str, object]:
@@ -176,6 +177,38 @@ def hooks_see_the_input(rank, size):
     torch.testing.assert_close(3 * seen[0], own.grad)
 
 
+def replicated_input_is_shared(rank, size):
+    """Counts sums: one is shared; a child with another input, or called again, has one of its own."""
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (size,))
+    plain = Twice().double()
+    sharded = copy.deepcopy(plain)
+    parallelize_module(sharded.proj, mesh, OverlapColwiseParallel(use_local_output=False))
+    shared = OverlapSharedGather("proj", input_layouts=Replicate(), argument="x")
+    parallelize_module(sharded, mesh, shared)
+    for factors, sums in (((1,), 1), ((1, 1), 2), ((2,), 1), ((3, 1), 2)):
+        grads = []
+        for module in (plain, sharded):
+            x = torch.linspace(-1, 1, 2 * 5 * 6, dtype=torch.float64).view(2, 5, 6).requires_grad_()
+            with counted_ops() as ops:
+                outs = module(x, *factors)
+                full = [out.full_tensor() if isinstance(out, DTensor) else out for out in outs]
+                sum(out.square().sum() for out in full).backward()
+            weight = module.proj.weight.grad
+            grads.append((x.grad, weight.full_tensor() if isinstance(weight, DTensor) else weight))
+            module.zero_grad()
+        torch.testing.assert_close(grads[1], grads[0])
+        assert ops == {"gemm_all_reduce": sums}
+    with torch.no_grad():
+        torch.testing.assert_close(sharded(x, 1)[0].full_tensor(), plain(x, 1)[0])
+    sharded.proj.forward = lambda x: 2 * x  # by someone who wraps forwards
+    torch.testing.assert_close(sharded(x, 1)[0], 2 * x)
+
+
+def test_a_replicated_input_is_shared(ranks):
+    ranks(2).run(replicated_input_is_shared)
+
+
 class Frozen(Twice):
     @torch.no_grad()
     def forward(self, *args):
@@ -214,7 +247,7 @@ def layouts_that_are_not_served(rank, size):
     for style in (
         lambda: OverlapColwiseParallel(input_layouts=Shard(0), output_layouts=Replicate()),
         lambda: OverlapRowwiseParallel(input_layouts=Replicate()),
-        lambda: OverlapSharedGather("q", input_layouts=Replicate()),
+        lambda: OverlapSharedGather("q", input_layouts=Partial()),
     ):
         with pytest.raises(ValueError, match="Overlap(Colwise|Rowwise|Shared).* got"):
             style()

@@ -10,6 +10,7 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
 from overlap_gemm.parallel import full_state_dict, parallelize
 from tests.support.chosen import in_turn
+from tests.support.counting import counted_ops
 from tests.support.models import FAMILIES, MORE_FAMILIES, VOCABULARY, tiny
 
 SINGLE = {"rtol": 3e-5, "atol": 3e-6}
@@ -78,6 +79,22 @@ def trains_as_unsharded(rank, size, family, options, shape, **model_options):
         for name, parameter in sharded.named_parameters()
         if parameter.placements[0].is_replicate()
     }
+
+
+def sums_once_for_each_part(rank, size, family, of_a_layer):
+    model = tiny(family, size)
+    layers = model.config.num_hidden_layers
+    parallelize(model, init_device_mesh("cpu", (size,)), sequence_parallel=False)
+    ids = torch.randint(VOCABULARY, (2, 7), generator=torch.Generator().manual_seed(0))
+    with counted_ops() as ops:
+        model(ids, labels=ids).loss.backward()
+    assert ops == {"gemm_all_reduce": layers * of_a_layer + 1, "gemm_all_gather": 1}  # 1: the head
+
+
+@pytest.mark.parametrize(("family", "of_a_layer"), [("llama", 4), ("phi3", 4), ("llama4", 4)])
+def test_each_part_of_a_layer_sums_once_forward_and_once_backward(ranks, family, of_a_layer):
+    """Gradients of several projections of one input are summed together, without sequence parallelism."""
+    ranks(2).run(sums_once_for_each_part, family, of_a_layer)
 
 
 CASES = [

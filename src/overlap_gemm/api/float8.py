@@ -123,11 +123,7 @@ class Float8(Products):
             ALL_GATHER_GEMM.name, group_name(group), backend, reserve_sms, partials, invariant, columns,
             rows, dim,
         )  # fmt: skip
-        single = not isinstance(weight, (list, tuple))
-        weights: list[Any] = [weight] if single else list(weight)
-        biases = [bias] if isinstance(bias, Tensor) else list(bias or [])
-        outs = self._product(how, x_shard, weights, biases, epilogue)
-        return one_or_all(outs) if single or epilogue is not None else list(outs)
+        return self._of_lists(how, x_shard, weight, bias, epilogue)
 
     def gemm_reduce_scatter(  # type: ignore[override]
         self,
@@ -194,17 +190,32 @@ class Float8(Products):
     def column_parallel_gemm(  # type: ignore[override]
         self,
         x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
+        weight: Tensor | Sequence[Tensor],
+        bias: Tensor | Sequence[Tensor] | None,
         group: GroupLike,
         backend: BackendName = "auto",
         reserve_sms: int | None = None,
         partials: Partials | None = None,
         invariant: Invariant | None = None,
-    ) -> Tensor:
+    ) -> Any:
         """Runs `overlap_gemm.nn.column_parallel_gemm`."""
         how = How(LOCAL, group_name(group), backend, reserve_sms, partials, invariant)
-        return self._product(how, x, [weight], [] if bias is None else [bias])[0]
+        return self._of_lists(how, x, weight, bias)
+
+    def _of_lists(
+        self,
+        how: "How",
+        x: Tensor,
+        weight: Tensor | Sequence[Tensor],
+        bias: Tensor | Sequence[Tensor] | None,
+        epilogue: Applied | None = None,
+    ) -> Any:
+        """Returns the result of an op that takes lists: a list of results if `weight` is one."""
+        single = not isinstance(weight, (list, tuple))
+        weights: list[Any] = [weight] if single else list(weight)
+        biases = [bias] if isinstance(bias, Tensor) else list(bias or [])
+        outs = self._product(how, x, weights, biases, epilogue)
+        return one_or_all(outs) if single or epilogue is not None else list(outs)
 
     def _product(
         self,
@@ -333,7 +344,7 @@ class How(NamedTuple):
         call = self.call._replace(out_dtype=dtype, block=block, copied_weight=copied_weight)
         op = ops.column_parallel_gemm if spec is None else getattr(ops, spec.name)
         values, scales = [weight.values for weight in weights], [weight.scale for weight in weights]
-        takes_lists = spec is not None and spec.takes_lists
+        takes_lists = op.spec.takes_lists
         operands = CallOperands(x.values, values, list(biases) or None, x.scale, scales)
         if not takes_lists:
             operands = CallOperands(x.values, values[0], biases[0] if biases else None, x.scale, scales[0])

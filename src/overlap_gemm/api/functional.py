@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 from torch import Tensor
 
-from ..backends.op_call import BackendName, CallOperands, Length, OpCall
+from ..backends.op_call import BackendName, CallOperands, Length, OpCall, operands_of_lists
 from ..backends.scales.scaling import Block
 from ..dispatch import ops
 from ..dispatch.bound import call_op
@@ -18,16 +18,12 @@ from ..spec.promises import Invariant, Partials
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from .keywords import GatherOptions, OutputOptions, ReduceOptions, ScatterOptions
+    from .keywords import GatherOptions, OutputOptions, ProductOptions, ReduceOptions, ScatterOptions
 
 __all__ = [
-    "Length",
-    "all_gather_gemm",
-    "column_parallel_gemm",
-    "gemm_all_gather",
-    "gemm_all_reduce",
+    "Length", "all_gather_gemm", "column_parallel_gemm", "gemm_all_gather", "gemm_all_reduce",
     "gemm_reduce_scatter",
-]
+]  # fmt: skip
 
 
 @overload
@@ -160,10 +156,7 @@ def all_gather_gemm(
         CaptureError: A graph is being captured, and the call needs a preparation (see `warmup`).
     """
     several = isinstance(weight, (list, tuple))
-    weights = list(weight) if isinstance(weight, (list, tuple)) else [weight]
-    biases = list(bias) if isinstance(bias, (list, tuple)) else None if bias is None else [bias]
-    scales_w = scale_w if scale_w is None or isinstance(scale_w, (list, tuple)) else [scale_w]
-    operands = CallOperands(x_shard, weights, biases or None, scale_x, scales_w)
+    operands = operands_of_lists(x_shard, weight, bias, scale_x, scale_w)
     saved = save_gathered and scale_x is None  # with scales there is no gradient to save it for
     call = OpCall(
         "", rows, columns, None, 0, dim, return_gathered or saved,
@@ -395,27 +388,43 @@ def gemm_all_gather(
     return call_op(*arguments)
 
 
+@overload
+def column_parallel_gemm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: GroupLike, backend: BackendName = "auto",
+    reserve_sms: int | None = None, *, scale_w: Tensor | None = None, **options: "Unpack[ProductOptions]",
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def column_parallel_gemm(
+    x: Tensor, weight: Sequence[Tensor], bias: Sequence[Tensor] | None, group: GroupLike,
+    backend: BackendName = "auto", reserve_sms: int | None = None, *, scale_w: Sequence[Tensor] | None = None,
+    **options: "Unpack[ProductOptions]",
+) -> list[Tensor]: ...  # fmt: skip
+
+
 def column_parallel_gemm(
     x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    weight: Tensor | Sequence[Tensor],
+    bias: Tensor | Sequence[Tensor] | None,
     group: GroupLike,
     backend: BackendName = "auto",
     reserve_sms: int | None = None,
     *,
     scale_x: Tensor | None = None,
-    scale_w: Tensor | None = None,
+    scale_w: Tensor | Sequence[Tensor] | None = None,
     out_dtype: torch.dtype | None = None,
     block: Block = None,
     partials: Partials | None = None,
     invariant: Invariant | None = None,
-) -> Tensor:
+) -> Any:
     """Returns `x @ weight.T + bias` for replicated x; backward sums the gradient of x over the ranks.
 
     Args:
         x: `[..., K]`, the same on every rank.
-        weight: This rank's `[N_local, K]`.
-        bias: `[N_local]` or None.
+        weight: This rank's `[N_local, K]`; or a list of such weights, for which backward has one
+            gemm_all_reduce (with `invariant="ranks"` one each).
+        bias: `[N_local]` or None; one per weight if `weight` is a list.
         group: ProcessGroup, 1-D DeviceMesh, or None for the world.
         backend: Backend of the gemm_all_reduce in backward.
         reserve_sms: SMs that the gemm_all_reduce in backward leaves free.
@@ -427,17 +436,15 @@ def column_parallel_gemm(
         invariant: Bitwise invariance, as in `gemm_reduce_scatter`.
 
     Returns:
-        `[..., N_local]`.
+        `[..., N_local]`; a list if `weight` is one.
 
     Raises:
         ValueError, TypeError: The conditions of `overlap_gemm.all_gather_gemm`.
     """
     call = OpCall(
-        backend=backend,
-        reserve_sms=reserve_sms,
-        out_dtype=out_dtype,
-        block=block,
-        partials=partials,
+        backend=backend, reserve_sms=reserve_sms, out_dtype=out_dtype, block=block, partials=partials,
         invariant=invariant,
-    )
-    return call_op(ops.column_parallel_gemm, CallOperands(x, weight, bias, scale_x, scale_w), group, call)
+    )  # fmt: skip
+    operands = operands_of_lists(x, weight, bias, scale_x, scale_w)
+    _, *outs = call_op(ops.column_parallel_gemm, operands, group, call)
+    return outs if isinstance(weight, (list, tuple)) else outs[0]

@@ -12,18 +12,23 @@ from ..runtime.group import GroupLike
 from ..spec.promises import Invariant, Partials
 
 
-class OpOptions(TypedDict, total=False):
+class ProductOptions(TypedDict, total=False):
+    """Keyword arguments of all products, without the scales of weights."""
+
+    scale_x: Tensor | None
+    out_dtype: torch.dtype | None
+    block: Block
+    partials: Partials | None
+    invariant: Invariant | None
+
+
+class OpOptions(ProductOptions, total=False):
     """Keyword arguments of all ops."""
 
     group: GroupLike
     backend: BackendName
     deterministic: bool | None
     reserve_sms: int | None
-    scale_x: Tensor | None
-    out_dtype: torch.dtype | None
-    block: Block
-    partials: Partials | None
-    invariant: Invariant | None
 
 
 class GatherOptions(OpOptions, total=False):

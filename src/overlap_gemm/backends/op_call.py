@@ -83,6 +83,14 @@ operands_of = partial(tuple.__new__, CallOperands)
 """Makes operands of a sequence of all fields; a call of the class enters a Python function, in every call."""
 
 
+def operands_of_lists(x: Tensor, weight: Any, bias: Any, scale_x: Any, scale_w: Any) -> CallOperands:
+    """Returns the operands of an op that takes lists; a single weight is passed as a list of one."""
+    weights = list(weight) if isinstance(weight, (list, tuple)) else [weight]
+    biases = list(bias) if isinstance(bias, (list, tuple)) else None if bias is None else [bias]
+    scales_w = scale_w if scale_w is None or isinstance(scale_w, (list, tuple)) else [scale_w]
+    return operands_of((x, weights, biases or None, scale_x, scales_w, ()))
+
+
 @dataclass(frozen=True)
 class Joined:
     """Matrices side by side along K, in place of x or of a weight: the products of the parts are added.

@@ -131,7 +131,7 @@ class SumOfParts(Registered):
     """Sum of an op's products over matrices side by side along K; returns [sum, exchanged matrices if kept].
 
     Args:
-        spec: Definition of the op, whose ranks have columns of x and get rows of the sum.
+        spec: Definition of the op, whose ranks have columns of x.
     """
 
     def __init__(self, spec: OpSpec) -> None:
@@ -155,11 +155,21 @@ class SumOfParts(Registered):
             call: Call of the dual.
             keep: Whether to return the exchanged gradients.
         """
-        depth = call.columns if self.spec.sums else sum([len(weight) for weight in weights])
+        depth = sum([len(weight) for weight in weights])
         how = call.backward(columns=weights[0].shape[1], k=depth, keep=keep)
-        operands = grads[0], grads[1:], [weight.t() for weight in weights]
-        grad_x, *moved = self.call(operands, how)
+        grad_x, *moved = self.sum_of(grads, weights, how)
         return grad_x, moved or [None] * len(weights)
+
+    def sum_of(self, grads: list[Tensor], weights: Sequence[Tensor], call: OpCall) -> list[Tensor]:
+        """Returns [sum of `grad @ weight`, exchanged `grads` if kept].
+
+        Args:
+            grads: `[M, N_i]`, this rank's columns.
+            weights: `[N_i, K]`.
+            call: Call of this op.
+        """
+        result: list[Tensor] = self.call((grads[0], grads[1:], [weight.t() for weight in weights]), call)
+        return result
 
     def _bind(self, x: Tensor, others: Sequence[Tensor], weights: Sequence[Tensor], *arguments: Any) -> Run:
         call = OpCall(*arguments)
@@ -181,7 +191,65 @@ class SumOfParts(Registered):
         self, x: Tensor, others: Sequence[Tensor], weights: Sequence[Tensor], *arguments: Any
     ) -> list[Tensor]:
         call = OpCall(*arguments)
-        total: Any = call.rows
-        rows, kept = local_rows(call.chunk, total, call.group), weights if call.keep else ()
+        rows: Any = call.rows
+        if self.spec.out == "m":
+            rows = local_rows(call.chunk, rows, call.group)
+        kept = weights if call.keep else ()
         widths = len(weights[0]), *[weight.shape[1] for weight in kept]
         return [x.new_empty(rows, width) for width in widths]
+
+
+def gradients_of_each(
+    grads: Sequence[Tensor | None], ctx: Any, x: Tensor, weights: Sequence[Tensor]
+) -> list[Tensor]:
+    """Returns the gradients of the results of a list of weights, zeros for those that are None.
+
+    Args:
+        grads: Gradients of all results; the first is that of the communicated operand.
+        ctx: Context of autograd, filled by `GemmOp.keep`.
+        x: Operand x.
+        weights: Weights.
+    """
+    return [
+        x.new_zeros(ctx.out_rows, weight.shape[0]) if grad is None else grad
+        for grad, weight in zip(grads[1:], weights, strict=True)
+    ]
+
+
+def gradients_of_biases(grads: Sequence[Tensor], needs: Any, call: OpCall) -> list[Tensor | None] | None:
+    """Returns the gradients of a list of biases; None if there is none.
+
+    Args:
+        grads: Gradient of each weight's result.
+        needs: Whether each bias needs one; no list if there are no biases.
+        call: Call of the op.
+    """
+    if not isinstance(needs, (list, tuple)):
+        return None
+    pairs = zip(grads, needs, strict=False)  # no bias, or one for each weight
+    return [sum_of_rows(grad, call) if needed else None for grad, needed in pairs]
+
+
+def sum_of_products(op: Any, grads: list[Tensor], weights: Sequence[Tensor], call: OpCall) -> Tensor:
+    """Returns the sum of all `grad @ weight` over the ranks, by one call of an op.
+
+    With a tree of sums, each product is summed by a call of its own: joined columns would be cut into other
+    leaves.
+
+    Args:
+        op: `GemmOp` that sums over ranks.
+        grads: `[M, N_i]`, this rank's columns.
+        weights: `[N_i, K]`.
+        call: Call of the op.
+    """
+    total: Tensor
+    if len(weights) == 1:
+        total = op.call((grads[0], weights[0].t(), None), call)
+    elif call.promises.has_tree:
+        how, of_each = call._replace(k=None), zip(grads, weights, strict=True)
+        total = sum(op.call((grad, weight.t(), None), how) for grad, weight in of_each)
+    elif torch.is_grad_enabled():
+        total = op.call((joined(grads, 1), joined(weights, 0).t(), None), call)
+    else:
+        (total,) = op.of_parts.sum_of(grads, weights, call)
+    return total

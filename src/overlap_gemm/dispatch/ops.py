@@ -42,7 +42,16 @@ from ..spec import (
 from ..spec.promises import InvarianceError
 from ..spec.sharding import Shards
 from .choosing import chosen
-from .gradient_products import SumOfParts, all_gather_gemm_gradients, along_rows, joined, sum_of_rows
+from .gradient_products import (
+    SumOfParts,
+    all_gather_gemm_gradients,
+    along_rows,
+    gradients_of_biases,
+    gradients_of_each,
+    joined,
+    sum_of_products,
+    sum_of_rows,
+)
 from .registered import Registered, Run
 from .shard_ops import (
     all_gather_rows,
@@ -70,7 +79,7 @@ class GemmOp(Registered):
         operands: Schema of x, weight and bias.
         scales: Schema of their scales.
         with_epilogue: The op with an epilogue (`with_epilogue.EpilogueOp`, which sets it).
-        of_parts: The op of a list along K (`SumOfParts`); None unless x is cut along K and the sum along M.
+        of_parts: The op of a list along K (`SumOfParts`); None unless x is cut along K.
 
     Args:
         spec: Definition of the op.
@@ -95,7 +104,7 @@ class GemmOp(Registered):
             backward=backward,
             named=OpCall,
         )
-        self.of_parts = SumOfParts(spec) if (spec.x, spec.out) == ("k", "m") else None
+        self.of_parts = SumOfParts(spec) if spec.x == "k" else None
         GEMM_OPS[spec.name] = self
 
     def _bind(self, *arguments: Any) -> Run:
@@ -305,38 +314,24 @@ def _backward_all_gather_gemm(
     needs_x, needs_weights, needs_biases = needs
     kept, dual = call.keep, _dual(call)
     grad_gathered = grads[0] if kept else None
-    grad_outs = [
-        x.new_zeros(ctx.out_rows, weight.shape[0]) if grad is None else grad
-        for grad, weight in zip(grads[1:], weights, strict=True)
-    ]
+    grad_outs = gradients_of_each(grads, ctx, x, weights)
     grad_x = None
     grad_weights: list[Tensor | None] = [None] * len(weights)
-    grad_biases = None
-    if isinstance(needs_biases, (list, tuple)):
-        pairs = zip(grad_outs, needs_biases, strict=False)  # no bias, or one for each weight
-        grad_biases = [sum_of_rows(grad, call) if needed else None for grad, needed in pairs]
+    grad_biases = gradients_of_biases(grad_outs, needs_biases, call)
     are_separate = call.promises.has_tree and len(weights) > 1
     if needs_x and all(needs_weights) and not (kept or are_separate or torch.is_grad_enabled()):
         grad_x, *grads_of_weights = all_gather_gemm_gradients.call((x, grad_outs, weights), dual)
         return grad_x, grads_of_weights, grad_biases
-    if needs_x and are_separate and grad_gathered is None:  # joined columns would be cut into other leaves
-        of_each = zip(grad_outs, weights, strict=True)
-        grad_x = sum(
-            gemm_reduce_scatter.call((grad, weight.t(), None), dual._replace(k=None))
-            for grad, weight in of_each
-        )
-    elif needs_x and grad_gathered is None and len(weights) > 1 and not torch.is_grad_enabled():
-        grad_x, _ = gemm_reduce_scatter.of_parts.gradient_of_x(grad_outs, weights, call, keep=False)
+    if needs_x and grad_gathered is None:
+        grad_x = sum_of_products(gemm_reduce_scatter, grad_outs, weights, dual)
     elif needs_x:
         stacked, weight = joined(grad_outs, 1), joined(weights, 0)
-        if grad_gathered is None:
-            grad_x = gemm_reduce_scatter.call((stacked, weight.t(), None), dual)
-        elif call.promises.has_tree:
+        if call.promises.has_tree:
             raise InvarianceError(
                 f"invariant={call.promises.invariant!r} cannot be kept for the gradient of gathered rows "
                 "(return_gathered=True), because ranks use them differently; detach them, or omit invariant="
             )
-        elif call.promises.leaves:
+        if call.promises.leaves:
             grad_x = gemm_reduce_scatter.call((stacked, weight.t(), None), dual)
             local_rows = reduce_scatter_rows(grad_gathered, dual.chunk, dual.group, dual.backend, True)
             grad_x = grad_x + local_rows
@@ -383,7 +378,7 @@ gemm_reduce_scatter = GemmOp(GEMM_REDUCE_SCATTER, _backward_gemm_reduce_scatter)
 
 # --- products whose rows every rank has: gemm_all_reduce, column_parallel_gemm, gemm_all_gather ---
 # gemm_all_reduce: x [M, K_local], weight [N, K_local] -> [M, N], the same on every rank.
-# column_parallel_gemm: x [M, K], the same on every rank, weight [N_local, K] -> [M, N_local].
+# column_parallel_gemm: x [M, K], the same on every rank, weights [N_i, K] -> None, products [M, N_i].
 # gemm_all_gather: x [M, K], weight [n_r, K], bias [n_r] -> [M, columns], the same on every rank.
 
 
@@ -391,26 +386,32 @@ def _backward_gemm_all_reduce(ctx: Any, call: OpCall, needs: Any, grad: Tensor) 
     x, weight = ctx.saved_tensors
     needs_x, needs_weight, needs_bias = needs
     return (
-        column_parallel_gemm.call((grad, weight.t(), None), _dual(call)) if needs_x else None,
+        column_parallel_gemm.call((grad, [weight.t()], None), _dual(call))[1] if needs_x else None,
         along_rows(each(grad, call.group), x, call) if needs_weight else None,
         sum_of_rows(grad, call) if needs_bias else None,
     )
 
 
 def _backward_column_parallel_gemm(
-    ctx: Any, call: OpCall, needs: Any, grad: Tensor
-) -> tuple[Tensor | None, ...]:
-    x, weight = ctx.saved_tensors
-    needs_x, needs_weight, needs_bias = needs
-    grad_x = None
+    ctx: Any, call: OpCall, needs: Any, grads: list[Tensor | None]
+) -> tuple[Any, ...]:
+    x, *weights = ctx.saved_tensors
+    return _of_replicated(x, weights, gradients_of_each(grads, ctx, x, weights), call, needs)
+
+
+def _of_replicated(
+    x: Tensor, weights: Sequence[Tensor], grads: list[Tensor], call: OpCall, needs: Any
+) -> tuple[Any, ...]:
+    """Returns the gradients of products of replicated x: one all-reduce for the gradient of x."""
+    needs_x, needs_weights, needs_biases = needs
+    grad_x, grad_weights = None, [None] * len(weights)
     if needs_x:
         chunk = Shards.even(x.shape[0], resolve(call.group).size).chunk
-        grad_x = gemm_all_reduce.call((grad, weight.t(), None), _dual(call, chunk=chunk))
-    return (
-        grad_x,
-        along_rows(grad, each(x, call.group), call) if needs_weight else None,
-        sum_of_rows(grad, call) if needs_bias else None,
-    )
+        grad_x = sum_of_products(gemm_all_reduce, grads, weights, _dual(call, chunk=chunk))
+    if any(needs_weights):
+        of_this_rank, pairs = each(x, call.group), zip(grads, needs_weights, strict=True)
+        grad_weights = [along_rows(grad, of_this_rank, call) if needed else None for grad, needed in pairs]
+    return grad_x, grad_weights, gradients_of_biases(grads, needs_biases, call)
 
 
 def _backward_gemm_all_gather(ctx: Any, call: OpCall, needs: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -419,22 +420,26 @@ def _backward_gemm_all_gather(ctx: Any, call: OpCall, needs: Any, grad: Tensor) 
         shard = keep_shard(grad, 1, call.group)
     else:  # the same without a copy
         shard = grad[:, slice(*Shards(grad.shape[1], ranks.size, call.chunk).range(ranks.rank))]
-    return _backward_column_parallel_gemm(ctx, call, needs, shard)
+    x, weight = ctx.saved_tensors
+    needs_x, needs_weight, needs_bias = needs
+    lists = needs_x, [needs_weight], [needs_bias]
+    grad_x, (grad_weight,), (grad_bias,) = _of_replicated(x, [weight], [shard], call, lists)
+    return grad_x, grad_weight, grad_bias
 
 
 class ColumnParallelGemm(GemmOp):
-    """Local product of each rank, by torch: no backend is chosen, and forward does not communicate."""
+    """Local products of each rank, by torch: no backend is chosen, and forward does not communicate."""
 
     def _bind(self, *arguments: Any) -> Run:
-        (x, weight, *_), call = split(arguments)
-        types = ProductTypes(x.dtype, weight.dtype, call.out_dtype, call.blocks)
+        (x, weights, *_), call = split(arguments)
+        each_types = [ProductTypes(x.dtype, one.dtype, call.out_dtype, call.blocks) for one in weights]
         how = arithmetic_of(call.promises)
-        if types.scales is None:
-            return how.product
-        torchs = why_no_product(x.device.type, types) is None and not how.is_ordered
+        if each_types[0].scales is None:
+            return lambda *tensors: [None, *how.products(*tensors)]
+        torchs = not (how.is_ordered or any(why_no_product(x.device.type, types) for types in each_types))
         operand = Scaled if torchs else dequantised
-        run = with_scales(lambda operands: how.product(*operands[:3]), types, operand)
-        return lambda *tensors: run(CallOperands(*tensors))
+        run = with_scales(lambda operands: (None, how.products(*operands[:3])), each_types[0], operand)
+        return lambda *tensors: [None, *run(CallOperands(*tensors))[1]]
 
 
 gemm_all_reduce = GemmOp(GEMM_ALL_REDUCE, _backward_gemm_all_reduce)

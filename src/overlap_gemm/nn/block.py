@@ -19,7 +19,6 @@ from .layers import (
     RowParallelLinear,
     column_products,
     is_bare,
-    shared_gather,
 )
 
 if TYPE_CHECKING:  # typing's own is newer than Python 3.10
@@ -38,8 +37,8 @@ class ParallelAttention(nn.Module):
     | k_proj, v_proj | `[num_kv_heads / P * head_dim, hidden_size]` | | none |
     | o_proj | `[hidden_size, num_heads / P * head_dim]` | `gemm_reduce_scatter` | `gemm_all_reduce` |
 
-    If q_proj, k_proj or v_proj has hooks or is wrapped, each of them is called and gathers x itself. Without
-    `sequence_parallel`, the backward pass of each of them sums a gradient of x by `gemm_all_reduce`.
+    Without `sequence_parallel` one `gemm_all_reduce` sums the gradient of x of the first three. If one of
+    them has hooks or is wrapped, each is called and communicates itself.
 
     Args:
         hidden_size: Width of input and output.
@@ -108,7 +107,7 @@ class ParallelAttention(nn.Module):
             **options: Options of the attention function, such as `is_causal=True`.
         """
         layers = self.q_proj, self.k_proj, self.v_proj
-        projected = column_products(layers, x, shared_gather(layers, x))
+        projected = column_products(layers, x)
         out = attend(projected, self.head_dim, self.sequence_dim, self.attention, **options)
         if norm is not None:
             return self.o_proj(out, residual, norm)

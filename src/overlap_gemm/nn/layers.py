@@ -235,8 +235,8 @@ class RowParallelLinear(ShardedLinear):
 class ParallelMLP(nn.Module):
     """A gated MLP: `down(activation(gate(x)) * up(x))`, plus an optional residual.
 
-    With `sequence_parallel`, gate and up share one gather of x. If one of them has hooks or is wrapped, each
-    is called and gathers x itself, and the activation is a torch operation.
+    Gate and up share one gather of x (`sequence_parallel`), or one sum of its gradient. If one of them has
+    hooks or is wrapped, each is called and communicates itself, and the activation is a torch operation.
 
     Input and output: `[..., hidden_size]`, replicated; with `sequence_parallel` this rank's rows of it. The
     children have Llama's names: gate_proj, up_proj, down_proj.
@@ -330,12 +330,11 @@ class ParallelMLP(nn.Module):
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Multiplies, and adds a residual of the output's shape. The class describes the shapes."""
         layers, gating = (self.gate_proj, self.up_proj), GATINGS[self.activation]
-        gather = shared_gather(layers, x)
-        if gather is not None and self._why_gating_follows() is None:
-            weights, biases, how = gather
+        if is_gather_shared(layers) and self._why_gating_follows() is None:
+            weights, biases, how = shared_gather(layers, x)
             hidden = gated(layers[0].products, x, weights, biases, *gating, self.fuse, **how)
         else:
-            gate, up = column_products(layers, x, gather)
+            gate, up = column_products(layers, x)
             hidden = gating.on_tensors(gate) * up
         return self.down_proj(hidden) if residual is None else self.down_proj(hidden, residual)
 
@@ -364,37 +363,47 @@ class SharedGather(NamedTuple):
     options: dict[str, Any]
 
 
-def shared_gather(layers: Sequence[ColumnParallelLinear], x: Tensor) -> SharedGather | None:
-    """Returns how layers share a gather of x; None if one is not bare, or x is not sharded by rows.
+def is_gather_shared(layers: Sequence[ColumnParallelLinear]) -> bool:
+    """Returns whether layers of the same input gather its rows, and are bare."""
+    return all(map(is_bare, layers)) and layers[0].sequence_parallel
+
+
+def shared_gather(layers: Sequence[ColumnParallelLinear], x: Tensor) -> SharedGather:
+    """Returns how layers share a gather of x.
 
     Args:
         layers: Layers with the same options, all with a bias or none.
         x: Input of the layers.
     """
     first = layers[0]
-    if not (all(map(is_bare, layers)) and first.sequence_parallel):
-        return None
     warn_unmarked_parameters(first, x)
     options: dict[str, Any] = {"dim": first.sequence_dim, "rows": first.rows, **first.op_keywords}
     options["columns"] = sum(layer.output_size for layer in layers)
+    return SharedGather(*_parameters(layers), options)
+
+
+def _parameters(layers: Sequence[ColumnParallelLinear]) -> tuple[list[Tensor], list[Tensor] | None]:
+    """Returns (weights, biases or None) of layers."""
     biases = [layer.bias for layer in layers if layer.bias is not None]
-    return SharedGather([layer.weight for layer in layers], biases or None, options)
+    return [layer.weight for layer in layers], biases or None
 
 
-def column_products(
-    layers: Sequence[ColumnParallelLinear], x: Tensor, gather: SharedGather | None
-) -> Sequence[Tensor]:
+def column_products(layers: Sequence[ColumnParallelLinear], x: Tensor) -> Sequence[Tensor]:
     """Returns each layer's product with x, `[..., output_size of this rank]` of all rows.
 
+    Bare layers share one gather of x, or the sum of its gradient; others are called.
+
     Args:
-        layers: Layers with the same options, which gather no output.
+        layers: Layers with the same options, all with a bias or none, which gather no output.
         x: Input of the layers.
-        gather: Result of `shared_gather` for these layers and x; None: each layer is called.
     """
-    if gather is None:
+    if not all(map(is_bare, layers)):
         return [layer(x) for layer in layers]
-    weights, biases, options = gather
-    return layers[0].products.all_gather_gemm(x, weights, bias=biases, **options)
+    products = layers[0].products
+    if layers[0].sequence_parallel:
+        weights, biases, options = shared_gather(layers, x)
+        return products.all_gather_gemm(x, weights, bias=biases, **options)
+    return products.column_parallel_gemm(x, *_parameters(layers), **layers[0].op_keywords)
 
 
 def is_bare(layer: nn.Module, *forwards: Any) -> bool:

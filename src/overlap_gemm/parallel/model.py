@@ -9,6 +9,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from ..api.float8 import Float8
+from ..api.layer_epilogues import LOCAL_PRODUCTS
 from ..backends.op_call import BackendName, with_fallback
 from ..backends.select import check_name
 from ..spec.promises import Invariant, Partials, Promises, check_promises
@@ -252,6 +253,8 @@ class _Builder:
             case "shared head":
                 distribute_parameters(module, self.mesh)
                 module.forward = SharedHeadForward(module, self.mesh, self.column, kv_heads(self.config))
+            case "shared expert":  # of all tokens
+                self._share_gather(module, ["gate_proj", "up_proj"], "x")
             case "column" | "shared column":
                 parallelize_module(module, self.mesh, self.column)
             case "packed":  # `_attention` or `_mlp` has made it a PackedLinear
@@ -292,8 +295,7 @@ class _Builder:
             self._share_gather(module, parts, "hidden_states", rows)
         else:
             self._share_gather(module, ["gate_proj", "up_proj"], "x", rows)
-        if self.sequence_parallel:
-            module.forward.gating = gating_of_mlp(module, self.fuse)
+        module.forward.gating = gating_of_mlp(module, self.fuse) if self.sequence_parallel else LOCAL_PRODUCTS
 
     def fuse_layers(self) -> None:
         """Gives decoder layers the forward that has residuals added by the projections before them."""
@@ -301,14 +303,13 @@ class _Builder:
             rows = {part: row for part, row in LAST.items() if hasattr(getattr(layer, part, None), row)}
             layer.forward = LayerForward(layer, rows, self.fuse)  # type: ignore[method-assign,assignment]
 
-    def _share_gather(self, module: nn.Module, linears: list[str], argument: str, rows: Rows) -> None:
-        if self.sequence_parallel:
-            adapted = [is_lora(module.get_submodule(name)) for name in linears]
-            linears = [
-                f"{name}.base_layer" if has else name for name, has in zip(linears, adapted, strict=True)
-            ]
-            style = OverlapSharedGather(*linears, argument=argument, rows=rows, **self.how)
-            parallelize_module(module, self.mesh, style)
+    def _share_gather(self, module: nn.Module, linears: list[str], argument: str, rows: Rows = None) -> None:
+        adapted = [is_lora(module.get_submodule(name)) for name in linears]
+        linears = [f"{name}.base_layer" if has else name for name, has in zip(linears, adapted, strict=True)]
+        is_sharded = self.sequence_parallel and rows is not None
+        layout = Shard(SEQUENCE_DIM) if is_sharded else Replicate()
+        style = OverlapSharedGather(*linears, input_layouts=layout, argument=argument, rows=rows, **self.how)
+        parallelize_module(module, self.mesh, style)
 
 
 def _pack(module: nn.Module, name: str, sizes: dict[str, int]) -> list[str]:

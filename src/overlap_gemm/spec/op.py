@@ -130,8 +130,11 @@ class OpSpec:
 
     @property
     def takes_lists(self) -> bool:
-        """Returns whether x can be multiplied by several weights: x is sharded, and no product is summed."""
-        return self.x is not None and self.weight != "k"
+        """Returns whether x can be multiplied by several weights.
+
+        No product is summed over ranks, and x or the results are sharded.
+        """
+        return not self.sums and (self.x is not None or self.out is not None)
 
     @property
     def gathers_output(self) -> bool:

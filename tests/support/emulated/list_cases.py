@@ -6,6 +6,7 @@ import torch
 
 import overlap_gemm
 from overlap_gemm.backends.fused.launch_plan import Plan
+from overlap_gemm.nn import column_parallel_gemm
 from overlap_gemm.spec import PATTERNS
 from overlap_gemm.testing.emulated import poisoned_allocations
 from tests.support.emulated.op_runs import world_of
@@ -167,6 +168,10 @@ class Layer:
     rounding = 0.0
     """Relative error of a rank's part of a sum over the ranks."""
 
+    def rows_of(self, rank, ranks):
+        """Returns the rows of x that a rank passes."""
+        return self.x.chunk(ranks)[rank]
+
     def columns(self, number, rank, ranks):
         """Returns a rank's columns of a weight."""
         width = len(self.weights[number])
@@ -204,7 +209,7 @@ class Layer:
                 self.exact[i] = self.exact[i] + full
                 upstream.append(self.laid_out(grad, i).to(self.device))
             self.exact_x, self.partials = self.exact_x + partial, self.partials + partial.abs()
-            local = self.x.chunk(ranks)[rank].to(self.device, copy=True).requires_grad_()
+            local = self.rows_of(rank, ranks).to(self.device, copy=True).requires_grad_()
             weights = self.passed(rank, ranks)
             for weight in weights:
                 weight.requires_grad_(with_weights)
@@ -251,3 +256,23 @@ class GatheredLayer(Layer):
 
     def called(self, x, weights, **how):
         return overlap_gemm.all_gather_gemm(x, weights, backend="fused", **how)
+
+
+class ReplicatedLayer(GatheredLayer):
+    """Projections of rows that every rank has; each rank has its columns of the weights."""
+
+    def rows_of(self, rank, ranks):
+        return self.x
+
+    def called(self, x, weights, rows, group):
+        return column_parallel_gemm(x, weights, None, group, "fused")
+
+    def check(self):
+        first, *others = [of_rank[0] for of_rank in self.grads]
+        assert all(torch.equal(first, other) for other in others)
+        for rank, of_rank in enumerate(self.grads):
+            for i, made in enumerate(of_rank[1:]):
+                of = self.columns(i, rank, len(self.grads))
+                torch.testing.assert_close(made.cpu().double(), self.exact[i][of], rtol=0.02, atol=0.2)
+        allowed = 2**-8 * self.exact_x.abs() + self.rounding * self.partials + 1e-3
+        assert ((first.cpu().double() - self.exact_x).abs() <= allowed).all()

@@ -169,20 +169,24 @@ class OverlapRowwiseParallel(_OverlapStyle):
 
 
 class OverlapSharedGather(_OverlapStyle):
-    """One gather for several column-parallel linears of a module (q/k/v of attention, gate/up of an MLP).
+    """One exchange for several column-parallel linears of a module (q/k/v of attention, gate/up of an MLP).
 
-    The module's input is sharded along a row dimension. One `all_gather_gemm` multiplies it by the weights of
-    the named children, each styled `OverlapColwiseParallel()`.
+    | input_layouts | op of the named children | gradient of the module's input |
+    |---|---|---|
+    | `Shard(d)`, d a row dimension | `all_gather_gemm` | `gemm_reduce_scatter` |
+    | `Replicate()` | local products | `gemm_all_reduce` |
 
-    Hooks of the module see its input. The module's forward sees a stand-in: a tensor with the gathered
-    input's shape and no values (reading it gives NaN). The forward may read the stand-in's shape, and must
-    pass it once to each of those children, as Hugging Face's attention and MLP do. A child raises
-    RuntimeError if it gets another tensor, or if it is called without gradients while the module has them.
+    Each child is styled `OverlapColwiseParallel()`. Hooks of the module see its input. The module's forward
+    passes its input once to each of those children, as Hugging Face's attention and MLP do.
+
+    With `Shard(d)` the forward sees a stand-in: a tensor with the gathered input's shape and no values
+    (reading it gives NaN). The forward may read the stand-in's shape. A child raises RuntimeError if it gets
+    another tensor, or if it is called without gradients while the module has them. With `Replicate()` such a
+    child multiplies its own input, and sums the gradient itself.
 
     Args:
         *children: Names of the linears, as `get_submodule` takes them.
-        input_layouts: Placement of the module's input, `Shard(d)`; default `Shard(1)`, the sequence of `[b,
-            s, h]`.
+        input_layouts: Placement of the module's input; default `Shard(1)`, the sequence of `[b, s, h]`.
         argument: Name of the input, for callers that pass it by keyword.
         rows: Total number of input rows as in `overlap_gemm.all_gather_gemm`, or a function that returns it.
         backend: Backend of the op, as in `overlap_gemm.all_gather_gemm`.
@@ -191,8 +195,8 @@ class OverlapSharedGather(_OverlapStyle):
         invariant: Bitwise invariance, as in `overlap_gemm.gemm_reduce_scatter`.
 
     Raises:
-        ValueError: `input_layouts` is not `Shard(d)`.
-        TypeError: At a call: a named child is not styled `OverlapColwiseParallel`.
+        ValueError: `input_layouts` is neither `Shard(d)` nor `Replicate()`.
+        TypeError: At a call with `Shard(d)`: a named child is not styled `OverlapColwiseParallel`.
     """
 
     def __init__(
@@ -208,8 +212,8 @@ class OverlapSharedGather(_OverlapStyle):
     ):
         super().__init__(backend, float8, partials, invariant)
         layout = input_layouts or Shard(1)
-        if not isinstance(layout, Shard):
-            raise ValueError(f"OverlapSharedGather: input_layouts must be Shard(d), got {layout}")
+        if not isinstance(layout, (Shard, Replicate)):
+            raise ValueError(f"OverlapSharedGather: input_layouts must be Shard or Replicate, got {layout}")
         self.layout, self.children, self.argument, self.rows = layout, children, argument, rows
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -239,12 +243,13 @@ class _SharedGatherForward:
             yield Fusion(name, what, ALL_GATHER_GEMM.name, why)
 
     def layer_ops(self, name: str) -> Iterator[LayerOp]:
-        """Yields the op; see `overlap_gemm.explain`."""
+        """Yields the op, if it has one; see `overlap_gemm.explain`."""
         first: Any = self.linears[0]
-        yield LayerOp(name, ALL_GATHER_GEMM.name, extent(first, 1), first.weight, self.mesh)
+        if isinstance(self.style.layout, Shard):
+            yield LayerOp(name, ALL_GATHER_GEMM.name, extent(first, 1), first.weight, self.mesh)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Multiplies, then runs the module's own forward on the stand-in."""
+        """Multiplies, then runs the module's own forward on the stand-in, or on its input."""
         argument = self.style.argument
         x = args[0] if args else kwargs[argument]
         operands = None
@@ -274,7 +279,10 @@ class _SharedGatherForward:
         style, linears = self.style, self.linears
         for name, linear in zip(style.children, linears, strict=True):
             if not isinstance(linear.forward, ColwiseForward):
+                if isinstance(style.layout, Replicate):
+                    return x
                 raise TypeError(f"{name} must be styled OverlapColwiseParallel, got {linear}")
+        replicated = x
         x, rows = local_part(x, self.mesh, style.layout, style.rows)
         weights, biases, columns = zip(*(linear.forward.operands() for linear in linears), strict=True)
         product = _products(style, weights[0])
@@ -285,19 +293,20 @@ class _SharedGatherForward:
             rows_of = [len(weight.values if isinstance(weight, Stored) else weight) for weight in weights]
             biases_and_rows = zip(biases, rows_of, strict=True)
             biases = tuple(x.new_zeros(n) if bias is None else bias for bias, n in biases_and_rows)
-        outs = product.all_gather_gemm(
-            x,
-            weights,
-            bias=None if biases[0] is None else list(biases),
-            group=self.mesh,
-            dim=style.layout.dim,
-            rows=rows,
-            columns=sum(columns),
-            **style.keywords,
-        )
-        stand_in = x.new_full((), float("nan")).expand(*outs[0].shape[:-1], x.shape[-1])
+        bias = None if biases[0] is None else list(biases)
+        if isinstance(style.layout, Shard):
+            dim = style.layout.dim
+            outs = product.all_gather_gemm(
+                x, weights, bias=bias, group=self.mesh, dim=dim, rows=rows, columns=sum(columns),
+                **style.keywords,
+            )  # fmt: skip
+            stand_in = x.new_full((), float("nan")).expand(*outs[0].shape[:-1], x.shape[-1])
+            total = outs[0].shape[dim]
+        else:
+            outs = product.column_parallel_gemm(x, weights, bias, self.mesh, **style.keywords)
+            stand_in, x, total = replicated, replicated, None
         for linear, out in zip(linears, outs, strict=True):
-            linear.forward.gathered = Gathered(stand_in, x, out, out.shape[style.layout.dim])
+            linear.forward.gathered = Gathered(stand_in, x, out, total)
         return stand_in
 
 
@@ -305,16 +314,17 @@ class Gathered(NamedTuple):
     """A linear's result of a shared gather, valid while the module around it runs.
 
     Attributes:
-        stand_in: Tensor that the module's forward gets in place of the gathered input.
-        rows: Input of the module: this rank's rows.
+        stand_in: Tensor that the module's forward gets in place of the gathered input; a replicated input
+            itself.
+        rows: Input of the module: this rank's rows, or a replicated input.
         product: Product of the gathered input and the linear's weight; None after it was fetched.
-        total: Number of rows over all ranks.
+        total: Number of rows over all ranks; None if the input is replicated.
     """
 
     stand_in: Tensor
     rows: Tensor
     product: Tensor | None
-    total: int
+    total: int | None
 
 
 class ColwiseForward:
@@ -329,21 +339,9 @@ class ColwiseForward:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Multiplies x; placements of x and the output are the style's."""
-        style, module = self.style, self.module
-        if self.gathered is not None:
-            out = self.gathered.product
-            if (x is not self.gathered.stand_in and x is not self.gathered.rows) or out is None:
-                raise RuntimeError(
-                    f"{module} shares the gather of its input with other linears: call it once, with the "
-                    f"unchanged input of the module around it (hooks that change it belong on that module)"
-                )
-            if out.requires_grad and not torch.is_grad_enabled():
-                raise RuntimeError(
-                    f"{module} is called without gradients (by reentrant recomputation?), but the gather it "
-                    f"shares with other linears has them: recompute or freeze the module around it"
-                )
-            self.gathered = self.gathered._replace(product=None)
-            return self._output(out)
+        style = self.style
+        if (shared := self._fetch(x)) is not None:
+            return self._output(shared)
         x, rows = local_part(x, self.mesh, style.input_layout, style.rows)
         weight, bias, columns = self.operands()
         products = _products(style, weight)
@@ -384,6 +382,28 @@ class ColwiseForward:
         Outside of one it returns `default_rows()`.
         """
         return default_rows() if self.gathered is None else self.gathered.total
+
+    def _fetch(self, x: Tensor) -> Tensor | None:
+        """Returns the product of a shared gather; None if there is none, or none of a replicated x."""
+        gathered, module = self.gathered, self.module
+        if gathered is None:
+            return None
+        out, is_input = gathered.product, x is gathered.stand_in or x is gathered.rows
+        lacks_gradient = out is not None and out.requires_grad and not torch.is_grad_enabled()
+        if gathered.total is None and (not is_input or out is None or lacks_gradient):
+            return None
+        if not is_input or out is None:
+            raise RuntimeError(
+                f"{module} shares the gather of its input with other linears: call it once, with the "
+                f"unchanged input of the module around it (hooks that change it belong on that module)"
+            )
+        if lacks_gradient:
+            raise RuntimeError(
+                f"{module} is called without gradients (by reentrant recomputation?), but the gather it "
+                f"shares with other linears has them: recompute or freeze the module around it"
+            )
+        self.gathered = gathered._replace(product=None)
+        return out
 
     def _output(self, out: Tensor) -> Tensor:
         full_shape = torch.Size((*out.shape[:-1], extent(self.module, 0)))
