@@ -156,7 +156,7 @@ def all_gather_gemm(
         CaptureError: A graph is being captured, and the call needs a preparation (see `warmup`).
     """
     several = isinstance(weight, (list, tuple))
-    operands = operands_of_lists(x_shard, weight, bias, scale_x, scale_w)
+    operands = operands_of_lists((x_shard, weight, bias, scale_x, scale_w))
     saved = save_gathered and scale_x is None  # with scales there is no gradient to save it for
     call = OpCall(
         "", rows, columns, None, 0, dim, return_gathered or saved,
@@ -445,6 +445,6 @@ def column_parallel_gemm(
         backend=backend, reserve_sms=reserve_sms, out_dtype=out_dtype, block=block, partials=partials,
         invariant=invariant,
     )  # fmt: skip
-    operands = operands_of_lists(x, weight, bias, scale_x, scale_w)
+    operands = operands_of_lists((x, weight, bias, scale_x, scale_w))
     _, *outs = call_op(ops.column_parallel_gemm, operands, group, call)
     return outs if isinstance(weight, (list, tuple)) else outs[0]

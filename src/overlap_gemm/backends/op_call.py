@@ -83,8 +83,13 @@ operands_of = partial(tuple.__new__, CallOperands)
 """Makes operands of a sequence of all fields; a call of the class enters a Python function, in every call."""
 
 
-def operands_of_lists(x: Tensor, weight: Any, bias: Any, scale_x: Any, scale_w: Any) -> CallOperands:
-    """Returns the operands of an op that takes lists; a single weight is passed as a list of one."""
+def operands_of_lists(passed: tuple[Any, Any, Any, Any, Any]) -> CallOperands:
+    """Returns the operands of an op that takes lists; a single weight becomes a list of one.
+
+    Args:
+        passed: x, weight, bias and their scales, as callers pass them.
+    """
+    x, weight, bias, scale_x, scale_w = passed
     weights = list(weight) if isinstance(weight, (list, tuple)) else [weight]
     biases = list(bias) if isinstance(bias, (list, tuple)) else None if bias is None else [bias]
     scales_w = scale_w if scale_w is None or isinstance(scale_w, (list, tuple)) else [scale_w]
