@@ -12,8 +12,8 @@ from torch._subclasses import FakeTensorMode
 from overlap_gemm import quantize_rows, swizzle_scales
 from overlap_gemm.api import quantization as api
 from overlap_gemm.api.quantization import LEAST_SCALE
-from overlap_gemm.backends.scales import row_quantization as quantization
 from overlap_gemm.backends.scales.scale_layouts import LAYOUTS
+from overlap_gemm.backends.triton_kernels import launchable
 from overlap_gemm.config.scale_blocks import PROMOTED
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -156,12 +156,12 @@ def test_what_torch_records_is_torchs_operations(monkeypatch):
 
 def test_a_triton_that_does_not_work_is_a_warning(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr(quantization, "find_spec", lambda _: True)
+    monkeypatch.setattr(launchable, "find_spec", lambda _: True)
     monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.warns(RuntimeWarning, match="Triton does not work here"):
-        assert quantization._kernels.__wrapped__(torch.device("cuda", 0)) is None
+        assert not launchable.is_launchable.__wrapped__(torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 9))
-    assert quantization._kernels.__wrapped__(torch.device("cuda", 0)) is None  # and nothing is said
+    assert not launchable.is_launchable.__wrapped__(torch.device("cuda", 0))  # and nothing is said
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")

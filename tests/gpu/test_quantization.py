@@ -8,7 +8,7 @@ import torch
 
 from overlap_gemm import quantize_rows
 from overlap_gemm.api import quantization
-from overlap_gemm.backends.scales.row_quantization import HELD, has_kernel
+from overlap_gemm.backends.triton_kernels.row_quantization import HELD, has_kernel
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SHAPES = [(1, 8192), (64, 4096), (33, 200), (2, 3, 130), (300, 1), (5, HELD), (5, HELD + 24), (1031, 328)]

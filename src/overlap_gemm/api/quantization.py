@@ -2,7 +2,7 @@
 
 It consists of torch operations, so that `torch.compile` (Inductor) fuses them, also with the computation of
 the rows. An eager call on a GPU is one kernel of this library with the same results
-(`backends.scales.row_quantization`).
+(`backends.triton_kernels.row_quantization`).
 """
 
 from typing import NamedTuple
@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ..backends.scales.mx_scales import atoms_of
-from ..backends.scales.row_quantization import by_one_kernel, has_kernel
 from ..backends.scales.scale_layouts import along_rows
 from ..backends.scales.scaling import FLOAT8
+from ..backends.triton_kernels.row_quantization import by_one_kernel, has_kernel
 from ..dispatch.calls import is_plain
 from ..epilogues.definition import LEAST_SCALE
 

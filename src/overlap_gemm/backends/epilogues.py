@@ -20,6 +20,7 @@ from ..spec.sharding import ceil_div
 from .scales.scale_layouts import LAYOUTS, ScaleLayout
 from .scales.scaling import FLOAT8, OUT_DTYPES
 from .scales.tma_operands import ROW_BYTES, ROW_ELEMENTS, aligned_vector
+from .triton_kernels import epilogue_rows
 
 if TYPE_CHECKING:
     from .base import Problem
@@ -63,6 +64,12 @@ class Applying(NamedTuple):
     def __str__(self) -> str:
         """Returns the epilogue and its dtypes, for messages and for comparison between ranks."""
         return f"{self.epilogue.key}({', '.join(map(str, self.dtypes))}) to {self.out_dtype}"
+
+    def in_one_pass(self, sums: Any, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Returns `on_sums` without gradients: by one kernel, if there is one for the epilogue and device."""
+        kept = [self.out_dtype if kind == "element" else torch.float32 for _, kind in self.epilogue.returned]
+        dtypes = result_dtype(self.epilogue, self.out_dtype), *kept
+        return epilogue_rows.launch(self.epilogue, sums, inputs, dtypes) or self.on_sums(sums, inputs)
 
     def on_sums(self, sums: Tensor | tuple[Tensor, ...], inputs: Sequence[Tensor]) -> list[Tensor]:
         """Applies the epilogue to complete sums; returns the result and the outputs, each rounded once.
@@ -340,9 +347,9 @@ def applied_after(run: Callable[[CallOperands], Any], applying: Applying) -> Cal
     def run_and_apply(operands: CallOperands) -> Any:
         result = run(operands)
         if isinstance(result, Tensor):
-            return applying.on_sums(result, operands.inputs)
+            return applying.in_one_pass(result, operands.inputs)
         gathered, sums = result
-        return gathered, applying.on_sums(sums[0] if len(sums) == 1 else tuple(sums), operands.inputs)
+        return gathered, applying.in_one_pass(sums[0] if len(sums) == 1 else tuple(sums), operands.inputs)
 
     return run_and_apply
 

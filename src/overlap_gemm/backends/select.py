@@ -38,6 +38,7 @@ from .op_call import FALLBACK, with_fallback
 from .scales.scaling import FLOAT8
 from .sequential import Sequential
 from .torch_backend import Torch
+from .triton_kernels import epilogue_rows
 
 logger = logging.getLogger(__name__)
 
@@ -254,7 +255,10 @@ def why_after_by(
         one_pass: As in `why_after`.
     """
     reason = backend.why_after(problem, columns)
-    return reason if reason is not None or times is None else times.why_after(one_pass)
+    if reason is not None or times is None:
+        return reason
+    assert problem.applying is not None, problem
+    return times.why_after(one_pass or epilogue_rows.one_pass(problem.applying.epilogue))
 
 
 def added_epilogue(seconds: Mapping[str, float], problem: Problem, times: EpilogueTime) -> dict[str, float]:

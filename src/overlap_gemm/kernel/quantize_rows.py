@@ -11,8 +11,8 @@ expressions in `api.quantization` bit for bit, except for the bits of a NaN: pro
 rounded as IEEE 754 defines. Magnitudes are compared as integers, so a NaN is the largest: the scale of its
 row or block is a NaN, and so are all values there.
 
-Torch's builds for CPUs have no Triton, so `backends.scales.row_quantization` imports this module only for a
-launch on a GPU.
+Torch's builds for CPUs have no Triton, so `backends.triton_kernels.row_quantization` imports this module only
+for a launch on a GPU.
 """
 
 import triton

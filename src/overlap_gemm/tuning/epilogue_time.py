@@ -8,7 +8,8 @@
   Scales of an 8-bit result's blocks take a maximum and a product.
 - **Operations.** torch runs each operation of the function by itself, on float32 tensors: a launch, its
   operands and its result. Dtypes are converted before and after. Epilogues of `TORCH_OPERATIONS` are these
-  few operations, without conversions.
+  few operations, without conversions. So are pairs and 8-bit results with scales of blocks; others are one
+  pass (`backends.triton_kernels.epilogue_rows`).
 - **Partial sums.** The kernel visits a rank's full product. Only the backend `sequential` runs operations,
   before the sum over the ranks.
 - **One pass.** The least that any operations after the op take: a launch, and each tensor once. A norm reads
@@ -50,7 +51,7 @@ class EpilogueTime(NamedTuple):
     Attributes:
         kernel: In the fused kernel.
         operations: By torch's operations after the op, one after the other.
-        one_pass: By one pass over memory after the op, as a compiler makes it.
+        one_pass: By one pass over memory after the op, as a compiler or a kernel for rows makes it.
         is_partial: Whether the sums are partial: the operations then precede the sum over the ranks.
     """
 
@@ -74,7 +75,7 @@ class EpilogueTime(NamedTuple):
         """Returns the reason torch applies the epilogue after a fused op; None if the kernel is faster.
 
         Args:
-            one_pass: Whether torch's operations are one pass over memory.
+            one_pass: Whether the operations after the op are one pass over memory.
         """
         after = self.one_pass if one_pass else self.operations
         if self.is_partial or after >= self.kernel:

@@ -6,16 +6,12 @@ shape. Compiled for dynamic shapes, its kernel takes twice the time (docs/design
 
 from __future__ import annotations
 
-import warnings
-from functools import cache
-from importlib.util import find_spec
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from ...spec.sharding import ceil_div
-from .scale_layouts import CUBLAS_ROWS
+from ..scales.scale_layouts import CUBLAS_ROWS
+from .launchable import is_launchable
 
 HELD = 16384
 """Limit of elements that a program keeps in registers: 16 warps of 32 elements a thread."""
@@ -50,7 +46,7 @@ def has_kernel(x: Tensor, block: int | None) -> bool:
         x.is_cuda
         and x.numel() > 0
         and (block is None or (block <= HELD and block & (block - 1) == 0))
-        and _kernels(x.device) is not None
+        and is_launchable(x.device)
     )
 
 
@@ -82,7 +78,8 @@ def by_one_kernel(
     is_contiguous_row = x_column == 1 or width == 1
     arguments = flat, values, scales, rows, width, x_row, 1 if is_contiguous_row else x_column
     how = 1 / torch.finfo(dtype).max, least, power_of_two
-    kernels = _kernels(x.device)
+    from ...kernel import quantize_rows as kernels
+
     with torch.cuda.device(x.device):
         if block is None and (width > HELD or not is_contiguous_row):
             (height, along), warps = LONG if is_contiguous_row else STRIDED
@@ -97,29 +94,3 @@ def by_one_kernel(
                 *arguments, scales.stride(1), *how, height, blocks, length, num_warps=warps
             )
     return values, scales.reshape(*x.shape[:-1], scales.shape[1])
-
-
-@cache
-def _kernels(device: torch.device) -> Any:
-    """Returns the module of the kernels, or None; cached by device.
-
-    None without Triton, and before sm_90: the conversion to 8 bits must round once. If Triton is installed
-    but does not work, one RuntimeWarning per device states the reason.
-    """
-    if torch.cuda.get_device_capability(device) < (9, 0) or find_spec("triton") is None:
-        return None
-    try:
-        from triton.runtime import driver
-
-        from ...kernel import quantize_rows
-
-        driver.active.get_current_target()  # creates Triton's launcher, which needs a C compiler
-    except Exception as error:
-        warnings.warn(
-            f"quantize_rows: torch's operations, which take ten times as long as Triton's kernel, since "
-            f"Triton does not work here: {error}",
-            RuntimeWarning,
-            stacklevel=4,
-        )
-        return None
-    return quantize_rows

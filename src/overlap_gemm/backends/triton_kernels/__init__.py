@@ -1,0 +1,1 @@
+"""Triton kernels that make one pass over rows: quantization, and epilogues after an op."""
