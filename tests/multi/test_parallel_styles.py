@@ -239,6 +239,30 @@ def test_a_child_of_a_shared_gather_without_gradients(ranks, how):
     ranks(2).run(without_gradients, how)
 
 
+def without_gradients_of_replicated_input(rank, size, how):
+    torch.manual_seed(0)
+    mesh, module = init_device_mesh("cpu", (size,)), Frozen() if how == "frozen" else Twice()
+    weight, bias = (p.detach().chunk(size)[rank] for p in module.proj.parameters())
+    full = module.proj.weight.detach().clone()
+    parallelize_module(module.proj, mesh, OverlapColwiseParallel())
+    shared = OverlapSharedGather("proj", input_layouts=Replicate(), argument="x")
+    parallelize_module(module, mesh, shared)
+    if how == "recomputed":
+        module.proj = checkpoint_wrapper(module.proj, CheckpointImpl.REENTRANT)
+    x = torch.randn(2, 3, 6).requires_grad_()
+    (out,) = module(x, 1)
+    torch.testing.assert_close(out, x @ weight.t() + bias)
+    assert out.requires_grad == (how == "recomputed")
+    if how == "recomputed":
+        out.sum().backward()
+        torch.testing.assert_close(x.grad, full.sum(0).expand_as(x))
+
+
+@pytest.mark.parametrize("how", ["recomputed", "frozen"])
+def test_a_child_without_gradients_multiplies_a_replicated_input_itself(ranks, how):
+    ranks(2).run(without_gradients_of_replicated_input, how)
+
+
 def test_hooks_see_the_input_of_a_shared_gather(ranks):
     ranks(2).run(hooks_see_the_input)
 
