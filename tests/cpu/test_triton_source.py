@@ -85,7 +85,8 @@ def run(one, sums, inputs, columns):
     applying = Applying(one, tuple(tensor.dtype for tensor in inputs), sums.dtype)
     kinds = ["element", *(kind for _, kind in one.returned)]
     dtypes = [sums.dtype if kind == "element" else torch.float32 for kind in kinds]
-    dtypes[0] = result_dtype(one, sums.dtype)
+    is_narrow = one.result is not None
+    dtypes[0] = torch.float32 if is_narrow else sums.dtype  # torch saturates on CPUs by itself
     shapes = [(rows, width) if kind == "element" else (rows,) for kind in kinds]
     written = [torch.zeros(shape).to(dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
     strides = [
@@ -100,6 +101,9 @@ def run(one, sums, inputs, columns):
         exec(source.removeprefix(HEADER), names)
         pointers = [Pointer(tensor) for tensor in tensors]
         names["apply_epilogue"](*pointers, width, sums.stride(0), *strides, columns)
+    if is_narrow:
+        assert (written[0].isnan() | (written[0].abs() <= 448)).all()
+        written[0] = written[0].to(result_dtype(one, sums.dtype))
     return written, applying.on_sums(sums, inputs)
 
 
