@@ -42,4 +42,4 @@ def operands(
         matrix(1.0) if kind == "element" else 0.5 + torch.rand(shapes[kind], generator=made)
         for _, kind in one.inputs
     ]
-    return matrix(100.0), inputs
+    return matrix(400.0), inputs
