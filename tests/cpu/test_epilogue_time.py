@@ -64,13 +64,13 @@ def test_norms_are_in_the_kernel_where_that_was_measured_faster_than_a_compiled_
         us = {name: 1e6 * seconds for name, seconds in row["graph"]["seconds"].items()}
         model = times(row["op"], epilogues.add_residual_rms_norm, row["m"], row["n"], row["k"])
         is_faster = us["fused"] < us["fused, norm, compiled"]
-        assert (model.why_after(one_pass=True) is None) == is_faster, (row["m"], model)
-        assert us["fused"] < us["fused, norm, eager"] and model.why_after(one_pass=False) is None
+        assert (model.why_after() is None) == is_faster, (row["m"], model)
+        assert us["fused"] < us["fused, norm, eager"]
         if is_faster:
             assert abs(model.kernel * 1e6 - (us["fused"] - us["fused, alone"])) <= 2, (row["m"], model)
     assert [row["m"] for row in data] == [1, 16, 64, 128]
     few, more = (times("gemm_all_reduce", epilogues.add_residual_rms_norm, m, 8192, 8192) for m in (64, 65))
-    assert few.why_after(one_pass=True) is None and more.why_after(one_pass=True)
+    assert few.why_after() is None and more.why_after()
 
 
 def test_the_time_of_blocks_in_the_kernel_is_that_measured():
@@ -83,7 +83,7 @@ def test_the_time_of_blocks_in_the_kernel_is_that_measured():
             times(call[0], epilogues.swiglu, *call[1:]),
         )
         assert 0.75 * more <= 1e6 * (of_blocks.kernel - plain.kernel) <= 1.25 * more
-        assert of_blocks.why_after(one_pass=True) and not of_blocks.why_after(one_pass=False)
+        assert of_blocks.why_after()
     assert len(gathers) == 2
 
 
@@ -95,8 +95,7 @@ def test_times_in_kernels_that_sum_8_bits_are_those_measured():
             one, more = getattr(epilogues, name), us[name] - us["alone"]
             model = times(shape[0], one, *shape[1:], dtype="e4m3")
             assert abs(model.kernel * 1e6 - more) <= max(3.5, 0.1 * more), (name, more, model)
-            assert not model.why_after(one_pass=False)
-            assert (model.why_after(one_pass=True) is None) == (name == "add_residual")
+            assert (model.why_after() is None) == (name == "add_residual")
 
 
 def test_the_time_of_one_pass_is_that_measured():
@@ -178,7 +177,7 @@ def test_partial_sums_are_those_of_a_ranks_product():
     complete = times("gemm_reduce_scatter", epilogues.add_residual, 8192, 8192, 8192)
     assert partial.is_partial and not times("all_gather_gemm", of_partial, 64, 8192, 8192).is_partial
     assert partial.kernel > 2 * complete.kernel, "all rows of the product, not a rank's rows of the result"
-    assert partial._replace(kernel=1.0).why_after(one_pass=True) is None, "nothing can follow the op"
+    assert partial._replace(kernel=1.0).why_after() is None, "nothing can follow the op"
 
 
 def test_auto_compares_the_kernel_with_operations_before_the_sum(on_hopper):
@@ -232,13 +231,10 @@ def test_one_place_decides_between_the_kernel_and_torch(on_hopper, monkeypatch):
     choice = select.choose(with_residual)
     assert choice.backend.name == "fused" and select.why_after(choice, with_residual, 8192) is None
     monkeypatch.setattr(select, "predicted_epilogue", lambda _: EpilogueTime(2e-5, 3e-5, 1e-5))
-    assert select.why_after(choice, with_residual, 8192) is None
-    assert (
-        select.why_after(choice, with_residual, 8192, one_pass=True)
-        == "which takes 10.0 us, and the kernel 20.0 us (predicted)"
-    )
+    why = select.why_after(choice, with_residual, 8192)
+    assert why == "which takes 10.0 us, and the kernel 20.0 us (predicted)"
     requested = replace(choice, requested="fused")
-    assert select.why_after(requested, with_residual, 8192, one_pass=True) is None, "not second-guessed"
+    assert select.why_after(requested, with_residual, 8192) is None, "not second-guessed"
 
 
 def test_explain_states_where_and_what_it_takes(on_hopper):
@@ -246,7 +242,7 @@ def test_explain_states_where_and_what_it_takes(on_hopper):
     text = str(select.explained(with_residual, "auto", 8192))
     model = times("gemm_reduce_scatter", epilogues.add_residual, 8192, 8192, 8192)
     assert f"epilogue add_residual: in the kernel; {model}" in text
-    assert re.search(r"[\d.]+ us in the kernel, [\d.]+ us by torch's operations .* by one pass", text)
+    assert re.search(r"[\d.]+ us in the kernel, [\d.]+ us by one pass over memory after the op", text)
     text = str(select.explained(of(epilogues.add_residual, 8192, n=8190), "auto", 8190))
     assert "epilogue add_residual: by torch after the op, torch's products have no epilogue" in text
 
@@ -295,7 +291,7 @@ def test_plan_and_auto_decide_in_one_place(on_hopper, monkeypatch):
     monkeypatch.setattr(importlib.import_module("overlap_gemm.cli.plan"), "epilogue_time", lambda *_: slower)
     with_residual = of(epilogues.add_residual, 8192)
     why = select.why_after(select.choose(with_residual), with_residual, 8192)
-    assert why == "which takes 20.0 us, and the kernel 30.0 us (predicted)"
+    assert why == "which takes 10.0 us, and the kernel 30.0 us (predicted)"
     how = ("gemm_reduce_scatter", 8192, 8192, 8192, "--ranks", 2, "--machine", "h200")
     assert f"add_residual: by torch after the op, {why}" in plan(*how, "--epilogue", "add_residual")[1]
 

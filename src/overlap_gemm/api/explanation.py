@@ -156,5 +156,4 @@ def explain(
             raise ValueError(f"explain: invariant={promised!r} allows no {epilogue.epilogue.name}: {why}")
         dtypes = [one.dtype if isinstance(one, Tensor) else torch.float32 for one in epilogue.inputs]
         problem = problem.with_epilogue(epilogue.epilogue, dtypes)
-    one_pass = epilogue is not None and epilogue.otherwise is not None
-    return explained(problem, call.backend, len(weights[0]), one_pass)
+    return explained(problem, call.backend, len(weights[0]))

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from ..config.gemm_config import GemmConfig
 from ..config.visitors import Visitor
-from ..epilogues import BLOCK, PAIR, Applied, Epilogue, add_residual_rms_norm, apply_relu
-from ..epilogues.definition import LARGEST, LEAST_SCALE, bands
+from ..epilogues import PAIR, Applied, Epilogue, add_residual_rms_norm, apply_relu
+from ..epilogues.definition import bands
 from ..epilogues.library import BINARY, TORCH_OPERATIONS
 from ..runtime.order import is_capturing
 from ..spec import PATTERNS, OpSpec, patterns_of
-from ..spec.sharding import ceil_div
+from .scales.result_blocks import by_blocks, new_scales, rounded
 from .scales.scale_layouts import LAYOUTS, ScaleLayout
 from .scales.scaling import FLOAT8, OUT_DTYPES
 from .scales.tma_operands import ROW_BYTES, ROW_ELEMENTS, aligned_vector
@@ -67,9 +67,12 @@ class Applying(NamedTuple):
 
     def in_one_pass(self, sums: Any, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Returns `on_sums` without gradients: by one kernel, if there is one for the epilogue and device."""
-        kept = [self.out_dtype if kind == "element" else torch.float32 for _, kind in self.epilogue.returned]
-        dtypes = result_dtype(self.epilogue, self.out_dtype), *kept
-        return epilogue_rows.launch(self.epilogue, sums, inputs, dtypes) or self.on_sums(sums, inputs)
+        read = epilogue_rows.readable(self.epilogue, sums, inputs)
+        if read is not None:
+            written = new_results(self.epilogue, self.out_dtype, read.sums[0], *read.extents)
+            if epilogue_rows.launch(self.epilogue, read, written):
+                return written
+        return self.on_sums(sums, inputs)
 
     def on_sums(self, sums: Tensor | tuple[Tensor, ...], inputs: Sequence[Tensor]) -> list[Tensor]:
         """Applies the epilogue to complete sums; returns the result and the outputs, each rounded once.
@@ -87,10 +90,10 @@ class Applying(NamedTuple):
             return [normed, stream]
         result, *others = self.epilogue.on_tensors(sums, inputs, self.out_dtype)
         if self.epilogue.block is not None:
-            return _by_blocks(result.float(), self.epilogue.block)
+            return by_blocks(result.float(), self.epilogue.block)
         outputs = zip(self.epilogue.returned, others, strict=True)
         return [
-            _rounded(result, result_dtype(self.epilogue, self.out_dtype)),
+            rounded(result, result_dtype(self.epilogue, self.out_dtype)),
             *(value.to(self.out_dtype) if kind == "element" else value for (_, kind), value in outputs),
         ]
 
@@ -140,36 +143,25 @@ def result_dtype(epilogue: Epilogue | None, dtype: torch.dtype) -> torch.dtype:
     return RESULT_DTYPES[epilogue.result]
 
 
-def _rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns values in a dtype; those beyond +-the largest of an 8-bit one become that, as in kernels."""
-    if dtype.itemsize == 1:  # torch 2.13 saturates on CPUs by itself; nothing promises it elsewhere
-        most = torch.finfo(dtype).max
-        values = values.clamp(-most, most)
-    return values.to(dtype)
-
-
-def _by_blocks(values: Tensor, block: int) -> list[Tensor]:
-    """Returns values in 8 bits, divided by the scales of their rows' blocks, and these scales."""
-    parts = values.unflatten(-1, (values.shape[-1] // block, block))
-    scale = (parts.abs().amax(-1) * (1 / LARGEST)).clamp(min=LEAST_SCALE)
-    quotients = (parts * scale.reciprocal().unsqueeze(-1)).flatten(-2)
-    _, scales = new_scales(values, scale.shape[:-1].numel(), values.shape[-1])
-    return [_rounded(quotients, torch.float8_e4m3fn), scales.copy_(scale.flatten(0, -2)).view(scale.shape)]
-
-
-def new_scales(x: Tensor, rows: Any, columns: Any) -> tuple[Tensor, Tensor]:
-    """Returns new scales of an 8-bit result's blocks as kernels store them, and as ops return them.
-
-    They are one tensor: `[columns / 128, rows rounded up to 4]`, and its transpose `[rows, columns / 128]`,
-    which torch's products and TMA read without a copy (`scaling.along_rows`).
+def new_results(epilogue: Epilogue, dtype: torch.dtype, x: Tensor, rows: Any, columns: Any) -> list[Tensor]:
+    """Returns uninitialized results of a call with an epilogue: the result, then what it returns in addition.
 
     Args:
+        epilogue: Epilogue of the call.
+        dtype: Dtype of the op's results without an epilogue.
         x: Tensor on the device.
         rows: Rows of the result.
         columns: Columns of the result.
     """
-    stored = x.new_empty(ceil_div(columns, BLOCK), ceil_div(rows, 4) * 4, dtype=torch.float32)
-    return stored, stored.t()[:rows]
+    made = [x.new_empty(rows, columns, dtype=result_dtype(epilogue, dtype))]
+    for _, kind in epilogue.returned:
+        if kind == "blocks":
+            made.append(new_scales(x, rows, columns)[1])
+        elif kind == "element":
+            made.append(x.new_empty(rows, columns, dtype=dtype))
+        else:
+            made.append(x.new_empty(rows, dtype=torch.promote_types(dtype, torch.float32)))
+    return made
 
 
 def _by_torch(epilogue: Epilogue, operations: Sequence[str], sums: Any, inputs: Sequence[Tensor]) -> Tensor:

@@ -38,7 +38,6 @@ from .op_call import FALLBACK, with_fallback
 from .scales.scaling import FLOAT8
 from .sequential import Sequential
 from .torch_backend import Torch
-from .triton_kernels import epilogue_rows
 
 logger = logging.getLogger(__name__)
 
@@ -227,38 +226,30 @@ def predicted_epilogue(problem: Problem) -> EpilogueTime | None:
     return epilogue_time(applying.epilogue, sizes, facts, machine, access.arch, access.num_sms)
 
 
-def why_after(choice: Choice, problem: Problem, columns: int, one_pass: bool = False) -> str | None:
-    """Returns the reason torch applies the epilogue of a call after the op; None if the backend does.
+def why_after(choice: Choice, problem: Problem, columns: int) -> str | None:
+    """Returns the reason the epilogue of a call is applied after the op; None if the backend applies it.
 
     Args:
         choice: Choice of the backend.
         problem: Problem of the call, with its epilogue.
         columns: Rows of this rank's weight.
-        one_pass: Whether the operations after the op are one pass over memory, and not one operation for each
-            of the epilogue's function.
     """
     by_time = choice.requested == "auto" and not problem.promises.leaves  # times depend on M
     times = predicted_epilogue(problem) if by_time else None
-    return why_after_by(choice.backend, problem, columns, times, one_pass)
+    return why_after_by(choice.backend, problem, columns, times)
 
 
-def why_after_by(
-    backend: Backend, problem: Problem, columns: int, times: EpilogueTime | None, one_pass: bool = False
-) -> str | None:
-    """Returns the reason torch applies the epilogue after the op; the arguments are those of `why_after`.
+def why_after_by(backend: Backend, problem: Problem, columns: int, times: EpilogueTime | None) -> str | None:
+    """Returns the reason the epilogue is applied after the op; the arguments are those of `why_after`.
 
     Args:
         backend: Backend that runs the op.
         problem: Problem of the call, with its epilogue.
         columns: Rows of this rank's weight.
         times: Times of the epilogue that decide if the backend can apply it; None: it then does.
-        one_pass: As in `why_after`.
     """
     reason = backend.why_after(problem, columns)
-    if reason is not None or times is None:
-        return reason
-    assert problem.applying is not None, problem
-    return times.why_after(one_pass or epilogue_rows.one_pass(problem.applying.epilogue))
+    return reason if reason is not None or times is None else times.why_after()
 
 
 def added_epilogue(seconds: Mapping[str, float], problem: Problem, times: EpilogueTime) -> dict[str, float]:
@@ -324,11 +315,11 @@ def why_unfit(backend: Backend, problem: Problem) -> str | None:
     return backend.why_not(problem)
 
 
-def explained(problem: Problem, requested: str, columns: int, one_pass: bool = False) -> Choice:
+def explained(problem: Problem, requested: str, columns: int) -> Choice:
     """Returns the choice with all that `explain` prints; the other arguments are those of `why_after`."""
     choice = choose(problem, requested)
     if problem.applying is not None:
-        why, times = why_after(choice, problem, columns, one_pass), predicted_epilogue(problem)
+        why, times = why_after(choice, problem, columns), predicted_epilogue(problem)
         choice = replace(choice, epilogue=epilogue_line(choice.backend, problem, why, times))
     return choice if problem.is_scaled else with_backward(choice)
 

@@ -84,7 +84,7 @@ def why_after(op: OpSpec, call: OpCall, operands: CallOperands) -> str | None:
     problem, choice, _ = _agreed_choice(op, call, operands)
     if problem.num_weights > 1 and problem.n is None:
         return "columns= is not passed, so the weights of the other ranks are unknown"
-    return select.why_after(choice, problem, len(operands.lists(op)[0][0]), one_pass=True)
+    return select.why_after(choice, problem, len(operands.lists(op)[0][0]))
 
 
 def _agreed_choice(op: OpSpec, call: OpCall, operands: CallOperands) -> tuple[Problem, Choice, Any]:

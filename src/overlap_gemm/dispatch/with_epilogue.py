@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from ..backends.epilogues import Applying, TensorKind, author_gradient, new_scales, result_dtype
+from ..backends.epilogues import Applying, TensorKind, author_gradient, new_results
 from ..backends.op_call import SCHEMA, CallOperands, OpCall, split
 from ..epilogues import Applied, Epilogue, epilogue_of
 from ..runtime.group import Group, GroupLike, find, group_name
@@ -68,14 +67,7 @@ class EpilogueOp(Registered):
         assert call.epilogue is not None
         epilogue, (rows, columns) = epilogue_of(call.epilogue), extents(self.plain, call, weight)
         width = columns // 2 if epilogue.pairs else columns
-        made = [x.new_empty(rows, width, dtype=result_dtype(epilogue, dtype))]
-        for _, kind in epilogue.returned:
-            if kind == "blocks":
-                made.append(new_scales(x, rows, width)[1])
-                continue
-            wide = torch.promote_types(dtype, torch.float32)
-            shape, kept = ((rows, width), dtype) if kind == "element" else ((rows,), wide)
-            made.append(x.new_empty(shape, dtype=kept))
+        made = new_results(epilogue, dtype, x, rows, width)
         if not self.takes_lists:
             return made
         return [x.new_empty(*self.plain.kept_extents(call, x, weight[0])), *made]

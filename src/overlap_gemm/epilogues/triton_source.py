@@ -7,16 +7,22 @@ are reduced.
 
 With `then`, a second loop computes the first function again, since the row is complete only after the first
 loop. It reads from the L2 cache.
+
+| sums | pointers | columns of a pair |
+|---|---|---|
+| single | ``sums0`` | |
+| pairs of two tensors | ``sums0``, ``sums1`` | the same of both |
+| pairs in bands of one tensor | ``sums0``, twice | 32 of the first sums, then 32 of the second |
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from .arithmetic import Value
-from .definition import LARGEST, Epilogue
+from .definition import BLOCK, LARGEST, LEAST_SCALE, PAIR, Epilogue
 
 HEADER = """\
 import triton
@@ -52,6 +58,20 @@ _FIRST = {"row_sum": "0.0", "row_mean": "0.0", "row_max": 'float("-inf")'}
 """Value with which a reduction begins."""
 
 
+_LOOP = "for first in range(0, WIDTH, COLUMNS):"
+
+_BY_BLOCKS = (
+    # Magnitudes are compared as integers, of which a NaN is the largest.
+    "most = tl.max(tiles.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1).to(tl.float32, bitcast=True)",
+    f"scale = most * {1 / LARGEST!r}",
+    f"scale = tl.where(scale < {LEAST_SCALE!r}, {LEAST_SCALE!r}, scale)",
+    "narrow = tl.reshape(tiles * tl.div_rn(1.0, scale)[:, None], (COLUMNS,))",
+    f"block = first // {BLOCK} + tl.arange(0, COLUMNS // {BLOCK})",
+    f"tl.store(out1 + block * SCALES + row, scale, block * {BLOCK} < WIDTH)",
+)
+"""Lines that divide `tiles` by the scales of blocks and store these, as `backends.epilogues` on tensors."""
+
+
 @dataclass(frozen=True)
 class Expression(Value):
     """Value of an epilogue by the name of a variable; each operation adds a line.
@@ -84,102 +104,145 @@ def _text(value: Any) -> str:
     return value.name if isinstance(value, Expression) else f"tl.full((), {float(value)!r}, tl.float32)"
 
 
-def body_of(epilogue: Epilogue, inputs: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Returns the lines of the function of ``x`` and these inputs, and the names of its values."""
-    lines: list[str] = []
-    values = epilogue.apply((Expression("x", lines),), [Expression(name, lines) for name in inputs])
-    return lines, [_text(value) for value in values]
-
-
-def kernel_of(epilogue: Epilogue) -> str:
+def kernel_of(epilogue: Epilogue, bands: bool = False) -> str:
     """Returns the source of the kernel ``apply_epilogue``.
 
-    Its arguments are sums, each input, and each tensor that it writes, in the order of the op's results.
-    Constants follow: WIDTH is the number of columns, STRIDE the elements from row to row of sums. Each input
-    of kind "element" has a stride, too (``STRIDE_i``). COLUMNS is last. What it writes is contiguous.
+    Its arguments are the sums, each input, and each tensor that it writes, in the order of the op's results.
+    Constants follow: WIDTH is the number of columns of the result, ``STRIDE0`` the elements from row to row
+    of the sums. Each input of kind "element" has a stride, too (``STRIDE_i``), and scales of blocks one from
+    block to block (SCALES). COLUMNS is last, a multiple of 128. What the kernel writes is contiguous, but for
+    these scales.
 
     Args:
-        epilogue: Epilogue of single sums (no pairs), without scales of blocks.
+        epilogue: Epilogue of complete sums.
+        bands: Whether the sums of a pair are in bands of one tensor.
     """
-    inputs = [f"in{i}" for i in range(len(epilogue.inputs))]
-    kinds: list[str] = [kind for _, kind in epilogue.inputs]
-    of_outputs: list[str] = [kind for _, kind in epilogue.outputs]
-    strides = [f"STRIDE_{i}" for i, kind in enumerate(kinds) if kind == "element"]
-    written = [f"out{i}" for i in range(1 + len(epilogue.returned))]
-    constants = ["WIDTH", "STRIDE", *strides, "COLUMNS"]
-    parameters = ["sums", *inputs, *written, *(f"{name}: tl.constexpr" for name in constants)]
-    reductions = [(f"r{i}", kind) for i, kind in enumerate(of_outputs) if kind != "element"]
+    return _Kernel(epilogue, bands).source
 
-    start = ["row = tl.program_id(0).to(tl.int64)"]
-    for i, kind in enumerate(kinds):
-        if kind in ("rows", "scalar"):
-            start.append(f"i{i} = tl.load(in{i}{' + row' if kind == 'rows' else ''}).to(tl.float32)")
-    start += [f"{name} = tl.full((COLUMNS,), {_FIRST[kind]}, tl.float32)" for name, kind in reductions]
 
-    loads = [
-        "column = first + tl.arange(0, COLUMNS)",
-        "inside = column < WIDTH",
-        "x = tl.load(sums + row * STRIDE + column, inside, 0.0).to(tl.float32)",
-    ]
-    for i, kind in enumerate(kinds):
-        if kind in ("element", "columns"):
-            place = f"row * STRIDE_{i} + column" if kind == "element" else "column"
-            loads.append(f"i{i} = tl.load(in{i} + {place}, inside, 0.0).to(tl.float32)")
-    lines, (result, *others) = body_of(epilogue, [f"i{i}" for i in range(len(inputs))])
+class _Kernel:
+    """The parts of a kernel's source, as lines.
 
-    first_output = written[0 if epilogue.then is None else 1]
-    stores = [*_stored(first_output, result, epilogue.then is None and epilogue.result is not None)]
-    for i, (value, kind) in enumerate(zip(others, of_outputs, strict=True)):
-        if kind == "element":
-            stores += _stored(written[1 + i], value)
-            continue
-        reduced = f"tl.where(inside, {value}, {_FIRST[kind]})"
-        is_max = kind == "row_max"
-        stores.append(
-            f"r{i} = {_BINARY['maximum'].format(f'r{i}', reduced) if is_max else f'r{i} + {reduced}'}"
-        )
-    end = []
-    for name, kind in reductions:
-        if kind == "row_max":  # a reduction to a maximum ignores NaN
-            end.append(f"nan = tl.max(({name} != {name}).to(tl.int32), 0)")
-            end.append(f'{name} = tl.where(nan > 0, float("nan"), tl.max({name}, 0))')
+    Args:
+        epilogue: Epilogue.
+        bands: As in `kernel_of`.
+    """
+
+    def __init__(self, epilogue: Epilogue, bands: bool) -> None:
+        self.epilogue, self.bands = epilogue, bands
+        self.kinds: list[str] = [kind for _, kind in epilogue.inputs]
+        outputs: list[str] = [kind for _, kind in epilogue.outputs]
+        self.reductions = [(i, kind) for i, kind in enumerate(outputs) if kind != "element"]
+        self.lines: list[str] = []
+        inputs = [Expression(f"i{i}", self.lines) for i in range(len(self.kinds))]
+        names = ("x0", "x1") if epilogue.pairs else ("x0",)
+        values = epilogue.apply([Expression(name, self.lines) for name in names], inputs)
+        self.result, *self.outputs = map(_text, values)
+
+    @property
+    def source(self) -> str:
+        """Returns the source."""
+        first = [*self._loads(), *self.lines, *self._stores(), *self._reduced()]
+        text = [*self._start(), _LOOP, *_indented(first), *self._end()]
+        if self.epilogue.then is not None:
+            text += [_LOOP, *_indented([*self._loads(), *self._finished()])]
+        parameters = ", ".join([*self._tensors(), *(f"{name}: tl.constexpr" for name in self._constants())])
+        return f"{HEADER}def apply_epilogue({parameters}):\n" + "\n".join(_indented(text)) + "\n"
+
+    @property
+    def _pointers(self) -> tuple[str, ...]:
+        return ("sums0", "sums1") if self.epilogue.pairs and not self.bands else ("sums0",)
+
+    def _tensors(self) -> Iterator[str]:
+        yield from self._pointers
+        yield from (f"in{i}" for i in range(len(self.kinds)))
+        yield from (f"out{i}" for i in range(1 + len(self.epilogue.returned)))
+
+    def _constants(self) -> Iterator[str]:
+        yield "WIDTH"
+        yield from (f"STRIDE{name[-1]}" for name in self._pointers)
+        yield from (f"STRIDE_{i}" for i, kind in enumerate(self.kinds) if kind == "element")
+        if self.epilogue.block:
+            yield "SCALES"
+        yield "COLUMNS"
+
+    def _start(self) -> Iterator[str]:
+        yield "row = tl.program_id(0).to(tl.int64)"
+        for i, kind in enumerate(self.kinds):
+            if kind in ("rows", "scalar"):
+                yield f"i{i} = tl.load(in{i}{' + row' if kind == 'rows' else ''}).to(tl.float32)"
+        for i, kind in self.reductions:
+            yield f"r{i} = tl.full((COLUMNS,), {_FIRST[kind]}, tl.float32)"
+
+    def _loads(self) -> Iterator[str]:
+        yield "column = first + tl.arange(0, COLUMNS)"
+        yield "inside = column < WIDTH"
+        if self.bands:
+            band = f"column // {PAIR} * {2 * PAIR} + column % {PAIR}"
+            yield _load("x0", f"sums0 + row * STRIDE0 + {band}")
+            yield _load("x1", f"sums0 + row * STRIDE0 + {band} + {PAIR}")
         else:
-            end.append(f"{name} = tl.sum({name}, 0)")
-        if kind == "row_mean":
-            end.append(f"{name} = tl.div_rn({name}, tl.full((), WIDTH, tl.float32))")
-        if epilogue.then is None:
-            end.append(f"tl.store({written[1 + int(name[1:])]} + row, {name})")
+            for name in self._pointers:
+                yield _load(f"x{name[-1]}", f"{name} + row * STRIDE{name[-1]} + column")
+        for i, kind in enumerate(self.kinds):
+            if kind == "element":
+                yield _load(f"i{i}", f"in{i} + row * STRIDE_{i} + column")
+            elif kind == "columns":
+                yield _load(f"i{i}", f"in{i} + column")
 
-    text = [*start, "for first in range(0, WIDTH, COLUMNS):", *_indented([*loads, *lines, *stores]), *end]
-    if epilogue.then is not None:
-        text += [
-            "for first in range(0, WIDTH, COLUMNS):",
-            *_indented(_finished(epilogue, loads, lines, result)),
-        ]
-    return f"{HEADER}def apply_epilogue({', '.join(parameters)}):\n" + "\n".join(_indented(text)) + "\n"
+    def _stores(self) -> Iterator[str]:
+        if self.epilogue.block:
+            yield f"tiles = tl.reshape({self.result}, (COLUMNS // {BLOCK}, {BLOCK}))"
+            yield from _BY_BLOCKS
+            yield from _stored("out0", "narrow", saturates=True)
+        elif self.epilogue.then is not None:
+            yield from _stored("out1", self.result)
+        else:
+            yield from _stored("out0", self.result, saturates=self.epilogue.result is not None)
+        reduced = dict(self.reductions)
+        for i, value in enumerate(self.outputs):
+            if i not in reduced:
+                yield from _stored(f"out{1 + i}", value)
+
+    def _reduced(self) -> Iterator[str]:
+        for i, kind in self.reductions:
+            value = f"tl.where(inside, {self.outputs[i]}, {_FIRST[kind]})"
+            operation = _BINARY["maximum" if kind == "row_max" else "add"]
+            yield f"r{i} = {operation.format(f'r{i}', value)}"
+
+    def _end(self) -> Iterator[str]:
+        for i, kind in self.reductions:
+            if kind == "row_max":  # a reduction to a maximum ignores NaN
+                yield f"nan = tl.max((r{i} != r{i}).to(tl.int32), 0)"
+                yield f'r{i} = tl.where(nan > 0, float("nan"), tl.max(r{i}, 0))'
+            else:
+                yield f"r{i} = tl.sum(r{i}, 0)"
+            if kind == "row_mean":
+                yield f"r{i} = tl.div_rn(r{i}, tl.full((), WIDTH, tl.float32))"
+            if self.epilogue.then is None:
+                yield f"tl.store(out{1 + i} + row, r{i})"
+
+    def _finished(self) -> list[str]:
+        """Returns the lines of the second loop, which computes and stores the values of ``then``."""
+        again = [*self.lines, f"y = ({self.result}).to(out1.dtype.element_ty).to(tl.float32)"]
+        rows = [Expression(f"r{i}", again) for i, _ in self.reductions]
+        inputs = [Expression(f"i{i}", again) for i in range(len(self.kinds))]
+        finished = _text(self.epilogue.finish(Expression("y", again), rows, inputs))
+        return [*again, *_stored("out0", finished)]
 
 
-def _finished(epilogue: Epilogue, loads: list[str], lines: list[str], result: str) -> list[str]:
-    """Returns the lines of the second loop, which computes and stores the values of ``then``."""
-    again = [*lines, f"y = ({result}).to(out1.dtype.element_ty).to(tl.float32)"]
-    rows = [Expression(f"r{i}", again) for i in range(len(epilogue.outputs))]
-    inputs = [Expression(f"i{i}", again) for i in range(len(epilogue.inputs))]
-    finished = _text(epilogue.finish(Expression("y", again), rows, inputs))
-    return [*loads, *again, *_stored("out0", finished)]
+def _load(name: str, place: str) -> str:
+    return f"{name} = tl.load({place}, inside, 0.0).to(tl.float32)"
 
 
-def _stored(target: str, value: str, saturates: bool = False) -> list[str]:
-    """Returns the lines that round a value and store it; 8-bit values end at the largest."""
-    lines = []
+def _stored(target: str, value: str, saturates: bool = False) -> Iterator[str]:
+    """Yields the lines that round a value and store it; 8-bit values end at the largest."""
     if saturates:
-        low = _BINARY["maximum"].format(value, f"tl.full((), -{LARGEST!r}, tl.float32)")
-        lines.append(f"held = {_BINARY['minimum'].format(low, f'tl.full((), {LARGEST!r}, tl.float32)')}")
+        low = _BINARY["maximum"].format(value, _text(-LARGEST))
+        yield f"held = {_BINARY['minimum'].format(low, _text(LARGEST))}"
         value = "held"
-    lines.append(
-        f"tl.store({target} + row * WIDTH + column, ({value}).to({target}.dtype.element_ty), inside)"
-    )
-    return lines
+    yield f"tl.store({target} + row * WIDTH + column, ({value}).to({target}.dtype.element_ty), inside)"
 
 
-def _indented(lines: Sequence[str]) -> list[str]:
+def _indented(lines: Iterator[str] | Sequence[str]) -> list[str]:
     return [f"    {line}" for line in lines]

@@ -1,4 +1,4 @@
-"""Model of an epilogue's time: in the kernel, and by torch's operations after the op.
+"""Model of an epilogue's time: in the kernel, and after the op.
 
 - **Kernel.** Inputs and outputs with a value for each element are read and written at the memory's rate.
   Those of an SM's last tile follow its sums, so nothing hides them. Functions of the special function units
@@ -6,14 +6,12 @@
   a function of complete rows takes one more.
   In sums over ranks of 8-bit operands, less of all this is hidden (`Machine.exposed_visits`).
   Scales of an 8-bit result's blocks take a maximum and a product.
-- **Operations.** torch runs each operation of the function by itself, on float32 tensors: a launch, its
-  operands and its result. Dtypes are converted before and after. Epilogues of `TORCH_OPERATIONS` are these
-  few operations, without conversions. So are pairs and 8-bit results with scales of blocks; others are one
-  pass (`backends.triton_kernels.epilogue_rows`).
+- **One pass** after the op (`backends.triton_kernels.epilogue_rows`, or what a compiler makes): a launch, and
+  each tensor once. A norm reads its rows again, which takes as long as a launch (`h200x2-norms.json`).
 - **Partial sums.** The kernel visits a rank's full product. Only the backend `sequential` runs operations,
-  before the sum over the ranks.
-- **One pass.** The least that any operations after the op take: a launch, and each tensor once. A norm reads
-  its rows again, which takes as long as a launch (`h200x2-norms.json`).
+  before the sum over the ranks: each by itself, on float32 tensors, with a launch, its operands and its
+  result. Dtypes are converted before and after. Epilogues of `TORCH_OPERATIONS` are these few operations,
+  without conversions.
 
 Values for rows, columns and the full result take no time. Measured on two H200
 (`h200x2-epilogues.json`, `h200x2-scaled-epilogues.json`).
@@ -50,7 +48,7 @@ class EpilogueTime(NamedTuple):
 
     Attributes:
         kernel: In the fused kernel.
-        operations: By torch's operations after the op, one after the other.
+        operations: By torch's operations, one after the other.
         one_pass: By one pass over memory after the op, as a compiler or a kernel for rows makes it.
         is_partial: Whether the sums are partial: the operations then precede the sum over the ranks.
     """
@@ -71,29 +69,20 @@ class EpilogueTime(NamedTuple):
         least = min(self.kernel, self.one_pass)
         return {name: time + (least if name in kernels else self.one_pass) for name, time in seconds.items()}
 
-    def why_after(self, one_pass: bool) -> str | None:
-        """Returns the reason torch applies the epilogue after a fused op; None if the kernel is faster.
-
-        Args:
-            one_pass: Whether the operations after the op are one pass over memory.
-        """
-        after = self.one_pass if one_pass else self.operations
-        if self.is_partial or after >= self.kernel:
+    def why_after(self) -> str | None:
+        """Returns the reason the epilogue is applied after a fused op; None if the kernel is faster."""
+        if self.is_partial or self.one_pass >= self.kernel:
             return None
-        return f"which takes {after * 1e6:.1f} us, and the kernel {self.kernel * 1e6:.1f} us (predicted)"
+        after, kernel = self.one_pass * 1e6, self.kernel * 1e6
+        return f"which takes {after:.1f} us, and the kernel {kernel:.1f} us (predicted)"
 
     def __str__(self) -> str:
         """Returns the times in microseconds, for `explain` and `plan`."""
         kernel, operations, one_pass = (f"{seconds * 1e6:.1f}" for seconds in self[:3])
+        others = f"{one_pass} us by one pass over memory after the op"
         if self.is_partial:
-            return (
-                f"predicted in addition to the op: {kernel} us in the kernel, {operations} us by torch's "
-                "operations before the sum over the ranks"
-            )
-        return (
-            f"predicted in addition to the op: {kernel} us in the kernel, {operations} us by torch's "
-            f"operations after the op, {one_pass} us by one pass over memory"
-        )
+            others = f"{operations} us by torch's operations before the sum over the ranks"
+        return f"predicted in addition to the op: {kernel} us in the kernel, {others}"
 
 
 def epilogue_time(

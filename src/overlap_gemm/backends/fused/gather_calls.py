@@ -19,9 +19,10 @@ from ...runtime.group import Group
 from ...spec.sharding import Shards
 from ...tuning.settings import late_weights, settings, within
 from ..base import Problem
-from ..epilogues import new_scales, read_by_kernel, result_dtype
+from ..epilogues import read_by_kernel, result_dtype
 from ..op_call import CallOperands
 from ..scales.product_types import ProductTypes
+from ..scales.result_blocks import new_scales
 from ..scales.scale_layouts import ScaleLayout
 from ..scales.tma_operands import (
     ROW_BYTES,

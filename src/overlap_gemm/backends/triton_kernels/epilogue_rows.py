@@ -10,12 +10,12 @@ from __future__ import annotations
 import linecache
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...epilogues import Epilogue
+from ...epilogues import BLOCK, Epilogue
 from ...epilogues.library import TORCH_OPERATIONS
 from ...epilogues.triton_source import kernel_of
 from ...runtime.order import is_capturing
@@ -37,61 +37,89 @@ _known: set[Any] = set()
 
 
 def one_pass(epilogue: Epilogue) -> bool:
-    """Returns whether the kernel exists for an epilogue: of single sums, and not torch's own operations."""
-    return not (epilogue.pairs or epilogue.block or epilogue.key in TORCH_OPERATIONS)
+    """Returns whether the kernel applies an epilogue; not if it is one of torch's operations."""
+    return len(TORCH_OPERATIONS.get(epilogue.key, ("", ""))) > 1
 
 
-def launch(
-    epilogue: Epilogue, sums: Any, inputs: Sequence[Tensor], dtypes: Sequence[torch.dtype]
-) -> list[Tensor] | None:
-    """Returns the result of an epilogue and its outputs by one kernel, or None if torch must compute them.
+class Read(NamedTuple):
+    """Operands of the kernel, matrices with their strides from row to row.
+
+    Attributes:
+        sums: `[rows, columns]`, one or two.
+        inputs: Tensor for each input.
+        strides: Of the sums, then of each input with a value for each element.
+        bands: Whether the sums of a pair are in bands of one tensor.
+    """
+
+    sums: tuple[Tensor, ...]
+    inputs: list[Tensor]
+    strides: list[int]
+    bands: bool
+
+    @property
+    def extents(self) -> tuple[int, int]:
+        """Returns (rows, columns) of the result."""
+        rows, width = self.sums[0].shape
+        return rows, width // 2 if self.bands else width
+
+
+def readable(epilogue: Epilogue, sums: Any, inputs: Sequence[Tensor]) -> Read | None:
+    """Returns what a kernel reads; None if torch must compute.
 
     Args:
         epilogue: Epilogue of complete sums.
-        sums: `[rows, columns]`; a tuple of pairs has no kernel.
+        sums: `[rows, columns]`, or a tuple of the two of a pair.
         inputs: Tensor for each input.
-        dtypes: Dtype of each tensor that the op returns.
     """
-    if not (isinstance(sums, Tensor) and sums.is_cuda and one_pass(epilogue)):
+    parts = sums if isinstance(sums, tuple) else (sums,)
+    if not (parts[0].is_cuda and one_pass(epilogue)):
         return None
-    if sums.ndim != 2 or not sums.numel() or sums.stride(1) != 1 or sums.dtype not in DTYPES:
-        return None
-    rows, width = sums.shape
-    read, strides = [], [sums.stride(0)]
-    for (_, kind), tensor in zip(epilogue.inputs, inputs, strict=True):
-        if tensor.dtype not in DTYPES:
+    for part in parts:
+        if part.ndim != 2 or not part.numel() or part.stride(1) != 1 or part.dtype not in DTYPES:
             return None
+    if any(tensor.dtype not in DTYPES for tensor in inputs) or not is_launchable(parts[0].device):
+        return None
+    read = Read(parts, [], [part.stride(0) for part in parts], epilogue.pairs and len(parts) == 1)
+    for (_, kind), tensor in zip(epilogue.inputs, inputs, strict=True):
         if kind != "element":
-            read.append(tensor.contiguous())
+            read.inputs.append(tensor.contiguous())
             continue
-        flat = tensor.reshape(rows, width)
-        read.append(flat if flat.stride(1) == 1 else flat.contiguous())
-        strides.append(read[-1].stride(0))
-    if not is_launchable(sums.device):
-        return None
-    aligned = tuple([tensor.data_ptr() % 16 == 0 for tensor in (sums, *read)])
-    types = sums.dtype, *[tensor.dtype for tensor in read], *dtypes
-    key = epilogue.key, sums.device, width, tuple(strides), types, aligned
-    if key not in _known and is_capturing(sums.device):
-        return None
-    columns = min(COLUMNS, max(128, 1 << (width - 1).bit_length()))
+        flat = tensor.reshape(read.extents)
+        read.inputs.append(flat if flat.stride(1) == 1 else flat.contiguous())
+        read.strides.append(read.inputs[-1].stride(0))
+    return read
+
+
+def launch(epilogue: Epilogue, read: Read, written: Sequence[Tensor]) -> bool:
+    """Applies an epilogue by one kernel; False if it must not be compiled now, and was not.
+
+    Args:
+        epilogue: Epilogue of complete sums.
+        read: Result of `readable`.
+        written: Tensor for each of the op's results; scales of blocks are `[rows, blocks]` with contiguous
+            columns, the others contiguous.
+    """
+    device, (rows, width) = read.sums[0].device, read.extents
+    strides = [*read.strides, *([written[1].stride(1)] if epilogue.block else [])]
+    tensors = *read.sums, *read.inputs, *written
+    aligned = tuple([tensor.data_ptr() % 16 == 0 for tensor in tensors])
+    types = tuple([tensor.dtype for tensor in tensors])
+    key = epilogue.key, read.bands, device, width, tuple(strides), types, aligned
+    if key not in _known and is_capturing(device):
+        return False
+    columns = min(COLUMNS, max(BLOCK, 1 << (width - 1).bit_length()))
     warps = min(MOST_WARPS, columns // (32 * OF_A_THREAD) or 1)
-    written = [
-        torch.empty((rows, width) if kind == "element" else (rows,), dtype=dtype, device=sums.device)
-        for kind, dtype in zip(("element", *[kind for _, kind in epilogue.returned]), dtypes, strict=True)
-    ]
-    with torch.cuda.device(sums.device):
-        _kernel(epilogue)[(rows,)](
-            sums, *read, *written, width, *strides, columns, num_warps=warps, enable_fp_fusion=False
-        )
+    with torch.cuda.device(device):
+        kernel = _kernel(epilogue, read.bands)
+        kernel[(rows,)](*tensors, width, *strides, columns, num_warps=warps, enable_fp_fusion=False)
     _known.add(key)
-    return written
+    return True
 
 
 @cache
-def _kernel(epilogue: Epilogue) -> Any:
+def _kernel(epilogue: Epilogue, bands: bool) -> Any:
     """Returns the kernel of an epilogue; Triton reads its source from the cache of lines."""
-    source, name = kernel_of(epilogue), f"<overlap_gemm epilogue {epilogue.key}>"
+    source, name = kernel_of(epilogue, bands), f"<overlap_gemm epilogue {epilogue.key} {bands}>"
     linecache.cache[name] = len(source), None, source.splitlines(keepends=True), name
     module: dict[str, Any] = {"__name__": f"overlap_gemm.epilogues.{epilogue.name}"}
     exec(compile(source, name, "exec"), module)
