@@ -30,8 +30,13 @@ def compare(one, sums, inputs, monkeypatch):
         made = applying.in_one_pass(sums, inputs)
     for actual, wanted in zip(made, expected, strict=True):
         assert actual.shape == wanted.shape
-        near, least = ULP.get(actual.dtype, 1e-5), 2**-9 if actual.element_size() == 1 else 1e-4  # e4m3's
-        torch.testing.assert_close(actual.float(), wanted.float(), rtol=near, atol=least, equal_nan=True)
+        relative, absolute = (
+            ULP.get(actual.dtype, 1e-5),
+            2**-9 if actual.element_size() == 1 else 1e-4,
+        )  # e4m3's
+        torch.testing.assert_close(
+            actual.float(), wanted.float(), rtol=relative, atol=absolute, equal_nan=True
+        )
 
 
 def on_device(tensor, device, wide):

@@ -38,6 +38,11 @@ WIDE = 4
 TILE = 128 * 128
 """Elements of an SM's last tile."""
 
+WIDE_BLOCKS = 0.15
+"""Ratio of the time of an 8-bit result's blocks with 16-bit operands to `Machine.block_value`, measured with
+8-bit ones: longer products hide more of it. With it the choice is the one measured to be no slower
+(`h200x2-result-blocks.json`)."""
+
 SPECIAL = {"exp": 1, "sqrt": 1, "rsqrt": 1, "reciprocal": 1, "sigmoid": 2, "div": 1, "tanh": 1, "erf": 2}
 """Instructions of the special function units in an operation of `device.values`; `erf` branches between two
 polynomials."""
@@ -125,7 +130,7 @@ def epilogue_time(
     handovers = reductions + (epilogue.then is not None)  # rows are awaited once, whatever their values
     kernel = visits + of_sm * tally.special * machine.special + handovers * machine.row_handover
     if epilogue.block:
-        kernel += of_sm * machine.block_value
+        kernel += of_sm * machine.block_value * (1.0 if DTYPE_BYTES[facts.dtype] == 1 else WIDE_BLOCKS)
     return EpilogueTime(moved + kernel, moved + max(operations, one_pass), moved + one_pass, is_partial)
 
 
