@@ -21,7 +21,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..backends.op_call import BackendName, CallOperands, Length, OpCall, promises_of, with_fallback
+from ..backends.op_call import (
+    BackendName,
+    CallOperands,
+    Length,
+    OpCall,
+    operands_of_lists,
+    promises_of,
+    with_fallback,
+)
 from ..backends.scales.scaling import FLOAT8, Block
 from ..dispatch import gradient_products, ops, shard_ops
 from ..dispatch.autocast import autocast
@@ -211,11 +219,10 @@ class Float8(Products):
         epilogue: Applied | None = None,
     ) -> Any:
         """Returns the result of an op that takes lists: a list of results if `weight` is one."""
-        single = not isinstance(weight, (list, tuple))
-        weights: list[Any] = [weight] if single else list(weight)
-        biases = [bias] if isinstance(bias, Tensor) else list(bias or [])
-        outs = self._product(how, x, weights, biases, epilogue)
-        return one_or_all(outs) if single or epilogue is not None else list(outs)
+        _, weights, biases, *_ = operands_of_lists((x, weight, bias, None, None))
+        outs = self._product(how, x, weights, biases or [], epilogue)
+        several = isinstance(weight, (list, tuple)) and epilogue is None
+        return list(outs) if several else one_or_all(outs)
 
     def _product(
         self,

@@ -19,6 +19,7 @@ from .layers import (
     RowParallelLinear,
     column_products,
     is_bare,
+    shared_call,
 )
 
 if TYPE_CHECKING:  # typing's own is newer than Python 3.10
@@ -107,7 +108,7 @@ class ParallelAttention(nn.Module):
             **options: Options of the attention function, such as `is_causal=True`.
         """
         layers = self.q_proj, self.k_proj, self.v_proj
-        projected = column_products(layers, x)
+        projected = column_products(layers, x, shared_call(layers, x))
         out = attend(projected, self.head_dim, self.sequence_dim, self.attention, **options)
         if norm is not None:
             return self.o_proj(out, residual, norm)

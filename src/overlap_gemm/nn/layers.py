@@ -330,11 +330,12 @@ class ParallelMLP(nn.Module):
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Multiplies, and adds a residual of the output's shape. The class describes the shapes."""
         layers, gating = (self.gate_proj, self.up_proj), GATINGS[self.activation]
-        if is_gather_shared(layers) and self._why_gating_follows() is None:
-            weights, biases, how = shared_gather(layers, x)
+        shared = shared_call(layers, x)
+        if shared is not None and shared.gathers and self._why_gating_follows() is None:
+            weights, biases, how, _ = shared
             hidden = gated(layers[0].products, x, weights, biases, *gating, self.fuse, **how)
         else:
-            gate, up = column_products(layers, x)
+            gate, up = column_products(layers, x, shared)
             hidden = gating.on_tensors(gate) * up
         return self.down_proj(hidden) if residual is None else self.down_proj(hidden, residual)
 
@@ -355,55 +356,54 @@ class ParallelMLP(nn.Module):
         return why_not_fused(ALL_GATHER_GEMM.name, epilogue, gate.products, self.fuse, gate.promises)
 
 
-class SharedGather(NamedTuple):
-    """Arguments of one `all_gather_gemm` for several layers: weights, biases or None, options."""
+class SharedCall(NamedTuple):
+    """Arguments of one call for several layers: weights, biases or None, options.
+
+    Attributes:
+        gathers: Whether it is `all_gather_gemm`; else local products, which share the sum of x's gradient.
+    """
 
     weights: list[Tensor]
     biases: list[Tensor] | None
     options: dict[str, Any]
+    gathers: bool
 
 
-def is_gather_shared(layers: Sequence[ColumnParallelLinear]) -> bool:
-    """Returns whether layers of the same input gather its rows, and are bare."""
-    return all(map(is_bare, layers)) and layers[0].sequence_parallel
-
-
-def shared_gather(layers: Sequence[ColumnParallelLinear], x: Tensor) -> SharedGather:
-    """Returns how layers share a gather of x.
-
-    Args:
-        layers: Layers with the same options, all with a bias or none.
-        x: Input of the layers.
-    """
-    first = layers[0]
-    warn_unmarked_parameters(first, x)
-    options: dict[str, Any] = {"dim": first.sequence_dim, "rows": first.rows, **first.op_keywords}
-    options["columns"] = sum(layer.output_size for layer in layers)
-    return SharedGather(*_parameters(layers), options)
-
-
-def _parameters(layers: Sequence[ColumnParallelLinear]) -> tuple[list[Tensor], list[Tensor] | None]:
-    """Returns (weights, biases or None) of layers."""
-    biases = [layer.bias for layer in layers if layer.bias is not None]
-    return [layer.weight for layer in layers], biases or None
-
-
-def column_products(layers: Sequence[ColumnParallelLinear], x: Tensor) -> Sequence[Tensor]:
-    """Returns each layer's product with x, `[..., output_size of this rank]` of all rows.
-
-    Bare layers share one gather of x, or the sum of its gradient; others are called.
+def shared_call(layers: Sequence[ColumnParallelLinear], x: Tensor) -> SharedCall | None:
+    """Returns how layers share one call; None if one is not bare.
 
     Args:
         layers: Layers with the same options, all with a bias or none, which gather no output.
         x: Input of the layers.
     """
     if not all(map(is_bare, layers)):
+        return None
+    first = layers[0]
+    options: dict[str, Any] = {**first.op_keywords}
+    if first.sequence_parallel:
+        warn_unmarked_parameters(first, x)
+        columns = sum(layer.output_size for layer in layers)
+        options |= {"dim": first.sequence_dim, "rows": first.rows, "columns": columns}
+    biases = [layer.bias for layer in layers if layer.bias is not None]
+    return SharedCall([layer.weight for layer in layers], biases or None, options, first.sequence_parallel)
+
+
+def column_products(
+    layers: Sequence[ColumnParallelLinear], x: Tensor, shared: SharedCall | None
+) -> Sequence[Tensor]:
+    """Returns each layer's product with x, `[..., output_size of this rank]` of all rows.
+
+    Args:
+        layers: Layers of `shared_call`.
+        x: Input of the layers.
+        shared: Result of `shared_call` for these layers and x; None: each layer is called.
+    """
+    if shared is None:
         return [layer(x) for layer in layers]
-    products = layers[0].products
-    if layers[0].sequence_parallel:
-        weights, biases, options = shared_gather(layers, x)
+    products, (weights, biases, options, gathers) = layers[0].products, shared
+    if gathers:
         return products.all_gather_gemm(x, weights, bias=biases, **options)
-    return products.column_parallel_gemm(x, *_parameters(layers), **layers[0].op_keywords)
+    return products.column_parallel_gemm(x, weights, biases, **options)
 
 
 def is_bare(layer: nn.Module, *forwards: Any) -> bool:

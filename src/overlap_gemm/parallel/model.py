@@ -306,8 +306,8 @@ class _Builder:
     def _share_gather(self, module: nn.Module, linears: list[str], argument: str, rows: Rows = None) -> None:
         adapted = [is_lora(module.get_submodule(name)) for name in linears]
         linears = [f"{name}.base_layer" if has else name for name, has in zip(linears, adapted, strict=True)]
-        is_sharded = self.sequence_parallel and rows is not None
-        layout = Shard(SEQUENCE_DIM) if is_sharded else Replicate()
+        rows = rows if self.sequence_parallel else None
+        layout = Replicate() if rows is None else Shard(SEQUENCE_DIM)
         style = OverlapSharedGather(*linears, input_layouts=layout, argument=argument, rows=rows, **self.how)
         parallelize_module(module, self.mesh, style)
 

@@ -36,7 +36,7 @@ _known: set[Any] = set()
 """Kernels that have run, with what Triton compiles them for."""
 
 
-def one_pass(epilogue: Epilogue) -> bool:
+def has_kernel(epilogue: Epilogue) -> bool:
     """Returns whether the kernel applies an epilogue; not if it is one of torch's operations."""
     return len(TORCH_OPERATIONS.get(epilogue.key, ("", ""))) > 1
 
@@ -72,7 +72,7 @@ def readable(epilogue: Epilogue, sums: Any, inputs: Sequence[Tensor]) -> Read | 
         inputs: Tensor for each input.
     """
     parts = sums if isinstance(sums, tuple) else (sums,)
-    if not (parts[0].is_cuda and one_pass(epilogue)):
+    if not (parts[0].is_cuda and has_kernel(epilogue)):
         return None
     for part in parts:
         if part.ndim != 2 or not part.numel() or part.stride(1) != 1 or part.dtype not in DTYPES:
