@@ -177,6 +177,11 @@ def hooks_see_the_input(rank, size):
     torch.testing.assert_close(3 * seen[0], own.grad)
 
 
+class Doubled(nn.Module):
+    def forward(self, x):
+        return 2 * x
+
+
 def replicated_input_is_shared(rank, size):
     """Counts sums: one is shared; a child with another input, or called again, has one of its own."""
     torch.manual_seed(0)
@@ -201,8 +206,9 @@ def replicated_input_is_shared(rank, size):
         assert ops == {"gemm_all_reduce": sums}
     with torch.no_grad():
         torch.testing.assert_close(sharded(x, 1)[0].full_tensor(), plain(x, 1)[0])
-    sharded.proj.forward = lambda x: 2 * x  # by someone who wraps forwards
-    torch.testing.assert_close(sharded(x, 1)[0], 2 * x)
+    for forward in (lambda x: 2 * x, Doubled().forward):  # by someone who wraps forwards
+        sharded.proj.forward = forward
+        torch.testing.assert_close(sharded(x, 1)[0], 2 * x)
 
 
 def test_a_replicated_input_is_shared(ranks):

@@ -273,7 +273,8 @@ class _SharedGatherForward:
             return type(self.module).forward(self.module, *args, **kwargs)
         finally:
             for linear in self.linears:
-                linear.forward.gathered = None
+                if isinstance(linear.forward, ColwiseForward):
+                    linear.forward.gathered = None
 
     def _multiply(self, x: Tensor) -> Tensor:
         style, linears = self.style, self.linears
@@ -314,8 +315,7 @@ class Gathered(NamedTuple):
     """A linear's result of a shared gather, valid while the module around it runs.
 
     Attributes:
-        stand_in: Tensor that the module's forward gets in place of the gathered input; a replicated input
-            itself.
+        stand_in: Tensor that the module's forward gets: in place of the gathered input, or its input.
         rows: Input of the module: this rank's rows, or a replicated input.
         product: Product of the gathered input and the linear's weight; None after it was fetched.
         total: Number of rows over all ranks; None if the input is replicated.
