@@ -99,12 +99,12 @@ def run(one, sums, inputs, columns):
     kinds = [kind for _, kind in one.inputs]
     strides = [part.stride(0) for part in parts]
     strides += [one.stride(0) for one, kind in zip(inputs, kinds, strict=True) if kind == "element"]
-    strides += [written[1].stride(1)] if one.block else []
+    of_scales = [written[1].stride(1)] if one.block else []
     tensors = [storage_of(tensor) for tensor in (*parts, *inputs, *written)]
     for row in range(rows):
         names = {"tl": Language(row), "libdevice": LIBDEVICE, "torch": torch}
         exec(source, names)
-        names["apply_epilogue"](*map(Pointer, tensors), width, *strides, columns)
+        names["apply_epilogue"](*map(Pointer, tensors), *of_scales, width, *strides, columns)
     if is_narrow:
         assert (written[0].isnan() | (written[0].abs() <= 448)).all()
         written[0] = written[0].to(result_dtype(one, parts[0].dtype))

@@ -30,7 +30,7 @@ import triton.language as tl
 from triton.language.extra import libdevice
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("SCALES",))
 """
 
 _UNARY = {
@@ -108,10 +108,10 @@ def kernel_of(epilogue: Epilogue, bands: bool = False) -> str:
     """Returns the source of the kernel ``apply_epilogue``.
 
     Its arguments are the sums, each input, and each tensor that it writes, in the order of the op's results.
-    Constants follow: WIDTH is the number of columns of the result, ``STRIDE0`` the elements from row to row
-    of the sums. Each input of kind "element" has a stride, too (``STRIDE_i``), and scales of blocks one from
-    block to block (SCALES). COLUMNS is last, a multiple of 128. What the kernel writes is contiguous, but for
-    these scales.
+    With scales of blocks their elements from block to block (SCALES) follow. Then come constants: WIDTH is
+    the number of columns of the result, ``STRIDE0`` the elements from row to row of the sums. Each input of
+    kind "element" has a stride, too (``STRIDE_i``). COLUMNS is last, a multiple of 128. What the kernel
+    writes is contiguous, but for scales of blocks.
 
     Args:
         epilogue: Epilogue of complete sums.
@@ -146,7 +146,9 @@ class _Kernel:
         text = [*self._start(), _LOOP, *_indented(first), *self._end()]
         if self.epilogue.then is not None:
             text += [_LOOP, *_indented([*self._loads(), *self._finished()])]
-        parameters = ", ".join([*self._tensors(), *(f"{name}: tl.constexpr" for name in self._constants())])
+        stride = ["SCALES"] if self.epilogue.block else []  # it changes with the rows, so it is no constant
+        constants = (f"{name}: tl.constexpr" for name in self._constants())
+        parameters = ", ".join([*self._tensors(), *stride, *constants])
         return f"{HEADER}def apply_epilogue({parameters}):\n" + "\n".join(_indented(text)) + "\n"
 
     @property
@@ -162,8 +164,6 @@ class _Kernel:
         yield "WIDTH"
         yield from (f"STRIDE{name[-1]}" for name in self._pointers)
         yield from (f"STRIDE_{i}" for i, kind in enumerate(self.kinds) if kind == "element")
-        if self.epilogue.block:
-            yield "SCALES"
         yield "COLUMNS"
 
     def _start(self) -> Iterator[str]:

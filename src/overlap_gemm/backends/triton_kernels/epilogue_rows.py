@@ -100,18 +100,19 @@ def launch(epilogue: Epilogue, read: Read, written: Sequence[Tensor]) -> bool:
             columns, the others contiguous.
     """
     device, (rows, width) = read.sums[0].device, read.extents
-    strides = [*read.strides, *([written[1].stride(1)] if epilogue.block else [])]
+    of_scales = [written[1].stride(1)] if epilogue.block else []
     tensors = *read.sums, *read.inputs, *written
     aligned = tuple([tensor.data_ptr() % 16 == 0 for tensor in tensors])
     types = tuple([tensor.dtype for tensor in tensors])
-    key = epilogue.key, read.bands, device, width, tuple(strides), types, aligned
+    key = epilogue.key, read.bands, device, width, tuple(read.strides), types, aligned
     if key not in _known and is_capturing(device):
         return False
     columns = min(COLUMNS, max(BLOCK, 1 << (width - 1).bit_length()))
     warps = min(MOST_WARPS, columns // (32 * OF_A_THREAD) or 1)
     with torch.cuda.device(device):
         kernel = _kernel(epilogue, read.bands)
-        kernel[(rows,)](*tensors, width, *strides, columns, num_warps=warps, enable_fp_fusion=False)
+        constants = width, *read.strides, columns
+        kernel[(rows,)](*tensors, *of_scales, *constants, num_warps=warps, enable_fp_fusion=False)
     _known.add(key)
     return True
 
