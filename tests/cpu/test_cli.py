@@ -111,9 +111,9 @@ def test_explain_as_if_of_more_ranks_divides_rows_and_scales_among_them(op):
 @pytest.mark.parametrize(
     ("op", "name", "place"),
     [
-        ("gemm_reduce_scatter", "add_residual", "by torch after the op"),
-        ("all_gather_gemm", "swiglu", "by torch after the op"),
-        ("all_gather_gemm", "scale_gathered_rows", "by torch after the op"),
+        ("gemm_reduce_scatter", "add_residual", "after the op"),
+        ("all_gather_gemm", "swiglu", "after the op"),
+        ("all_gather_gemm", "scale_gathered_rows", "after the op"),
     ],
 )
 def test_explain_states_where_a_named_epilogue_is_applied(op, name, place):

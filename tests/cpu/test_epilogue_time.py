@@ -255,7 +255,7 @@ def test_explain_states_where_and_what_it_takes(on_hopper):
     assert f"epilogue add_residual: in the kernel; {model}" in text
     assert re.search(r"[\d.]+ us in the kernel, [\d.]+ us by one pass over memory after the op", text)
     text = str(select.explained(of(epilogues.add_residual, 8192, n=8190), "auto", 8190))
-    assert "epilogue add_residual: by torch after the op, torch's products have no epilogue" in text
+    assert "epilogue add_residual: after the op, torch's products have no epilogue" in text
 
 
 def of_8_bits(problem, block=None):
@@ -304,13 +304,13 @@ def test_plan_and_auto_decide_in_one_place(on_hopper, monkeypatch):
     why = select.why_after(select.choose(with_residual), with_residual, 8192)
     assert why == "which takes 10.0 us, and the kernel 30.0 us (predicted)"
     how = ("gemm_reduce_scatter", 8192, 8192, 8192, "--ranks", 2, "--machine", "h200")
-    assert f"add_residual: by torch after the op, {why}" in plan(*how, "--epilogue", "add_residual")[1]
+    assert f"add_residual: after the op, {why}" in plan(*how, "--epilogue", "add_residual")[1]
 
 
 def test_plan_states_why_no_kernel_applies_an_epilogue():
     how = ("gemm_reduce_scatter", 8192, 8192, 8192, "--ranks", 2, "--machine", "h200", "--epilogue")
     _, text = plan(*how, "swiglu")
-    assert "by torch after the op, kernels support pairs of columns in all_gather_gemm only" in text
+    assert "after the op, kernels support pairs of columns in all_gather_gemm only" in text
     _, text = plan(*how, "scale_rows_and_columns")
     assert "scale_rows_and_columns: in the kernel; predicted in addition to the op" in text
     assert " torch " not in text.partition("bound:")[0], "only 'sequential' applies it before the sum"

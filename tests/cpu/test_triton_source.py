@@ -5,10 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+import overlap_gemm
 from overlap_gemm import epilogues
 from overlap_gemm.backends.epilogues import Applying, new_results, result_dtype
 from overlap_gemm.backends.triton_kernels import epilogue_rows
+from overlap_gemm.epilogues import Applied
 from overlap_gemm.epilogues.triton_source import HEADER, kernel_of
 from tests.support.rows_after import KINDS, ULP, operands
 
@@ -78,7 +81,7 @@ class Language:
         return values.reshape(shape)
 
 
-LIBDEVICE = SimpleNamespace(rsqrt=torch.rsqrt, tanh=torch.tanh, erf=torch.erf)
+LIBDEVICE = SimpleNamespace(rsqrt=torch.rsqrt, tanh=torch.tanh, erf=torch.erf, fast_dividef=torch.div)
 
 
 def storage_of(tensor):
@@ -147,3 +150,58 @@ def test_without_a_gpu_torch_computes():
         applying.in_one_pass(sums, inputs), applying.on_sums(sums, inputs), strict=True
     ):
         torch.testing.assert_close(actual, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_loop_step_of_complete_rows_is_a_row_where_that_fits():
+    assert epilogue_rows.ELEMENTS.of_width(14336) == (4096, 8)
+    assert epilogue_rows.ELEMENTS.of_width(1000) == (1024, 2)
+    assert epilogue_rows.COMPLETE_ROWS.of_width(8192) == (8192, 16)
+    assert epilogue_rows.COMPLETE_ROWS.of_width(4096) == (4096, 16)
+    assert epilogue_rows.COMPLETE_ROWS.of_width(16384) == (8192, 16)
+    for step in (epilogue_rows.ELEMENTS, epilogue_rows.COMPLETE_ROWS):
+        assert step.of_width(3) == (128, 1)
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    """Yields a list of the shapes of sums that a kernel was requested for, whose results are 7."""
+    requested = []
+
+    def by_kernel(self, sums, inputs):
+        parts = sums if isinstance(sums, tuple) else (sums,)
+        requested.append([tuple(part.shape) for part in parts])
+        return [torch.full_like(parts[0], 7.0) for _ in range(1 + len(self.epilogue.returned))]
+
+    monkeypatch.setattr(Applying, "by_kernel", by_kernel)
+    return requested
+
+
+def call_normed(x, weight, residual):
+    def after(out):
+        return F.rms_norm(out + residual, weight.shape[:1]), out + residual
+
+    inputs = residual, torch.ones_like(weight[:, 0]), 1e-6
+    applied = Applied(epilogues.add_residual_rms_norm, inputs, after)
+    return overlap_gemm.gemm_all_reduce(x, weight, epilogue=applied, backend="torch")
+
+
+def test_a_kernel_takes_the_place_of_what_replaces_an_epilogue_unless_others_watch(kernel):
+    x, weight, residual = torch.randn(5, 2, 16), torch.randn(32, 16), torch.randn(5, 2, 32)
+    normed, stream = call_normed(x, weight, residual)
+    assert kernel == [[(10, 32)]] and normed.shape == stream.shape == residual.shape
+    assert (normed == 7).all() and (stream == 7).all()
+    expected = x @ weight.t() + residual
+
+    with_gradient = call_normed(x.requires_grad_(), weight, residual)
+    torch.testing.assert_close(with_gradient[1], expected)
+    with torch.no_grad():
+        call_normed(x, weight, residual)
+        compiled = torch.compile(call_normed, backend="aot_eager", fullgraph=True)(x, weight, residual)
+        torch.testing.assert_close(compiled[1], expected)
+    assert kernel == [[(10, 32)]] * 2
+
+
+def test_without_a_kernel_what_replaces_an_epilogue_is_applied(monkeypatch):
+    monkeypatch.setattr(Applying, "by_kernel", lambda *args: None)
+    x, weight, residual = torch.randn(5, 2, 16), torch.randn(32, 16), torch.randn(5, 2, 32)
+    torch.testing.assert_close(call_normed(x, weight, residual)[1], x @ weight.t() + residual)

@@ -7,7 +7,9 @@ import overlap_gemm
 from overlap_gemm import epilogues
 from overlap_gemm.backends.epilogues import Applying
 from overlap_gemm.backends.triton_kernels.launchable import is_launchable
+from overlap_gemm.epilogues import Applied
 from overlap_gemm.epilogues.library import TORCH_OPERATIONS
+from tests.support.emulated.epilogue_cases import refuse
 from tests.support.rows_after import KINDS, ULP, operands
 
 
@@ -83,3 +85,26 @@ def test_a_rank_alone_captures_it(device, op):
         torch.testing.assert_close(stream.double(), exact, rtol=2**-7, atol=0.25)
         torch.testing.assert_close(squares.double(), exact.square().sum(-1), rtol=0.02, atol=0)
     assert all(torch.equal(one, other) for one, other in zip(eager, captured, strict=True))
+
+
+def test_layers_apply_their_epilogue_by_it(device):
+    """Passes what takes the place of an epilogue that no kernel applies, which raises here."""
+    overlap_gemm.init()
+    x = torch.randn(7, 3, 256, device=device).bfloat16()
+    weights = [torch.randn(384, 256, device=device).bfloat16() / 16 for _ in range(2)]
+    residual, gamma = (
+        torch.randn(7, 3, 384, device=device).bfloat16(),
+        torch.rand(384, device=device).bfloat16(),
+    )
+    with torch.no_grad():
+        applied = Applied(epilogues.add_residual_rms_norm, (residual, gamma, 1e-6), refuse)
+        normed, stream = overlap_gemm.gemm_all_reduce(x, weights[0], epilogue=applied, backend="torch")
+        applied = Applied(epilogues.swiglu, (), refuse)
+        gated = overlap_gemm.all_gather_gemm(x, weights, epilogue=applied, backend="torch")
+        products = [(x @ weight.t()).double() for weight in weights]
+    exact = products[0] + residual.double()
+    torch.testing.assert_close(stream.double(), exact, rtol=2**-7, atol=2**-6)
+    wanted = torch.nn.functional.rms_norm(exact, (384,), gamma.double(), 1e-6)
+    torch.testing.assert_close(normed.double(), wanted, rtol=2**-6, atol=2**-6)
+    exact = torch.nn.functional.silu(products[0]) * products[1]
+    torch.testing.assert_close(gated.double(), exact, rtol=2**-6, atol=2**-6)

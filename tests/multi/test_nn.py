@@ -252,7 +252,7 @@ def check_explanations(rank, size):
     choice = overlap_gemm.explain(
         "gemm_all_reduce", x, weight, epilogue=add_residual(residual=torch.ones(4, 8))
     )
-    assert "epilogue add_residual: by torch after the op, torch's products have no epilogue" in str(choice)
+    assert "epilogue add_residual: after the op, torch's products have no epilogue" in str(choice)
 
 
 def test_explain_says_what_is_an_epilogue_and_why_not(ranks):

@@ -67,12 +67,16 @@ class Applying(NamedTuple):
 
     def in_one_pass(self, sums: Any, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Returns `on_sums` without gradients: by one kernel, if there is one for the epilogue and device."""
+        made = self.by_kernel(sums, inputs)
+        return self.on_sums(sums, inputs) if made is None else made
+
+    def by_kernel(self, sums: Any, inputs: Sequence[Tensor]) -> list[Tensor] | None:
+        """Returns `on_sums` without gradients by one kernel; None if there is none for them now."""
         read = epilogue_rows.readable(self.epilogue, sums, inputs)
-        if read is not None:
-            written = new_results(self.epilogue, self.out_dtype, read.sums[0], *read.extents)
-            if epilogue_rows.launch(self.epilogue, read, written):
-                return written
-        return self.on_sums(sums, inputs)
+        if read is None:
+            return None
+        written = new_results(self.epilogue, self.out_dtype, read.sums[0], *read.extents)
+        return written if epilogue_rows.launch(self.epilogue, read, written) else None
 
     def on_sums(self, sums: Tensor | tuple[Tensor, ...], inputs: Sequence[Tensor]) -> list[Tensor]:
         """Applies the epilogue to complete sums; returns the result and the outputs, each rounded once.

@@ -277,7 +277,7 @@ def epilogue_line(backend: Backend, problem: Problem, why: str | None, times: Ep
     assert problem.applying is not None, problem
     before_sum = "before the sum over the ranks"
     if why is not None:
-        place = f"by torch {before_sum if problem.has_partial_epilogue else 'after the op'}, {why}"
+        place = f"{f'by torch {before_sum}' if problem.has_partial_epilogue else 'after the op'}, {why}"
     else:
         place = "in the kernel" if backend.name == "fused" else before_sum
     line = f"{problem.applying.epilogue.name}: {place}"

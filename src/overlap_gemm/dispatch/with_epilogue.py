@@ -297,22 +297,32 @@ def _why_after(op: GemmOp, call: OpCall, tensors: Sequence[Any]) -> str | None:
 def _function_after(
     op: GemmOp, operands: CallOperands, group: GroupLike, call: OpCall, applied: Applied
 ) -> list[Tensor]:
-    """Calls the plain op, then applies the epilogue's function, or `otherwise`, to its results."""
+    """Calls the plain op, then applies the epilogue's function, or what replaces it, to its results."""
     results = call_op(op, operands, group, call)
     moved, products = (results[:1], results[1:]) if op.takes_lists else ([], [results])
     return [*moved, *apply_to_results(op, products, applied)]
 
 
 def apply_to_results(op: GemmOp, products: Sequence[Tensor], applied: Applied) -> list[Tensor]:
-    """Returns the results of the epilogue's function, or `otherwise`, on the results of the plain op."""
+    """Returns the results of the epilogue's function on the results of the plain op.
+
+    If `otherwise` is passed, one kernel applies the epilogue's function where it can, else `otherwise` is
+    applied. What a rank applies has no influence on the others.
+    """
     epilogue, inputs, otherwise = applied
-    if otherwise is not None:
-        made = otherwise(*products)
-        return list(made) if isinstance(made, tuple) else [made]
     first = products[0]
-    check_shapes(op, epilogue, inputs, (*first.shape[:-1], len(products) * first.shape[-1]), len(products))
     applying = Applying(epilogue, tuple([tensor.dtype for tensor in inputs]), first.dtype)
-    return applying.on_sums(first if len(products) == 1 else tuple(products), inputs)
+    if otherwise is None:
+        extents = *first.shape[:-1], len(products) * first.shape[-1]
+        check_shapes(op, epilogue, inputs, extents, len(products))
+        return applying.on_sums(first if len(products) == 1 else tuple(products), inputs)
+    if is_plain(*products, inputs, as_op=False) and not needs_grad(*products, inputs):
+        sums = [product.flatten(0, -2) for product in products]
+        made = applying.by_kernel(sums[0] if len(sums) == 1 else tuple(sums), inputs)
+        if made is not None:
+            return [one.view(*first.shape[:-1], *one.shape[1:]) for one in made]
+    by_torch = otherwise(*products)
+    return list(by_torch) if isinstance(by_torch, tuple) else [by_torch]
 
 
 def _extent_of_one(rows: Any, others: Sequence[Any]) -> Any:

@@ -256,8 +256,8 @@ class Applied(NamedTuple):
     Attributes:
         epilogue: Epilogue to apply.
         inputs: Tensor or number for each declared input, in the order of the declaration.
-        otherwise: Function of the op's results, applied instead of the epilogue where no kernel can apply it,
-            and in compiled graphs. None: the epilogue's function is applied there, too.
+        otherwise: Function of the op's results, applied instead of the epilogue in compiled graphs, and where
+            no kernel can apply it in or after the op. None: the epilogue's function is applied there, too.
     """
 
     epilogue: Epilogue
