@@ -12,10 +12,12 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import overlap_gemm
+from overlap_gemm import epilogues
 from overlap_gemm.backends.decomposed import Decomposed
 from overlap_gemm.backends.torch_backend import Torch
 from overlap_gemm.dispatch import calls, ops, shard_ops
 from overlap_gemm.dispatch.registered import Bound
+from overlap_gemm.epilogues import Applied
 from overlap_gemm.nn import column_parallel_gemm
 from overlap_gemm.runtime import agree
 from overlap_gemm.runtime.group import LOCAL, find, group_name, resolve
@@ -50,6 +52,18 @@ def test_a_call_enters_few_python_functions(op):
     for weight, budget in zip((WEIGHT, wanting), BUDGET[op], strict=True):
         found = python_calls(lambda weight=weight: call(X, weight, backend="torch"))
         assert found.total() <= budget, (found.total(), found)
+
+
+def test_a_call_before_what_replaces_its_epilogue_enters_few_python_functions():
+    """Checks that the second call enters the op once."""
+    applied = Applied(epilogues.swiglu, (), lambda gate, up: torch.relu(gate) * up)
+
+    def call():
+        return overlap_gemm.all_gather_gemm(X, [WEIGHT, WEIGHT], epilogue=applied, backend="torch")
+
+    calls = python_calls(call)
+    assert calls.total() <= 46, (calls.total(), calls)
+    torch.testing.assert_close(call(), torch.relu(X @ WEIGHT.t()) * (X @ WEIGHT.t()))
 
 
 def test_a_column_parallel_product_enters_few_python_functions():

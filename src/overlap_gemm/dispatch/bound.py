@@ -14,7 +14,7 @@ from .ops import NO_GRADIENT, GemmOp
 from .registered import Bound
 
 
-class _Prepared(NamedTuple):
+class Prepared(NamedTuple):
     """Prepared call of one signature.
 
     Attributes:
@@ -62,7 +62,7 @@ def call_op(op: GemmOp, operands: CallOperands, group: GroupLike, call: OpCall) 
     """
     if is_plain(*operands):
         ranks = find(group)
-        return enter(ranks, op.name, operands.x, _run, op, ranks, operands, call)
+        return enter(ranks, op.name, operands.x, run_call, op, ranks, operands, call)
     operands, call = autocast_call(operands, call)
     lowered = lower(op.spec, group_name(group), operands, call)
     if operands.scales and needs_grad(*operands):
@@ -70,31 +70,49 @@ def call_op(op: GemmOp, operands: CallOperands, group: GroupLike, call: OpCall) 
     return lowered.result(op.by_dispatcher(lowered.tensors(operands), lowered.call))
 
 
-def _run(op: GemmOp, ranks: Group, operands: CallOperands, call: OpCall) -> Any:
-    """Runs a call by its prepared form, which the group keeps by arguments, layouts and settings."""
-    try:
-        key = (op.name, layouts(*operands), call, state(operands.x))
-        prepared = ranks.calls.get(key)
-    except (TypeError, RuntimeError):  # tensors without strides, unhashable arguments: `lower` names them
-        lower(op.spec, ranks.name, operands, call.without_exchange(op.spec))
-        raise
-    if prepared is None:
-        prepared = keep(ranks, key, _prepare(op, ranks, operands, call))
+def run_call(
+    op: GemmOp, ranks: Group, operands: CallOperands, call: OpCall, prepared: "Prepared | None" = None
+) -> Any:
+    """Runs a call by its prepared form, which the group keeps by arguments, layouts and settings.
+
+    Args:
+        op: Op to call.
+        ranks: Group of the call.
+        operands: Operands of the caller.
+        call: Options and extents of the caller.
+        prepared: Result of `prepared_call`, if that is known.
+    """
+    known: Prepared | _Exchanging | None = prepared
+    if known is None:
+        try:
+            key = (op.name, layouts(*operands), call, state(operands.x))
+            known = ranks.calls.get(key)
+        except (TypeError, RuntimeError):  # tensors without strides, unhashable arguments: `lower` names them
+            lower(op.spec, ranks.name, operands, call.without_exchange(op.spec))
+            raise
+        if known is None:
+            known = keep(ranks, key, _prepare(op, ranks, operands, call))
     has_scales, has_gradient = operands.scale_x is not None, needs_grad(*operands)
     if has_scales and has_gradient:
         raise TypeError(f"{op.name}: {NO_GRADIENT}")
-    if isinstance(prepared, _Exchanging):
-        x, extent = operands.x, prepared.extent
+    if isinstance(known, _Exchanging):
+        x, extent = operands.x, known.extent
         length = x.shape[call.dim] if op.spec.unresolved_axis == "m" else operands.weight.shape[0]
-        total = agree.total_length(op.name, extent, length, x.device, ranks, prepared.facts)
-        return _run(op, ranks, operands, call._replace(**{extent: total}))  # type: ignore[arg-type]
-    bound, lowered = prepared
+        total = agree.total_length(op.name, extent, length, x.device, ranks, known.facts)
+        return run_call(op, ranks, operands, call._replace(**{extent: total}))  # type: ignore[arg-type]
+    bound, lowered = known
     tensors = operands[:3] if lowered.dim is None and not has_scales else lowered.tensors(operands)
     result = (bound.with_gradient if has_gradient else bound.run)(*tensors)
     return result if lowered.finish is None else lowered.result(result)
 
 
-def _prepare(op: GemmOp, ranks: Group, operands: CallOperands, call: OpCall) -> _Prepared | _Exchanging:
+def prepared_call(op: GemmOp, ranks: Group, operands: CallOperands, call: OpCall) -> Prepared | None:
+    """Returns the prepared form of a call that has run; None if it is not kept, or the ranks exchange."""
+    known = ranks.calls.get((op.name, layouts(*operands), call, state(operands.x)))
+    return known if isinstance(known, Prepared) else None
+
+
+def _prepare(op: GemmOp, ranks: Group, operands: CallOperands, call: OpCall) -> Prepared | _Exchanging:
     """Returns the prepared form of calls like this one; it may exchange lengths."""
     axis = op.spec.unresolved_axis
     exchanges = axis is not None and getattr(call, ARGUMENTS[axis]) == "exchange"
@@ -103,4 +121,4 @@ def _prepare(op: GemmOp, ranks: Group, operands: CallOperands, call: OpCall) -> 
         lowered = lower(op.spec, ranks.name, operands, call.without_exchange(op.spec))
         return _Exchanging(ARGUMENTS[axis], lowered.facts)
     lowered = lower(op.spec, ranks.name, operands, call)
-    return _Prepared(op.bound(lowered.tensors(operands), lowered.call), lowered)
+    return Prepared(op.bound(lowered.tensors(operands), lowered.call), lowered)

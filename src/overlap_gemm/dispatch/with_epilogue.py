@@ -17,7 +17,7 @@ from ..epilogues import Applied, Epilogue, epilogue_of
 from ..runtime.group import Group, GroupLike, find, group_name
 from ..spec import ARGUMENTS, OPS
 from .autocast import autocast_call
-from .bound import call_op
+from .bound import Prepared, call_op, prepared_call, run_call
 from .calls import enter, is_plain, keep, layouts, needs_grad, state
 from .choosing import chosen, why_after
 from .epilogue_checks import check_epilogue, check_shapes, refuse_gradient, with_tensors
@@ -208,10 +208,8 @@ def call_with_epilogue(
         return _function_after(op, operands, group, call, applied)
     if is_seen_by_autograd_alone:
         ranks = find(group)
-        made: list[Tensor] | None = enter(
-            ranks, op.name, operands.x, _run, op, ranks, operands, call, applied
-        )
-        return _function_after(op, operands, group, call, applied) if made is None else made
+        made, follows = enter(ranks, op.name, operands.x, _run, op, ranks, operands, call, applied)
+        return _after(op, made, applied) if follows else made
     epilogue, inputs, _ = applied
     if otherwise is not None and not is_plain(*operands, inputs, as_op=False):  # compilers fuse, too
         return _function_after(op, operands, group, call, applied)
@@ -261,31 +259,34 @@ def with_gathered_rows(
 
 def _run(
     op: GemmOp, ranks: Group, operands: CallOperands, call: OpCall, applied: Applied
-) -> list[Tensor] | None:
-    """Returns the op's results; None if `applied.otherwise` is to be applied after the op."""
+) -> tuple[Any, bool]:
+    """Returns the op's results, and whether `applied.otherwise` is to follow."""
     epilogue, inputs, otherwise = applied
     in_kernel = otherwise is not None
     key = (op.name, epilogue.key, in_kernel, layouts(*operands, inputs), call, state(operands.x))
-    prepared: _PreparedApplied | str | None = ranks.calls.get(key)
+    prepared: _PreparedApplied | Prepared | None = ranks.calls.get(key)
     if prepared is None:
         check_epilogue(op, operands, call, applied)
         shapes = _shapes_of(op, ranks.name, operands, call._replace(epilogue=epilogue.key), inputs)
         lowered = shapes.lowered
         tensors = lowered.tensors(operands, shapes.flat(inputs))
-        prepared = _why_after(op, lowered.call, tensors) if in_kernel else None
-        if prepared is None:
-            prepared = _PreparedApplied(op.with_epilogue.bound(tensors, lowered.call), shapes)
+        if in_kernel and _why_after(op, lowered.call, tensors) is not None:
+            results = run_call(op, ranks, operands, call)
+            if (plain := prepared_call(op, ranks, operands, call)) is not None:
+                keep(ranks, key, plain)
+            return results, True
+        prepared = _PreparedApplied(op.with_epilogue.bound(tensors, lowered.call), shapes)
         if op.spec.unresolved_axis is None or getattr(call, ARGUMENTS[op.spec.unresolved_axis]) != "exchange":
             keep(ranks, key, prepared)
-    if isinstance(prepared, str):
-        return None
+    if isinstance(prepared, Prepared):
+        return run_call(op, ranks, operands, call, prepared), True
     bound, shapes = prepared
     if shapes.lowered.dim is None and operands.scale_x is None:
         tensors = *operands[:3], list(inputs)
     else:
         tensors = shapes.lowered.tensors(operands, shapes.flat(inputs))
     run = bound.with_gradient if needs_grad(*tensors) else bound.run
-    return shapes.shaped(run(*tensors))
+    return shapes.shaped(run(*tensors)), False
 
 
 def _why_after(op: GemmOp, call: OpCall, tensors: Sequence[Any]) -> str | None:
@@ -298,7 +299,11 @@ def _function_after(
     op: GemmOp, operands: CallOperands, group: GroupLike, call: OpCall, applied: Applied
 ) -> list[Tensor]:
     """Calls the plain op, then applies the epilogue's function, or what replaces it, to its results."""
-    results = call_op(op, operands, group, call)
+    return _after(op, call_op(op, operands, group, call), applied)
+
+
+def _after(op: GemmOp, results: Any, applied: Applied) -> list[Tensor]:
+    """Returns what was communicated, if the op takes lists, and the results of `apply_to_results`."""
     moved, products = (results[:1], results[1:]) if op.takes_lists else ([], [results])
     return [*moved, *apply_to_results(op, products, applied)]
 
