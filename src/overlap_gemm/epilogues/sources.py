@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import dis
 import hashlib
 import inspect
 import textwrap
 from collections.abc import Callable, Sequence
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 
 def digest_of(name: str, declared: str, functions: Sequence[Callable[..., Any]], gradient: Any) -> str:
     """Returns the key of an epilogue's source: its declaration, functions and gradient."""
-    digest, seen = hashlib.sha256(declared.encode()), set[int]()
+    digest, seen = hashlib.sha256(declared.encode()), dict[int, int]()
     texts = [text for function in functions for text in _texts(name, function, seen)]
     texts += [] if gradient is None else [_source(name, gradient)]
     for text in texts:
@@ -22,12 +23,13 @@ def digest_of(name: str, declared: str, functions: Sequence[Callable[..., Any]],
 
 def _source(name: str, function: Any) -> str:
     """Returns the source of a function; raises TypeError if it has none or is a lambda."""
-    if getattr(function, "__name__", "") == "<lambda>":  # the source of all lambdas of a line is the same
+    code = getattr(function, "__code__", function)  # the source of a wrapper would be what it wraps
+    if getattr(code, "co_name", "") == "<lambda>":  # the source of all lambdas of a line is the same
         raise TypeError(
             f"epilogue {name}: define functions with def, not with lambda: kernels are kept by name"
         )
     try:
-        return textwrap.dedent(inspect.getsource(function))
+        return textwrap.dedent(inspect.getsource(code))
     except (OSError, TypeError) as error:
         raise TypeError(
             f"epilogue {name}: the source of {function!r} must be in a file or a notebook, because the key "
@@ -35,30 +37,79 @@ def _source(name: str, function: Any) -> str:
         ) from error
 
 
-def _texts(name: str, function: Any, seen: set[int]) -> list[str]:
-    """Returns the sources of a function and of the functions it calls, and the constants it uses."""
+def _texts(name: str, function: Any, seen: dict[int, int]) -> list[str]:
+    """Returns the sources of a function and of the functions it calls, and the constants it uses.
+
+    Args:
+        name: Name of the epilogue.
+        function: Function made with `def`.
+        seen: Numbers of the functions before, by identity; such a function has its number as its text.
+    """
     if id(function) in seen:
-        return []
-    seen.add(id(function))
-    defaults = function.__defaults__, function.__kwdefaults__  # the source may name a constant
-    texts = [_source(name, function), repr(defaults)]
-    code, closure = function.__code__, inspect.getclosurevars(function)
-    referred = {**closure.globals, **closure.nonlocals}
+        return [f"function {seen[id(function)]}"]
+    seen[id(function)] = len(seen)
+    if not inspect.isfunction(function):
+        raise TypeError(
+            f"epilogue {name}: define functions with def; got a {type(function).__name__}, which may hold "
+            "values that its source does not contain"
+        )
+    texts = [_source(name, function)]
+    for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+        texts += _texts(name, value, seen) if inspect.isfunction(value) else [repr(value)]
+    codes = _codes(function.__code__)
+    names = {one.argval for code in codes for one in dis.get_instructions(code) if one.opname in _OF_GLOBALS}
+    referred = {one: function.__globals__[one] for one in names if one in function.__globals__}
+    referred |= inspect.getclosurevars(function).nonlocals
+    attributes = sorted({one for code in codes for one in code.co_names})
     for one, value in sorted(referred.items()):
-        if inspect.isfunction(value):
-            texts += _texts(name, value, seen)
-        elif value is None or isinstance(value, (bool, int, float, str)):
-            texts.append(f"{one}={value!r}")
-        elif not isinstance(value, ModuleType):
+        if isinstance(value, ModuleType):
+            texts += _texts_of_module(name, value, attributes, seen)
+        elif (added := _texts_of_value(name, one, value, seen)) is not None:
+            texts += added
+        else:
             raise TypeError(
-                f"epilogue {name}: {one} in {code.co_name} is a {type(value).__name__}; an epilogue may "
+                f"epilogue {name}: {one} in {function.__name__} is a {type(value).__name__}; an epilogue may "
                 "refer to numbers and functions only; declare everything else that it reads as an input"
             )
-        else:
-            texts += [
-                text
-                for attribute in sorted(set(code.co_names))
-                if inspect.isfunction(called := getattr(value, attribute, None))
-                for text in _texts(name, called, seen)
-            ]
+    return texts
+
+
+_OF_GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME")
+"""Instructions that read a global name."""
+
+
+def _codes(code: CodeType) -> list[CodeType]:
+    """Returns a function's code and that of the functions and comprehensions in it."""
+    inner = [one for one in code.co_consts if inspect.iscode(one)]
+    return [code, *(held for one in inner for held in _codes(one))]
+
+
+def _texts_of_value(name: str, one: str, value: Any, seen: dict[int, int]) -> list[str] | None:
+    """Returns the texts of a function or a constant named `one`; None for everything else."""
+    if inspect.isfunction(value):
+        return _texts(name, value, seen)
+    return [f"{one}={value!r}"] if value is None or isinstance(value, (bool, int, float, str)) else None
+
+
+def _texts_of_module(
+    name: str, module: ModuleType, attributes: Sequence[str], seen: dict[int, int], path: tuple[str, ...] = ()
+) -> list[str]:
+    """Returns the texts of a module's attributes, and those of its modules, that a function names.
+
+    Args:
+        name: Name of the epilogue.
+        module: Module that the function refers to.
+        attributes: Names of attributes in the function.
+        seen: As in `_texts`.
+        path: Names of the modules that led to this one; none is entered twice.
+    """
+    texts = [f"module {module.__name__}"]
+    if module.__name__ in path:
+        return texts
+    for attribute in attributes:
+        value = getattr(module, attribute, None)
+        if isinstance(value, ModuleType):
+            texts += _texts_of_module(name, value, attributes, seen, (*path, module.__name__))
+        elif value is not None:
+            texts += _texts_of_value(name, attribute, value, seen) or []
     return texts

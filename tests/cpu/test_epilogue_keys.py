@@ -1,0 +1,132 @@
+"""Keys of epilogues: they differ if anything differs that the functions read."""
+
+import functools
+import types
+
+import pytest
+
+from overlap_gemm import epilogue, epilogues
+from overlap_gemm.epilogues import relu, silu
+
+SETTINGS = types.ModuleType("settings")
+SETTINGS.inner = types.ModuleType("settings.inner")
+FACTOR = 1.0
+
+
+def _of_nested(x):
+    def scaled(value):
+        return value * FACTOR
+
+    return scaled(x)
+
+
+def _of_a_comprehension(x):
+    return sum([x * FACTOR for _ in range(2)])
+
+
+def _of_a_module(x):
+    return x * SETTINGS.WEIGHT
+
+
+def _of_an_inner_module(x):
+    return x * SETTINGS.inner.WEIGHT
+
+
+def _of_modules_and_functions(x):
+    return _of_a_module(x) * SETTINGS.FIRST
+
+
+@pytest.mark.parametrize("function", [_of_nested, _of_a_comprehension])
+def test_keys_follow_constants_of_functions_in_the_function(monkeypatch, function):
+    before = epilogue(function).key
+    monkeypatch.setitem(globals(), "FACTOR", 2.0)
+    assert epilogue(function).key != before
+
+
+@pytest.mark.parametrize(
+    ("function", "module"),
+    [
+        (_of_a_module, SETTINGS),
+        (_of_an_inner_module, SETTINGS.inner),
+        (_of_modules_and_functions, SETTINGS),
+    ],
+)
+def test_keys_follow_constants_and_functions_of_modules(monkeypatch, function, module):
+    monkeypatch.setattr(SETTINGS, "FIRST", 1.0, raising=False)
+    keys = []
+    for value in (1.0, 2.0):
+        monkeypatch.setattr(module, "WEIGHT", value, raising=False)
+        keys.append(epilogue(function).key)
+    assert keys[0] != keys[1]
+
+
+def test_keys_follow_which_of_the_functions_is_called_again():
+    def made(first, second, third):
+        @epilogue(pairs=True)
+        def of_three(gate, up):
+            return first(gate) * second(up) + third(gate)
+
+        return of_three
+
+    of_default = [made(relu, silu, third).key for third in (relu, silu)]
+    assert of_default[0] != of_default[1]
+    assert made(relu, silu, silu) is made(relu, silu, silu)
+
+
+def test_keys_follow_the_source_of_a_wrapper():
+    def wrapping(wrapper):
+        return epilogue(functools.wraps(silu)(wrapper))
+
+    def twice(x):
+        return 2.0 * silu(x)
+
+    def halved(x):
+        return 0.5 * silu(x)
+
+    assert wrapping(twice).key != wrapping(halved).key
+
+
+def test_keys_do_not_contain_addresses():
+    def made():
+        def default(x):
+            return x + 1.0
+
+        def applied(x, function=default, *, other=default):
+            return function(x) * other(x)
+
+        @epilogue
+        def of_a_default(x):
+            return applied(x)
+
+        return of_a_default
+
+    assert made() is made()
+
+
+class Scaled:
+    def __init__(self, factor):
+        self.factor = factor
+
+    def __call__(self, x):
+        return x * self.factor
+
+    def method(self, x):
+        return x * self.factor
+
+
+@pytest.mark.parametrize(
+    "function",
+    [Scaled(2.0), Scaled(2.0).method, functools.partial(silu), abs],
+    ids=["object", "method", "partial", "builtin"],
+)
+def test_functions_that_hold_values_are_refused(function):
+    with pytest.raises(TypeError, match="define functions with def; got a "):
+        epilogue(function)
+
+
+def test_a_global_with_the_name_of_a_method_is_not_read(monkeypatch):
+    def of_methods(x):
+        return epilogues.exp(x).sqrt()
+
+    monkeypatch.setitem(globals(), "sqrt", {})
+    assert epilogue(of_methods).name == "of_methods"
