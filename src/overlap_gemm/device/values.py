@@ -17,7 +17,7 @@ from overlap_gemm.epilogues import Value
 LOG2_E = 1.4426950408889634
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Register(Value):
     """Value of an epilogue in an fp32 register.
 

@@ -21,7 +21,7 @@ class Value(ABC):
     """Abstract fp32 value in an epilogue's function: a register of a kernel, or a placeholder in a check.
 
     It supports `+ - * /`, `abs` and the methods below, which have the names of torch's tensor methods. It
-    has no truth value: a branch on a value raises TypeError.
+    has no truth value and cannot be compared: a branch and `==` raise TypeError.
     """
 
     @abstractmethod
@@ -73,6 +73,14 @@ class Value(ABC):
             "an epilogue computes the same expression for every value: it cannot branch on one (if, and, or, "
             "a comparison); use overlap_gemm.epilogues.maximum or minimum"
         )
+
+    def __eq__(self, other: object) -> bool:
+        raise TypeError(
+            "an epilogue computes with values, which do not compare (==, !=); use "
+            "overlap_gemm.epilogues.maximum or minimum"
+        )
+
+    __hash__ = object.__hash__
 
     def exp(self) -> Value:
         """Returns e raised to the value."""

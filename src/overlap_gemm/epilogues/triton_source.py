@@ -73,7 +73,7 @@ _BY_BLOCKS = (
 """Lines that divide `tiles` by the scales of blocks and store these, as `backends.epilogues` on tensors."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Expression(Value):
     """Value of an epilogue by the name of a variable; each operation adds a line.
 
