@@ -121,6 +121,17 @@ def unequal(x):
     return x * (x != x)
 
 
+def adding_in_place(x, bias):
+    bias += x
+    return bias
+
+
+def scaling_in_place(x):
+    y = x
+    y *= 2.0
+    return y + x
+
+
 def of_torch(x):
     return torch.exp(x)
 
@@ -166,6 +177,8 @@ def with_bias(x, bias):
         (comparing, {}, "'>' not supported"),
         (equal, {}, "values, which do not compare"),
         (unequal, {}, "values, which do not compare"),
+        (adding_in_place, {"inputs": {"bias": "rows"}}, r"write y = y \+ x"),
+        (scaling_in_place, {}, r"write y = y \+ x"),
         (of_torch, {}, "functions of overlap_gemm.epilogues"),
         (of_a_tensor, {}, "declare everything else that it reads as an input"),
         (lambda x: x * 2, {}, "define functions with def, not with lambda"),

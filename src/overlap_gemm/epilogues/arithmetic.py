@@ -21,7 +21,7 @@ class Value(ABC):
     """Abstract fp32 value in an epilogue's function: a register of a kernel, or a placeholder in a check.
 
     It supports `+ - * /`, `abs` and the methods below, which have the names of torch's tensor methods. It
-    has no truth value and cannot be compared: a branch and `==` raise TypeError.
+    has no truth value, cannot be compared or changed in place: a branch, `==` and `+=` raise TypeError.
     """
 
     @abstractmethod
@@ -81,6 +81,15 @@ class Value(ABC):
         )
 
     __hash__ = object.__hash__
+
+    def __iadd__(self, other: Any) -> Value:
+        """Raises TypeError, as `-=`, `*=` and `/=` do: on tensors they would change an operand."""
+        raise TypeError(
+            "an epilogue does not change a value (+=, -=, *=, /=), which on tensors would change the "
+            "operand: write y = y + x"
+        )
+
+    __isub__ = __imul__ = __itruediv__ = __iadd__
 
     def exp(self) -> Value:
         """Returns e raised to the value."""
