@@ -132,6 +132,22 @@ def scaling_in_place(x):
     return y + x
 
 
+def a_number(x):
+    return 1.0
+
+
+def a_number_as_output(x):
+    return x, 1
+
+
+def a_list(x):
+    return [x]
+
+
+def nothing(x):
+    x * 2.0
+
+
 def of_torch(x):
     return torch.exp(x)
 
@@ -179,6 +195,10 @@ def with_bias(x, bias):
         (unequal, {}, "values, which do not compare"),
         (adding_in_place, {"inputs": {"bias": "rows"}}, r"write y = y \+ x"),
         (scaling_in_place, {}, r"write y = y \+ x"),
+        (a_number, {}, "must return values, not numbers or others; got float"),
+        (a_number_as_output, {"outputs": {"o": "row_sum"}}, "must return values, .* got int"),
+        (a_list, {}, "must return values, .* got list"),
+        (nothing, {}, "must return values, .* got NoneType"),
         (of_torch, {}, "functions of overlap_gemm.epilogues"),
         (of_a_tensor, {}, "declare everything else that it reads as an input"),
         (lambda x: x * 2, {}, "define functions with def, not with lambda"),

@@ -40,6 +40,24 @@ def check_then(
         )
 
 
+def check_functions(made: Any) -> None:
+    """Raises TypeError if a function of an epilogue fails on placeholders, or does not return values."""
+    inputs = [Placeholder()] * len(made.inputs)
+    try:
+        for value in made.apply([Placeholder()] * (1 + made.pairs), inputs):
+            if not isinstance(value, Value):
+                raise TypeError(f"it must return values, not numbers or others; got {type(value).__name__}")
+        if made.then is not None and not isinstance(
+            made.finish(Placeholder(), [Placeholder()] * len(made.outputs), inputs), Value
+        ):
+            raise TypeError("then= must return one value")
+    except Exception as error:
+        raise TypeError(
+            f"epilogue {made.name}: the function must use + - * /, abs, numbers and functions of "
+            f"overlap_gemm.epilogues, and return values; a call with placeholder values failed: {error}"
+        ) from error
+
+
 class Placeholder(Value):
     """Placeholder value: a function that runs on it uses only operations that values have."""
 

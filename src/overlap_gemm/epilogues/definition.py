@@ -11,8 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, get_args
 
-from .arithmetic import Value
-from .checks import Placeholder, check_then, parameters_of
+from .checks import check_functions, check_then, parameters_of
 from .sources import digest_of
 
 Sum = Literal["partial", "complete"]
@@ -369,18 +368,7 @@ def epilogue(
         name, tuple(kinds.items()), tuple(others.items()), of, pairs, digest, function, gradient, result,
         block, then,
     )  # fmt: skip
-    try:
-        inputs_of_probe = [Placeholder()] * len(kinds)
-        made.apply([Placeholder()] * (1 + pairs), inputs_of_probe)
-        if then is not None and not isinstance(
-            made.finish(Placeholder(), [Placeholder()] * len(others), inputs_of_probe), Value
-        ):
-            raise TypeError("then= must return one value")
-    except Exception as error:
-        raise TypeError(
-            f"epilogue {name}: the function must use + - * /, abs, numbers and functions of "
-            f"overlap_gemm.epilogues, and return values; a call with placeholder values failed: {error}"
-        ) from error
+    check_functions(made)
     return _known.setdefault(made.key, made)
 
 
