@@ -41,6 +41,35 @@ def test_an_epilogue_on_tensors_is_its_function_in_float32():
     torch.testing.assert_close(normed, expected * rstd.float()[:, None] * gamma.float())
 
 
+@epilogue(inputs={"rows": "rows", "columns": "columns", "scalar": "scalar", "all": "element"},
+          outputs={"sum": "row_sum", "mean": "row_mean", "most": "row_max", "given": "element",
+                   "again": "element", "of_rows": "element"})  # fmt: skip
+def narrow(x, rows, columns, scalar, all):
+    return scalar, rows, columns * scalar, scalar, all, all, rows * scalar
+
+
+def test_values_that_differ_by_row_or_column_only_have_the_shape_of_the_result():
+    x, all = torch.randn(3, 5), torch.randn(5, 3).t()
+    rows, columns, scalar = torch.randn(3), torch.randn(5), torch.randn(1)
+    made = narrow.on_tensors(x, [rows, columns, scalar, all])
+    full = scalar.expand(3, 5)
+    expected = (
+        full, rows * 5, (columns * scalar).mean().expand(3), scalar.expand(3), all, all,
+        (rows * scalar).unsqueeze(-1).expand(3, 5),
+    )  # fmt: skip
+    for one, other in zip(made, expected, strict=True):
+        torch.testing.assert_close(one, other)
+        assert one.is_contiguous()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_results_share_no_memory_with_inputs_and_each_other(dtype):
+    inputs = [torch.randn(shape).to(dtype) for shape in ((3,), (1,), (1,), (3, 1))]
+    results = Applying(narrow, (dtype,) * 4, dtype).on_sums(torch.randn(3, 1).to(dtype), inputs)
+    places = [one.untyped_storage().data_ptr() for one in (*results, *inputs)]
+    assert len(set(places)) == len(places)
+
+
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     [
@@ -284,6 +313,27 @@ OF_ROWS = {"inputs": {"shift": "element", "gamma": "columns"}, "outputs": {"squa
 def test_functions_of_rows_that_do_not_fit_are_refused_with_the_rule(then, declared, kind, rule):
     with pytest.raises(kind, match=rule):
         epilogue(squares, **(OF_ROWS | declared), then=then)
+
+
+def of_its_row(y, square):
+    return square
+
+
+def as_stored(y, square):
+    return y
+
+
+@pytest.mark.parametrize("then", [of_its_row, as_stored])
+def test_a_function_of_rows_may_return_what_it_takes(then):
+    @epilogue(outputs={"square": "row_sum"}, then=then)
+    def squared(x):
+        return x, x * x
+
+    x = torch.randn(3, 5)
+    result, stored = Applying(squared, (), x.dtype).on_sums(x, [])
+    assert result.data_ptr() != stored.data_ptr()
+    expected = x if then is as_stored else x.square().sum(-1, keepdim=True).expand(3, 5)
+    torch.testing.assert_close(result, expected)
 
 
 def test_a_function_of_rows_takes_stored_values_and_is_part_of_the_digest(monkeypatch):

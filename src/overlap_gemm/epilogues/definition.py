@@ -219,12 +219,18 @@ class Epilogue:
             to the op's dtype. With `then`: its values, and those of the function.
         """
         wide = [_wide(tensor) for tensor in self.broadcast(inputs)]
-        result, *others = self.apply([_wide(part) for part in self.operands(sums)], wide)
-        reduced = [_reduced(value, kind) for (_, kind), value in zip(self.outputs, others, strict=True)]
+        parts = [_wide(part) for part in self.operands(sums)]
+        result, *others = self.apply(parts, wide)
+        taken, shape = [*wide, result], parts[0].shape
+        result, reduced = _own(result, wide, shape), []
+        for (_, kind), value in zip(self.outputs, others, strict=True):
+            reduced.append(_own(value, taken, shape) if kind == "element" else _reduced(value, kind, shape))
+            taken.append(value)
         if self.then is None:
             return result, *reduced
         value = result if stored is None else _wide(result.to(stored))
-        return self.finish(value, [row.unsqueeze(-1) for row in reduced], wide), result
+        finished = self.finish(value, [row.unsqueeze(-1) for row in reduced], wide)
+        return _own(finished, [*wide, value], shape), result
 
     def operands(self, sums: Any) -> tuple[Any, ...]:
         """Returns the function's arguments: `(sums,)`, or with `pairs` the first and the second sums.
@@ -409,7 +415,13 @@ def _along(tensor: Any, kind: InputKind) -> Any:
     return tensor.unsqueeze(-1) if kind in ("rows", "gathered_rows") else tensor
 
 
-def _reduced(tensor: Any, kind: OutputKind) -> Any:
-    if kind == "element":
-        return tensor
-    return {"row_sum": tensor.sum, "row_mean": tensor.mean, "row_max": tensor.amax}[kind](-1)
+def _own(value: Any, taken: Sequence[Any], shape: Any) -> Any:
+    """Returns a value as a contiguous tensor of the result's shape, a copy if it is one of those `taken`."""
+    full = value.expand(shape).contiguous()
+    return full.clone() if any(value is one for one in taken) else full
+
+
+def _reduced(value: Any, kind: OutputKind, shape: Any) -> Any:
+    """Returns the reduction of a value over the columns of the result's shape."""
+    full = value.expand(shape)
+    return {"row_sum": full.sum, "row_mean": full.mean, "row_max": full.amax}[kind](-1)
