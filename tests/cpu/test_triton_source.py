@@ -77,6 +77,9 @@ class Language:
         values = values.nan_to_num(-math.inf) if values.is_floating_point() else values
         return values.amax(axis)
 
+    def broadcast_to(self, values, shape):
+        return values.expand(shape)
+
     def reshape(self, values, shape):
         return values.reshape(shape)
 

@@ -20,6 +20,23 @@ def of_every_kind(x: Any, r: Any, e: Any, s: Any, c: Any) -> Any:
     return logits, epilogues.tanh(x) - 1.5, abs(x), epilogues.rsqrt(epilogues.exp(-x) + 1), squared
 
 
+INFINITE = math.inf
+
+
+@epilogue(
+    inputs={"r": "rows", "c": "columns", "s": "scalar"},
+    outputs={"sum": "row_sum", "most": "row_max", "mean": "row_mean", "wide": "element"},
+)
+def of_limits_and_inputs(x: Any, r: Any, c: Any, s: Any) -> Any:
+    """Returns values limited by numbers that are not finite, and outputs of a row, a column or a scalar."""
+    return epilogues.maximum(epilogues.minimum(x, INFINITE), -INFINITE), r, c * s, s, r * s
+
+
+@epilogue(inputs={"r": "rows"}, result="e4m3", block=128)
+def of_rows_in_blocks(x: Any, r: Any) -> Any:
+    return r
+
+
 @epilogue(inputs={"e": "element"}, outputs={"gates": "element", "most": "row_max"}, pairs=True)
 def of_pairs(gate: Any, up: Any, e: Any) -> Any:
     y = epilogues.gelu_tanh(gate) * up + e
@@ -28,7 +45,8 @@ def of_pairs(gate: Any, up: Any, e: Any) -> Any:
 
 KINDS = [
     epilogues.add_residual_squared, epilogues.add_residual_rms_norm, epilogues.to_e4m3, of_every_kind,
-    of_pairs, epilogues.swiglu, epilogues.to_e4m3_blocks, epilogues.swiglu_e4m3_blocks,
+    of_limits_and_inputs, of_rows_in_blocks, of_pairs, epilogues.swiglu, epilogues.to_e4m3_blocks,
+    epilogues.swiglu_e4m3_blocks,
 ]  # fmt: skip
 
 ULP = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float8_e4m3fn: 2**-3}

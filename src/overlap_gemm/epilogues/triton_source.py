@@ -18,6 +18,7 @@ loop. It reads from the L2 cache.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -101,8 +102,12 @@ class Expression(Value):
 
 
 def _text(value: Any) -> str:
-    """Returns a value's variable; a number as fp32, of the shape of a vector."""
-    return value.name if isinstance(value, Expression) else f"tl.full((), {float(value)!r}, tl.float32)"
+    """Returns a value's variable; a number as fp32, of no dimension."""
+    if isinstance(value, Expression):
+        return value.name
+    number = repr(float(value))
+    number = number if math.isfinite(float(value)) else f'float("{number}")'
+    return f"tl.full((), {number}, tl.float32)"
 
 
 def kernel_of(epilogue: Epilogue, bands: bool = False) -> str:
@@ -193,7 +198,8 @@ class _Kernel:
 
     def _stores(self) -> Iterator[str]:
         if self.epilogue.block:
-            yield f"tiles = tl.reshape({self.result}, (COLUMNS // {BLOCK}, {BLOCK}))"
+            yield f"tiles = tl.broadcast_to({self.result}, (COLUMNS,))  # a value of a row has no columns"
+            yield f"tiles = tl.reshape(tiles, (COLUMNS // {BLOCK}, {BLOCK}))"
             yield from _BY_BLOCKS
             yield from _stored("out0", "narrow", saturates=True)
         elif self.epilogue.then is not None:
