@@ -103,6 +103,21 @@ def test_keys_do_not_contain_addresses():
     assert made() is made()
 
 
+def test_keys_follow_constants_of_the_gradient():
+    def made(limit):
+        def limited(gradients, _outputs, _inputs):
+            return (gradients[0].clamp(-limit, limit),)
+
+        @epilogue(gradient=limited)
+        def doubled(x):
+            return 2.0 * x
+
+        return doubled
+
+    assert made(1.0) is made(1.0)
+    assert made(1.0).key != made(2.0).key
+
+
 class Scaled:
     def __init__(self, factor):
         self.factor = factor

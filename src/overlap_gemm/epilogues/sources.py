@@ -10,12 +10,18 @@ from collections.abc import Callable, Sequence
 from types import CodeType, ModuleType
 from typing import Any
 
+CONSTANTS = bool, int, float, str, type(None)
+"""Types of values that functions may refer to, in addition to functions."""
+
 
 def digest_of(name: str, declared: str, functions: Sequence[Callable[..., Any]], gradient: Any) -> str:
     """Returns the key of an epilogue's source: its declaration, functions and gradient."""
     digest, seen = hashlib.sha256(declared.encode()), dict[int, int]()
     texts = [text for function in functions for text in _texts(name, function, seen)]
-    texts += [] if gradient is None else [_source(name, gradient)]
+    if gradient is not None:
+        texts.append(_source(name, gradient))
+        referred = sorted(_referred(gradient).items())
+        texts += [f"{one}={value!r}" for one, value in referred if isinstance(value, CONSTANTS)]
     for text in texts:
         digest.update(text.encode() + b"\0")
     return digest.hexdigest()[:16]
@@ -56,12 +62,8 @@ def _texts(name: str, function: Any, seen: dict[int, int]) -> list[str]:
     texts = [_source(name, function)]
     for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
         texts += _texts(name, value, seen) if inspect.isfunction(value) else [repr(value)]
-    codes = _codes(function.__code__)
-    names = {one.argval for code in codes for one in dis.get_instructions(code) if one.opname in _OF_GLOBALS}
-    referred = {one: function.__globals__[one] for one in names if one in function.__globals__}
-    referred |= inspect.getclosurevars(function).nonlocals
-    attributes = sorted({one for code in codes for one in code.co_names})
-    for one, value in sorted(referred.items()):
+    attributes = sorted({one for code in _codes(function.__code__) for one in code.co_names})
+    for one, value in sorted(_referred(function).items()):
         if isinstance(value, ModuleType):
             texts += _texts_of_module(name, value, attributes, seen)
         elif (added := _texts_of_value(name, one, value, seen)) is not None:
@@ -72,6 +74,14 @@ def _texts(name: str, function: Any, seen: dict[int, int]) -> list[str]:
                 "refer to numbers and functions only; declare everything else that it reads as an input"
             )
     return texts
+
+
+def _referred(function: Any) -> dict[str, Any]:
+    """Returns the global values and those of outer functions that a function refers to, by name."""
+    read = [one for code in _codes(function.__code__) for one in dis.get_instructions(code)]
+    names = {one.argval for one in read if one.opname in _OF_GLOBALS}
+    values = {one: function.__globals__[one] for one in names if one in function.__globals__}
+    return {**values, **inspect.getclosurevars(function).nonlocals}
 
 
 _OF_GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME")
@@ -88,7 +98,7 @@ def _texts_of_value(name: str, one: str, value: Any, seen: dict[int, int]) -> li
     """Returns the texts of a function or a constant named `one`; None for everything else."""
     if inspect.isfunction(value):
         return _texts(name, value, seen)
-    return [f"{one}={value!r}"] if value is None or isinstance(value, (bool, int, float, str)) else None
+    return [f"{one}={value!r}"] if isinstance(value, CONSTANTS) else None
 
 
 def _texts_of_module(
