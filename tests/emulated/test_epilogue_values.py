@@ -44,17 +44,24 @@ def launch(x: cute.Tensor, out: cute.Tensor, functions: cutlass.Constexpr):
     apply_all(x, out, functions).launch(grid=(1, 1, 1), block=(128, 1, 1))
 
 
+def run(x, functions, arch):
+    """Returns the values of functions in a kernel, a row for each function."""
+    out = torch.zeros(len(functions), len(x))
+    arguments = from_dlpack(x), from_dlpack(out)
+    with Emulator(arch) as emulator, emulator.rank(0):
+        compiled = cute.compile(launch, *arguments, functions, options=f"--gpu-arch {arch}")
+        compiled(*arguments)
+        emulator.run()
+    return out
+
+
 @pytest.mark.parametrize("arch", ["sm_90a", pytest.param("sm_100a", marks=pytest.mark.slow)])
 def test_functions_in_a_kernel_are_those_on_tensors(arch):
     special = torch.tensor([0.0, -0.0, torch.nan, torch.inf, -torch.inf, 1e-30, 100.0, -100.0])
     x = torch.cat([torch.linspace(-12, 12, 115), special])
-    out = torch.zeros(len(FUNCTIONS), len(x))
-    arguments = from_dlpack(x), from_dlpack(out)
-    with Emulator(arch) as emulator, emulator.rank(0):
-        compiled = cute.compile(launch, *arguments, tuple(FUNCTIONS.values()), options=f"--gpu-arch {arch}")
-        compiled(*arguments)
-        emulator.run()
-    for (name, function), found in zip(FUNCTIONS.items(), out, strict=True):
+    for (name, function), found in zip(
+        FUNCTIONS.items(), run(x, tuple(FUNCTIONS.values()), arch), strict=True
+    ):
         wanted = function(x.double()).float()
         torch.testing.assert_close(
             found,
@@ -64,3 +71,12 @@ def test_functions_in_a_kernel_are_those_on_tensors(arch):
             equal_nan=True,
             msg=lambda m, n=name: f"{n}: {m}",
         )
+
+
+def test_exponentials_err_by_two_units_and_one_for_each_of_x():
+    x = torch.linspace(-80, 80, 127)
+    functions = epilogues.exp, epilogues.sigmoid
+    for function, found in zip(functions, run(x, functions, "sm_90a"), strict=True):
+        wanted = function(x.double())
+        unit = torch.nextafter(wanted.float(), torch.tensor(torch.inf)).double() - wanted.float().double()
+        assert ((found.double() - wanted).abs() <= (2 + x.abs()) * unit).all()

@@ -1,8 +1,8 @@
 """Values of epilogues in a kernel: fp32 registers with the operators and functions of `epilogues`.
 
 No function is a call. exp, sqrt, rsqrt, reciprocal and tanh are the approximate instructions of the special
-function units; quotients and sigmoid use the reciprocal (2 units in the last place). tanh has a relative
-error of 2**-11.
+function units; quotients and sigmoid use the reciprocal (2 units in the last place). exp and sigmoid of x err
+by |x| units more, since x * log2(e) is rounded. tanh has a relative error of 2**-11.
 """
 
 from __future__ import annotations
