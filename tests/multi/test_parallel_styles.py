@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import PrepareModuleInput, SequenceParallel, parallelize_module
 from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint
 
 from overlap_gemm.parallel import OverlapColwiseParallel, OverlapRowwiseParallel, OverlapSharedGather
 from tests.support.chosen import in_turn
@@ -267,6 +268,108 @@ def without_gradients_of_replicated_input(rank, size, how):
 @pytest.mark.parametrize("how", ["recomputed", "frozen"])
 def test_a_child_without_gradients_multiplies_a_replicated_input_itself(ranks, how):
     ranks(2).run(without_gradients_of_replicated_input, how)
+
+
+class With(nn.Module):
+    """Calls its projection as the caller of the module says."""
+
+    def __init__(self):
+        super().__init__()
+        self.proj = nn.Linear(6, 12)
+
+    def forward(self, mask, x, call):
+        return call(self.proj, x)
+
+
+def in_place(proj, x):
+    return proj(x.add_(1))
+
+
+def recomputed(proj, x):
+    """Saves one tensor, which has the shape and dtype of x on two ranks."""
+    return checkpoint(lambda x: proj(x).sin(), x, use_reentrant=False)
+
+
+def with_gradients(proj, x):
+    with torch.enable_grad():
+        return proj(x)
+
+
+def in_bfloat16(proj, x):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return proj(x)
+
+
+def calls_of_replicated_input(rank, size):
+    """Compares children that are called in another way than the module around them, whose product differs."""
+    torch.manual_seed(0)
+    mesh, plain = init_device_mesh("cpu", (size,)), With()
+    sharded = copy.deepcopy(plain)
+    parallelize_module(sharded.proj, mesh, OverlapColwiseParallel(use_local_output=False))
+    parallelize_module(sharded, mesh, OverlapSharedGather("proj", input_layouts=Replicate(), argument="x"))
+    calls = [in_place, recomputed, with_gradients, in_bfloat16]
+    for call, records in itertools.product(calls, [True, False]):
+        results = []
+        for module in (plain, sharded):
+            module.zero_grad()
+            leaf = torch.linspace(-1, 1, 5 * 6).view(5, 6).requires_grad_(records)
+            with torch.set_grad_enabled(records):
+                out = module(None, x=leaf * 1, call=call)
+            assert out.requires_grad == (records or call is with_gradients)
+            if out.requires_grad:
+                out.sum().backward()
+            tensors = [out, module.proj.weight.grad, module.proj.bias.grad, leaf.grad]
+            tensors = [t for t in tensors if t is not None]
+            results.append([t.full_tensor() if isinstance(t, DTensor) else t for t in tensors])
+        assert results[0][0].dtype == (torch.bfloat16 if call is in_bfloat16 else torch.float32)
+        close = {"rtol": 0.02, "atol": 0.01} if call is in_bfloat16 else {}  # each rank rounds its part
+        message = lambda text, of=call: f"{of.__name__}: {text}"  # noqa: E731
+        torch.testing.assert_close(results[1], results[0], msg=message, **close)
+
+
+def test_a_child_of_a_replicated_input_is_called_in_another_way(ranks):
+    ranks(2).run(calls_of_replicated_input)
+
+
+def calls_of_a_shared_gather(rank, size):
+    mesh, module = init_device_mesh("cpu", (size,)), With()
+    parallelize_module(module.proj, mesh, OverlapColwiseParallel())
+    parallelize_module(module, mesh, OverlapSharedGather("proj", input_layouts=Shard(0), argument="x"))
+    x = torch.randn(3, 6)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="is called with gradients"):
+        module(None, x=x, call=with_gradients)
+    with pytest.raises(RuntimeError, match=r"is called for a product in torch.bfloat16"):
+        module(None, x=x, call=in_bfloat16)
+    module.requires_grad_(False)
+    with torch.no_grad():
+        out = module(None, x=x, call=with_gradients)
+    torch.testing.assert_close(out, module(None, x=x, call=lambda proj, x: proj(x)))
+
+
+def test_a_child_of_a_shared_gather_is_called_in_another_way(ranks):
+    ranks(2).run(calls_of_a_shared_gather)
+
+
+def calls_within_calls(rank, size, layout):
+    torch.manual_seed(0)
+    mesh, plain = init_device_mesh("cpu", (size,)), With()
+    sharded, x = copy.deepcopy(plain), torch.randn(3 * size, 6)
+    parallelize_module(sharded.proj, mesh, OverlapColwiseParallel())
+    parallelize_module(sharded, mesh, OverlapSharedGather("proj", input_layouts=layout, argument="x"))
+    outs = []
+    for module, rows in ((plain, x), (sharded, x if layout == Replicate() else x.chunk(size)[rank])):
+
+        def twice(proj, x, module=module, rows=rows):
+            inner = module(None, x=3 * rows, call=lambda proj, x: proj(x))
+            return proj(x) + 2 * inner
+
+        outs.append(module(None, x=rows, call=twice))
+    torch.testing.assert_close(outs[1], outs[0].chunk(size, -1)[rank])
+
+
+@pytest.mark.parametrize("layout", [Replicate(), Shard(0)], ids=str)
+def test_calls_of_a_shared_gather_within_a_call(ranks, layout):
+    ranks(2).run(calls_within_calls, layout)
 
 
 def test_hooks_see_the_input_of_a_shared_gather(ranks):

@@ -6,7 +6,7 @@ checkpoints work unchanged.
 
 from collections.abc import Iterator
 from copy import copy
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from ...backends.op_call import BackendName
 from ...backends.select import check_name
 from ...spec import ALL_GATHER_GEMM, GEMM_ALL_GATHER, GEMM_ALL_REDUCE, GEMM_REDUCE_SCATTER
 from ...spec.promises import Invariant, Partials, Promises, check_promises
+from .gathered import Gathered, product_state
 from .kept_linears import weight_of
 from .layouts import Rows, as_output, default_rows, distribute, extent, local, local_part
 
@@ -181,8 +182,9 @@ class OverlapSharedGather(_OverlapStyle):
 
     With `Shard(d)` the forward sees a stand-in: a tensor with the gathered input's shape and no values
     (reading it gives NaN). The forward may read the stand-in's shape. A child raises RuntimeError if it gets
-    another tensor, or if it is called without gradients while the module has them. With `Replicate()` such a
-    child multiplies its own input, and sums the gradient itself.
+    another tensor, or if the module is called in another gradient mode or autocast region. With `Replicate()`
+    such a child multiplies its own input, and sums the gradient itself. The same holds in a checkpoint within
+    the module. It holds after a change of the input in place, too, but not in graphs and inference mode.
 
     Args:
         *children: Names of the linears, as `get_submodule` takes them.
@@ -251,7 +253,7 @@ class _SharedGatherForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Multiplies, then runs the module's own forward on the stand-in, or on its input."""
         argument = self.style.argument
-        x = args[0] if args else kwargs[argument]
+        x = kwargs[argument] if argument in kwargs or not args else args[0]
         operands = None
         if not isinstance(self.gating, str | None):
             operands = self.gating.operands(self.module, self.linears, x)
@@ -262,19 +264,20 @@ class _SharedGatherForward:
             module: Any = self.module
             products = _products(style, tensors[0][0])
             return module.down_proj(self.gating.multiply(products, x, *tensors, group=self.mesh, **how))
+        forwards = [one.forward for one in self.linears if isinstance(one.forward, ColwiseForward)]
+        outer = [forward.gathered for forward in forwards]  # of a call that this one is in
         stand_in = self._multiply(x)
-        if args:
-            args = (stand_in, *args[1:])
-        else:
+        if argument in kwargs:
             kwargs = {**kwargs, argument: stand_in}
+        else:
+            args = (stand_in, *args[1:])
         try:
             if self.replaced is not None:
                 return self.replaced(*args, **kwargs)
             return type(self.module).forward(self.module, *args, **kwargs)
         finally:
-            for linear in self.linears:
-                if isinstance(linear.forward, ColwiseForward):
-                    linear.forward.gathered = None
+            for forward, gathered in zip(forwards, outer, strict=True):
+                forward.gathered = gathered
 
     def _multiply(self, x: Tensor) -> Tensor:
         style, linears = self.style, self.linears
@@ -306,25 +309,10 @@ class _SharedGatherForward:
         else:
             outs = product.column_parallel_gemm(x, weights, bias, self.mesh, **style.keywords)
             stand_in, x, total = replicated, replicated, None
+        state = product_state(stand_in)
         for linear, out in zip(linears, outs, strict=True):
-            linear.forward.gathered = Gathered(stand_in, x, out, total)
+            linear.forward.gathered = Gathered(stand_in, x, out, total, state)
         return stand_in
-
-
-class Gathered(NamedTuple):
-    """A linear's result of a shared gather, valid while the module around it runs.
-
-    Attributes:
-        stand_in: Tensor that the module's forward gets: in place of the gathered input, or its input.
-        rows: Input of the module: this rank's rows, or a replicated input.
-        product: Product of the gathered input and the linear's weight; None after it was fetched.
-        total: Number of rows over all ranks; None if the input is replicated.
-    """
-
-    stand_in: Tensor
-    rows: Tensor
-    product: Tensor | None
-    total: int | None
 
 
 class ColwiseForward:
@@ -385,24 +373,11 @@ class ColwiseForward:
 
     def _fetch(self, x: Tensor) -> Tensor | None:
         """Returns the product of a shared gather; None if there is none, or none of a replicated x."""
-        gathered, module = self.gathered, self.module
-        if gathered is None:
+        if self.gathered is None:
             return None
-        out, is_input = gathered.product, x is gathered.stand_in or x is gathered.rows
-        lacks_gradient = out is not None and out.requires_grad and not torch.is_grad_enabled()
-        if gathered.total is None and (not is_input or out is None or lacks_gradient):
-            return None
-        if not is_input or out is None:
-            raise RuntimeError(
-                f"{module} shares the gather of its input with other linears: call it once, with the "
-                f"unchanged input of the module around it (hooks that change it belong on that module)"
-            )
-        if lacks_gradient:
-            raise RuntimeError(
-                f"{module} is called without gradients (by reentrant recomputation?), but the gather it "
-                f"shares with other linears has them: recompute or freeze the module around it"
-            )
-        self.gathered = gathered._replace(product=None)
+        parameters = [*self.module.parameters(), *self.source.parameters()]
+        if (out := self.gathered.product_for(x, self.module, parameters)) is not None:
+            self.gathered = self.gathered._replace(product=None)
         return out
 
     def _output(self, out: Tensor) -> Tensor:
