@@ -366,6 +366,39 @@ def test_adapted_mlp(ranks, which, how):
     ranks(2).run(check_adapted_mlp, which, how)
 
 
+def check_mixed_mlp(rank, size, sequence_parallel, which, options):
+    """Compares an MLP whose projections have different options, or only one bias, with calls of each."""
+    torch.manual_seed(3)
+    gate, up, down = (nn.Linear(a, b) for a, b in ((16, 32), (16, 32), (32, 16)))
+    mlp = ParallelMLP.from_linears(gate, up, down, sequence_parallel=sequence_parallel)
+    if options.pop("bias", True):
+        linear = {"gate_proj": gate, "up_proj": up}[which]
+        how = {"sequence_parallel": sequence_parallel, **options}
+        setattr(mlp, which, ColumnParallelLinear.from_linear(linear, **how))
+    else:
+        getattr(mlp, which).bias = None
+    x = torch.randn(3 * size, 2, 16)
+    x = (mine(x, 0, rank, size) if sequence_parallel else x).requires_grad_()
+    wanted = mlp.down_proj(nn.functional.silu(mlp.gate_proj(x)) * mlp.up_proj(x))
+    result = mlp(x)
+    torch.testing.assert_close(result, wanted)
+    grads = [torch.autograd.grad(out.sin().sum(), (x, *mlp.parameters())) for out in (result, wanted)]
+    torch.testing.assert_close(*grads)
+    (gating,) = mlp.fusions("mlp")
+    assert gating.why_not == "gate or up has hooks or is wrapped, or their options or biases differ"
+
+
+@pytest.mark.parametrize(
+    ("sequence_parallel", "which", "options"),
+    in_turn(
+        product([False, True], ["gate_proj", "up_proj"]),
+        [{"float8": Float8()}, {"bias": False}, {"invariant": "batch"}],
+    ),
+)
+def test_mlp_of_projections_with_other_options_calls_each(ranks, sequence_parallel, which, options):
+    ranks(2).run(check_mixed_mlp, sequence_parallel, which, options)
+
+
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_state_dicts_round_trip(ranks, world):
     ranks(world).run(check_state_dicts)

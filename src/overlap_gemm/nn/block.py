@@ -39,7 +39,8 @@ class ParallelAttention(nn.Module):
     | o_proj | `[hidden_size, num_heads / P * head_dim]` | `gemm_reduce_scatter` | `gemm_all_reduce` |
 
     Without `sequence_parallel` one `gemm_all_reduce` sums the gradient of x of the first three. If one of
-    them has hooks or is wrapped, each is called and communicates itself.
+    them has hooks or is wrapped, each is called and communicates itself. The same holds if their options
+    differ, or if only some have a bias.
 
     Args:
         hidden_size: Width of input and output.

@@ -236,7 +236,8 @@ class ParallelMLP(nn.Module):
     """A gated MLP: `down(activation(gate(x)) * up(x))`, plus an optional residual.
 
     Gate and up share one gather of x (`sequence_parallel`), or one sum of its gradient. If one of them has
-    hooks or is wrapped, each is called and communicates itself, and the activation is a torch operation.
+    hooks or is wrapped, each is called and communicates itself, and the activation is a torch operation. The
+    same holds if their options differ, or if only some have a bias.
 
     Input and output: `[..., hidden_size]`, replicated; with `sequence_parallel` this rank's rows of it. The
     children have Llama's names: gate_proj, up_proj, down_proj.
@@ -342,8 +343,8 @@ class ParallelMLP(nn.Module):
     def fusions(self, name: str) -> Iterator[Fusion]:
         """Yields whether the activation is applied as an epilogue, for `overlap_gemm.explain`."""
         gate = self.gate_proj
-        if not (is_bare(gate) and is_bare(self.up_proj)):
-            why: str | None = "gate or up has hooks or is wrapped"
+        if not can_share((gate, self.up_proj)):
+            why: str | None = "gate or up has hooks or is wrapped, or their options or biases differ"
         elif not gate.sequence_parallel:
             why = LOCAL_PRODUCTS
         else:
@@ -370,13 +371,13 @@ class SharedCall(NamedTuple):
 
 
 def shared_call(layers: Sequence[ColumnParallelLinear], x: Tensor) -> SharedCall | None:
-    """Returns how layers share one call; None if one is not bare.
+    """Returns how layers share one call; None if they do not, see `can_share`.
 
     Args:
-        layers: Layers with the same options, all with a bias or none, which gather no output.
+        layers: Layers with the same input.
         x: Input of the layers.
     """
-    if not all(map(is_bare, layers)):
+    if not can_share(layers):
         return None
     first = layers[0]
     options: dict[str, Any] = {**first.op_keywords}
@@ -386,6 +387,25 @@ def shared_call(layers: Sequence[ColumnParallelLinear], x: Tensor) -> SharedCall
         options |= {"dim": first.sequence_dim, "rows": first.rows, "columns": columns}
     biases = [layer.bias for layer in layers if layer.bias is not None]
     return SharedCall([layer.weight for layer in layers], biases or None, options, first.sequence_parallel)
+
+
+def can_share(layers: Sequence[ColumnParallelLinear]) -> bool:
+    """Returns whether one call can compute all layers.
+
+    They must be bare, gather no output, and have equal options. All have a bias or none.
+    """
+    options = None
+    for layer in layers:
+        if not is_bare(layer, ColumnParallelLinear.forward) or layer.gather_output or layer.skip_bias_add:
+            return False
+        of_layer = (
+            layer.tp_group, layer.backend, layer.reserve_sms, layer.promises, layer.float8, layer.rows,
+            layer.sequence_parallel, layer.sequence_dim, layer.bias is None,
+        )  # fmt: skip
+        if options is not None and of_layer != options:
+            return False
+        options = of_layer
+    return True
 
 
 def column_products(
