@@ -219,6 +219,24 @@ def test_a_hook_on_an_attention_sees_its_output_without_the_residual(ranks):
     ranks(2).run(hooks_see_what_they_saw)
 
 
+def counts_calls_of_pre_hooks(rank, size, which):
+    plain, sharded = pair(size)
+    calls = []
+    hook = overlap_gemm.parallel.sees_shards(lambda module, args: calls.append(module))
+    hooked = sharded.model.layers[1].mlp.get_submodule(which)
+    hooked.register_forward_pre_hook(hook)
+    same_results(plain, sharded, torch.arange(14).view(2, 7))
+    assert calls == [hooked, hooked]  # with gradients, and without them
+    fusions = {one.module: one.why_not for one in overlap_gemm.explain(sharded)}
+    assert fusions["model.layers.0.mlp"] is None
+    assert fusions["model.layers.1.mlp"] == "gate, up or their activation has a hook"
+
+
+@pytest.mark.parametrize("which", ["gate_proj", "up_proj", "act_fn"])
+def test_a_pre_hook_within_an_mlp_is_called(ranks, which):
+    ranks(2).run(counts_calls_of_pre_hooks, which)
+
+
 class AddsTwice(nn.Module):
     """A layer that adds its attention twice."""
 

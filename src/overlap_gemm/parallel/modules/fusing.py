@@ -5,7 +5,7 @@ last projection has added them already (`Summed`). A run on stand-ins, when the 
 whether a forward does that and nothing else in between; if not, nothing is fused.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -325,8 +325,8 @@ class MlpGating(NamedTuple):
         expected = [self.packed] if self.packed is not None else linears
         if any(one is not other for one, other in zip(present, expected, strict=True)):
             return "gate and up have adapters, which add to them before the activation"
-        if is_hooked(*present, *linears, self.activate):
-            return "gate, up or their activation has a hook on its output"
+        if is_hooked(*present, *linears, self.activate, names=("_forward_pre_hooks", *HOOKS)):
+            return "gate, up or their activation has a hook"
         if isinstance(linears[0], KeptLinear) and linears[0].block is not None:
             return why_one_weight(LAYOUTS[NAMED_BLOCKS[linears[0].block]])
         style, epilogue = linears[0].forward.style, GATINGS[self.activation].epilogue
@@ -392,11 +392,11 @@ class _Activated:
     __rmul__ = __mul__
 
 
-def is_hooked(*modules: nn.Module) -> bool:
-    """Returns whether a hook sees what one of the modules returns."""
+def is_hooked(*modules: nn.Module, names: Sequence[str] = HOOKS) -> bool:
+    """Returns whether one of the modules has hooks in an attribute in `names`, by default on its output."""
     for module in modules:
         of_module = vars(module)
-        for name in HOOKS:
+        for name in names:
             if of_module[name]:
                 return True
     return False
