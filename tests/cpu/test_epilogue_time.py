@@ -87,15 +87,28 @@ def test_the_time_of_blocks_in_the_kernel_is_that_measured():
     assert len(gathers) == 2
 
 
-def test_blocks_of_16_bit_operands_are_in_the_kernel_as_that_was_measured_no_slower():
-    """Checks three shapes: one is clearly faster so, two are equal within a hundredth."""
-    data = json.loads((RESULTS / "h200x2-result-blocks.json").read_text())["results"]
+def test_a_norm_is_where_it_was_measured_faster_in_the_kernel_or_by_one_after_it():
+    data = json.loads((RESULTS / "h200x2-norms-after.json").read_text())["results"]
     for row in data:
+        us = row["us"]
+        model = times(row["op"], epilogues.add_residual_rms_norm, row["m"], row["n"], row["k"])
+        assert abs(model.one_pass * 1e6 - (us["after, kernel"] - us["op"])) <= 2.2, (row["m"], model)
+        if row["m"] <= 128:
+            is_faster = us["in the kernel"] < us["after, kernel"]
+            assert (model.why_after() is None) == is_faster, (row["m"], model)
+        assert us["after, kernel"] < 1.02 * us["after, compiled"] < us["after, torch"]
+    assert [row["m"] for row in data] == [1, 16, 64, 128, 1024]
+
+
+def test_blocks_of_16_bit_operands_follow_the_op_as_was_measured_faster_in_two_of_three_shapes():
+    """Checks that the third one, which moves most for its products, loses three hundredths."""
+    data = json.loads((RESULTS / "h200x2-result-blocks.json").read_text())["results"]
+    for row, is_faster in zip(data, (True, False, True), strict=True):
         us, model = row["us"], times(row["op"], epilogues.swiglu_e4m3_blocks, row["m"], row["n"], row["k"])
-        assert us["in the kernel"] <= 1.01 * us["after"]
-        assert model.why_after() is None, (row, model)
-        assert model.kernel * 1e6 <= 1.1 * (us["in the kernel"] - us["op"]) + 40, (row, model)
-    assert len(data) == 3
+        assert (us["after"] < us["in the kernel"]) == is_faster and us["after"] < 1.035 * us["in the kernel"]
+        assert model.why_after(), (row, model)
+        for seconds, name in ((model.kernel, "in the kernel"), (model.one_pass, "after")):
+            assert 0.5 <= seconds * 1e6 / (us[name] - us["op"]) <= 2.2, (name, row, model)
 
 
 def test_times_in_kernels_that_sum_8_bits_are_those_measured():

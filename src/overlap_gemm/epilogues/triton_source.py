@@ -161,6 +161,14 @@ class _Kernel:
     def _pointers(self) -> tuple[str, ...]:
         return ("sums0", "sums1") if self.epilogue.pairs and not self.bands else ("sums0",)
 
+    @property
+    def _varied(self) -> str:
+        """Returns the result as values that a compiler takes for different ones.
+
+        Triton 3.6 rounds a value of a row, the same in all columns, to wrong bytes (seen on an H200).
+        """
+        return f"tl.where(inside, {self.result}, 0.0)"
+
     def _tensors(self) -> Iterator[str]:
         yield from self._pointers
         yield from (f"in{i}" for i in range(len(self.kinds)))
@@ -198,14 +206,14 @@ class _Kernel:
 
     def _stores(self) -> Iterator[str]:
         if self.epilogue.block:
-            yield f"tiles = tl.broadcast_to({self.result}, (COLUMNS,))  # a value of a row has no columns"
-            yield f"tiles = tl.reshape(tiles, (COLUMNS // {BLOCK}, {BLOCK}))"
+            yield f"tiles = tl.reshape({self._varied}, (COLUMNS // {BLOCK}, {BLOCK}))"
             yield from _BY_BLOCKS
             yield from _stored("out0", "narrow", saturates=True)
         elif self.epilogue.then is not None:
             yield from _stored("out1", self.result)
         else:
-            yield from _stored("out0", self.result, saturates=self.epilogue.result is not None)
+            is_narrow = self.epilogue.result is not None
+            yield from _stored("out0", self._varied if is_narrow else self.result, saturates=is_narrow)
         reduced = dict(self.reductions)
         for i, value in enumerate(self.outputs):
             if i not in reduced:

@@ -7,7 +7,8 @@
   In sums over ranks of 8-bit operands, less of all this is hidden (`Machine.exposed_visits`).
   Scales of an 8-bit result's blocks take a maximum and a product.
 - **One pass** after the op (`backends.triton_kernels.epilogue_rows`, or what a compiler makes): a launch, and
-  each tensor once. A norm reads its rows again, which takes as long as a launch (`h200x2-norms.json`).
+  each tensor once. A norm waits for its rows' sums, which takes as long as a launch (`h200x2-norms.json`,
+  `h200x2-norms-after.json`).
 - **Partial sums.** The kernel visits a rank's full product. Only the backend `sequential` runs operations,
   before the sum over the ranks: each by itself, on float32 tensors, with a launch, its operands and its
   result. Dtypes are converted before and after. Epilogues of `TORCH_OPERATIONS` are these few operations,
@@ -38,10 +39,10 @@ WIDE = 4
 TILE = 128 * 128
 """Elements of an SM's last tile."""
 
-WIDE_BLOCKS = 0.15
+WIDE_BLOCKS = 0.27
 """Ratio of the time of an 8-bit result's blocks with 16-bit operands to `Machine.block_value`, measured with
-8-bit ones: longer products hide more of it. With it the choice is the one measured to be no slower
-(`h200x2-result-blocks.json`)."""
+8-bit ones: longer products hide more of it. Mean of three shapes (`h200x2-result-blocks.json`), of which the
+one whose gather takes longest hides most."""
 
 SPECIAL = {"exp": 1, "sqrt": 1, "rsqrt": 1, "reciprocal": 1, "sigmoid": 2, "div": 1, "tanh": 1, "erf": 2}
 """Instructions of the special function units in an operation of `device.values`; `erf` branches between two
