@@ -12,6 +12,7 @@ from overlap_gemm import all_to_all_gemm, gemm_all_to_all
 from overlap_gemm.backends.collectives import columns_to_rows
 from overlap_gemm.backends.scales.product_types import ProductTypes
 from overlap_gemm.backends.scales.scaling import Scaled
+from overlap_gemm.epilogues import add_residual
 from overlap_gemm.runtime.group import group_name, resolve
 from overlap_gemm.spec.sharding import Shards
 from overlap_gemm.testing.workload import OpTensors
@@ -206,8 +207,6 @@ def test_parts_of_k_of_mx_types_are_sent_with_their_scales(ranks):
 
 
 def with_an_epilogue(rank, size):
-    from overlap_gemm.epilogues.library import add_residual
-
     torch.manual_seed(0)
     x, weight, residual = torch.randn(6, 8, **DOUBLE), torch.randn(4, 8, **DOUBLE), torch.randn(6, 4)
     part = residual.chunk(2, 1)[rank].contiguous()
@@ -277,6 +276,11 @@ def multiplied_by_heads(rank, size, backend):
     torch.testing.assert_close(local_x.grad, x.grad[:, of])
     torch.testing.assert_close(local_weight.grad, weight.grad)
 
+    residual = torch.randn(2 * size, 7)
+    added = add_residual(residual=residual[place])
+    out = all_to_all_gemm(x[:, of].float(), weight.float(), heads=5, epilogue=added, backend=backend)
+    torch.testing.assert_close(out, (wanted.float() + residual)[place])
+
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_heads_that_the_ranks_do_not_divide_are_multiplied(ranks, backend):
@@ -301,8 +305,6 @@ def test_few_heads_of_8_bits_are_replicated(ranks):
 
 
 def refused_heads(rank, size):
-    from overlap_gemm.epilogues.library import add_residual
-
     x, weight = torch.randn(2, 24), torch.randn(24, 24)
     for heads, message in (
         (5, "heads=5 must divide the 24 columns"),

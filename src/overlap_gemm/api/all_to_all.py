@@ -150,5 +150,4 @@ def all_to_all_gemm(
         refuse(of, options, ("scale_x", "scale_w"))
         x = F.pad(x, (0, of.shards.chunk - size))
         weights = [of.expanded(one, 1) for one in weights]
-    outs = _all_to_all_gemm(x, weights, **options)
-    return outs if is_list else outs[0]
+    return _all_to_all_gemm(x, weights if is_list else weights[0], **options)
