@@ -282,6 +282,19 @@ def multiplied_by_heads(rank, size, backend):
     torch.testing.assert_close(out, (wanted.float() + residual)[place])
 
 
+def empty_heads(rank, size):
+    x = torch.randn(2, 3)
+    for heads in (1, size, size + 1):
+        assert gemm_all_to_all(x, torch.randn(0, 3), heads=heads).shape == (2 * size, 0)
+    for heads in (size, size + 1):
+        out = all_to_all_gemm(torch.randn(2 * size, 0), torch.randn(5, 0), heads=heads)
+        assert torch.equal(out, torch.zeros(2, 5))
+
+
+def test_heads_may_be_empty(ranks):
+    ranks(2).run(empty_heads)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_heads_that_the_ranks_do_not_divide_are_multiplied(ranks, backend):
     ranks(4).run(multiplied_by_heads, backend)

@@ -64,7 +64,7 @@ class HeadShards:
     @property
     def shards(self) -> Shards:
         """Returns the division over the ranks of the replicated columns, at multiples of a head's columns."""
-        return Shards.even(self.columns * self.replicas, self.world, unit=self.columns // self.heads)
+        return Shards.even(self.columns * self.replicas, self.world, unit=max(self.columns // self.heads, 1))
 
     @property
     def padding(self) -> int:
