@@ -311,6 +311,11 @@ def scaled_by_heads(rank, size):
         )
         of = slice(16 * (rank // 2), 16 * (rank // 2) + 16) if heads == 2 else slice(8 * rank, 8 * rank + 8)
         torch.testing.assert_close(out.double(), exact[:, of], rtol=2**-8, atol=1e-2)
+        how = {"scale_x": scale_x[place], "heads": heads, "backend": "sequential"}
+        assert torch.equal(gemm_all_to_all(x[place], weight, scale_w=scale_w.t(), **how), out)
+        ones = [torch.ones(shape) for shape in ((32, 1), (1, 1), (1,), ())]
+        first, *others = (gemm_all_to_all(x[place], weight, scale_w=one, **how) for one in ones)
+        assert all(torch.equal(first, other) for other in others)
 
 
 def test_few_heads_of_8_bits_are_replicated(ranks):
@@ -333,6 +338,22 @@ def refused_heads(rank, size):
         all_to_all_gemm(x, weight, heads=2)
     with pytest.raises(ValueError, match="columns, .* of 24 in 6 heads on 4 ranks, got .2, 24."):
         all_to_all_gemm(x, weight, heads=6)
+    for bias in (torch.ones(32), torch.ones(()), torch.ones(24, 1)):  # 32: the padded weight
+        with pytest.raises(ValueError, match=r"bias must be \[24\] for weight \[24, 24\], got"):
+            gemm_all_to_all(x, weight, bias=bias, heads=6)
+    for weights, bias in (([weight] * 2, [torch.ones(24), None]), (weight, "none")):
+        with pytest.raises(TypeError, match="bias must be a Tensor, got"):
+            gemm_all_to_all(x, weights, bias=bias, heads=6)
+    for op, part in ((gemm_all_to_all, x), (all_to_all_gemm, x[:, : 8 if rank < 3 else 0])):
+        with pytest.raises(ValueError, match="weight is an empty list"):
+            op(part, [], heads=6)
+        with pytest.raises(TypeError, match="weight must be a Tensor, got NoneType"):
+            op(part, None, heads=6)
+        with pytest.raises(TypeError, match="x must be a Tensor, got NoneType"):
+            op(None, weight, heads=6)
+        for one in (weight[0], weight[0, 0]):
+            with pytest.raises(ValueError, match="weight must be .N, K. as in nn.Linear"):
+                op(part, one, heads=6)
 
 
 def test_heads_that_do_not_fit_are_named(ranks):

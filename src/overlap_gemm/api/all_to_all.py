@@ -74,6 +74,8 @@ def gemm_all_to_all(
         return _gemm_all_to_all(x, weight, **options)
     is_list = isinstance(weight, (list, tuple))
     weights = listed(weight)
+    if not _are_matrices(x, weights):
+        return _gemm_all_to_all(x, weight, **options)  # which raises
     name, group = GEMM_ALL_TO_ALL.name, group_name(options.get("group"))
     numbers = heads_of_each(name, heads, weights)
     shards = [
@@ -88,9 +90,12 @@ def gemm_all_to_all(
     for option in ("bias", "scale_w"):
         values = [] if how.get(option) is None else listed(how[option])
         if len(values) == len(shards):
-            how[option] = [  # a scale of all of the weight is one number
-                of.expanded(one, 0) if len(one) == of.columns else one
-                for of, one in zip(shards, values, strict=True)
+            pairs = list(zip(shards, values, strict=True))
+            if not all(_fits(one, of.columns, option) for of, one in pairs):
+                return _gemm_all_to_all(x, weight, **options)  # which raises, with the shapes passed
+            how[option] = [
+                one if _is_for_all(one, option) else of.expanded(one, list(one.shape).index(of.columns))
+                for of, one in pairs
             ]
     outs = _gemm_all_to_all(x, [of.expanded(one, 0) for of, one in zip(shards, weights, strict=True)], **how)
     rank = group_rank(group)
@@ -136,6 +141,8 @@ def all_to_all_gemm(
         return _all_to_all_gemm(x, weight, **options)
     is_list = isinstance(weight, (list, tuple))
     weights = listed(weight)
+    if not _are_matrices(x, weights):
+        return _all_to_all_gemm(x, weight, **options)  # which raises
     name, group = ALL_TO_ALL_GEMM.name, group_name(options.get("group"))
     of = HeadShards(name, weights[0].shape[1], heads, group_size(group))
     if of.replicas > 1:
@@ -151,3 +158,22 @@ def all_to_all_gemm(
         x = F.pad(x, (0, of.shards.chunk - size))
         weights = [of.expanded(one, 1) for one in weights]
     return _all_to_all_gemm(x, weights if is_list else weights[0], **options)
+
+
+def _are_matrices(x: Any, weights: Sequence[Any]) -> bool:
+    """Returns whether x has columns, and there are weights, all of them matrices."""
+    kinds = [isinstance(one, Tensor) and one.ndim == 2 for one in weights]
+    return isinstance(x, Tensor) and x.ndim > 0 and len(kinds) > 0 and all(kinds)
+
+
+def _is_for_all(one: Tensor, option: str) -> bool:
+    """Returns whether the value of an option is one scale for all columns of a weight."""
+    return option == "scale_w" and one.numel() == 1
+
+
+def _fits(one: Any, columns: int, option: str) -> bool:
+    """Returns whether the value of `bias` or `scale_w` has a shape that the op allows for `columns`."""
+    if not isinstance(one, Tensor):
+        return False
+    shapes = ([columns],) if option == "bias" else ([columns, 1], [1, columns])
+    return list(one.shape) in shapes or _is_for_all(one, option)
