@@ -49,12 +49,15 @@ def test_calls_of_lists_and_of_single_weights_share_workspaces(launches):
     assert launches == [1] * 8
 
 
-@pytest.mark.parametrize("kind", ["scales of rows", "two layouts"])
+@pytest.mark.parametrize("kind", ["scales of rows", "two layouts", "columns of two layouts"])
 def test_scales_of_rows_and_weights_of_two_layouts_are_one_launch(launches, kind):
     """Checks that scales follow the columns of each weight, and that weights are copied to one layout."""
     is_scaled = kind == "scales of rows"
-    operands = Operands(70, [144, 272], depth=128 if is_scaled else 72, scaled=is_scaled)
-    if not is_scaled:
+    is_column = kind.startswith("columns")  # torch calls it contiguous in both layouts
+    operands = Operands(70, [144, 272], depth=128 if is_scaled else 1 if is_column else 72, scaled=is_scaled)
+    if is_column:
+        operands.weights[1] = torch.stack([operands.weights[1][:, 0]]).t()
+    elif not is_scaled:
         operands.weights[1] = operands.weights[1].t().contiguous().t()
     with world_of("sm_90a", 2) as world:
         outs = operands.call(world)

@@ -32,6 +32,7 @@ from ..scales.tma_operands import (
     has_tma_strides,
     is_weight_pair,
     major,
+    of_one_major,
     padded,
     weight_pair,
 )
@@ -254,9 +255,8 @@ def all_gather_gemm(
         return x, [*results, *(new_scales(x, 0, width)[1] for width in local_widths if has_scales)]
     # A rank without columns launches, too: its peers wait for its signals.
     used = [weight if len(weight) else weight.new_zeros(2 * PAIR, depth) for weight in weights]
-    loaded, widths = [aligned(weight) for weight in used], [len(weight) // columns_of for weight in used]
-    if at_once and len({major(weight, "n") for weight in loaded}) > 1:
-        loaded = [aligned(weight.contiguous()) for weight in loaded]
+    loaded = of_one_major(used) if at_once else [aligned(weight) for weight in used]
+    widths = [len(weight) // columns_of for weight in used]
     outs = [x.new_empty(rows, padded(width, of_result.itemsize), dtype=of_result) for width in widths]
     shard = _shard(x, alone)
     vectors: list[tuple[Tensor, ...]] = [()] * len(used)

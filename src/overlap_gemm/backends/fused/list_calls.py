@@ -21,7 +21,7 @@ from ...spec.sharding import Shards
 from ...tuning.settings import late_weights, settings, within
 from ..base import Problem
 from ..op_call import CallOperands
-from ..scales.tma_operands import ROW_BYTES, aligned, aligned_vector, has_tma_strides, major
+from ..scales.tma_operands import ROW_BYTES, aligned, aligned_vector, has_tma_strides, major, of_one_major
 from .plan_cache import bias_visitor, plan_for
 
 Run = Callable[[CallOperands], tuple[Tensor, list[Tensor]]]
@@ -121,9 +121,7 @@ def _bind_list(problem: Problem, operands: CallOperands, shards: Shards, group: 
         x, weights, *_ = operands
         if not shards.total:
             return x, [x.new_empty(0, width, dtype=dtype) for width in widths]
-        a, matrices = aligned(x), [aligned(weight) for weight in weights]
-        if len({major(weight, "n") for weight in matrices}) > 1:
-            matrices = [aligned(weight.contiguous()) for weight in matrices]
+        a, matrices = aligned(x), of_one_major(weights)
         are_copies = any(one is not other for one, other in zip(matrices, weights, strict=True))
         with late_weights(are_copies):
             plan = plan_of(a, matrices)

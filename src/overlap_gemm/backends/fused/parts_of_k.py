@@ -17,7 +17,7 @@ from ...tuning.settings import late_weights, settings, within
 from ..base import Problem
 from ..op_call import CallOperands, Joined
 from ..scales.product_types import ProductTypes
-from ..scales.tma_operands import ROW_BYTES, aligned, major, padded
+from ..scales.tma_operands import ROW_BYTES, aligned, major, of_one_major, padded
 from .exchange_plans import plan_for as exchange_plan_for
 from .extents import sizes
 from .gather_calls import first_columns
@@ -68,7 +68,7 @@ def _bind_sum(
         return out[result]
 
     def loaded(x: Joined, weight: Joined) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        return _loaded(x.parts, "m", extents.shard), _loaded(weight.parts, "n")
+        return tuple(of_one_major(x.parts, extents.shard)), tuple(of_one_major(weight.parts))
 
     if shape.rows == 0 or columns == 0:
         return lambda operands: operands.x.new_empty(rows, columns)
@@ -94,14 +94,6 @@ def _bind_sum(
     return run if is_copied else run_as_planned
 
 
-def _loaded(parts: Sequence[Tensor], other: str, shard: int = 0) -> tuple[Tensor, ...]:
-    """Returns matrices that TMA can load, of one major (`tma_operands.major`); the others are copied."""
-    loaded = [aligned(one, shard) for one in parts]
-    if len({major(one, other) for one in loaded}) > 1:
-        loaded = [aligned(one.contiguous()) for one in loaded]
-    return tuple(loaded)
-
-
 def exchanged_sum(
     x: Joined, weight: Joined, shards: Shards, group: Group, keep: bool
 ) -> tuple[Joined, list[Tensor]]:
@@ -122,7 +114,7 @@ def exchanged_sum(
     if not shards.total:
         return x, [x.new_empty(0, columns)]
     local = tuple([aligned(one.contiguous()) for one in x.parts])
-    matrices = _loaded(weight.parts, "n")
+    matrices = tuple(of_one_major(weight.parts))
     out, kept = x.new_empty(rows, padded(columns)), None
     if keep:
         kept = tuple([x.new_empty(rows, width * group.size) for width in x.widths])

@@ -6,6 +6,7 @@ returned unchanged.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -46,6 +47,21 @@ def aligned(matrix: Tensor, shard: int = 0) -> Tensor:
     if has_tma_strides(matrix, shard) and matrix.data_ptr() % 16 == 0:
         return matrix
     return widened(matrix)
+
+
+def of_one_major(matrices: Sequence[Tensor], shard: int = 0) -> list[Tensor]:
+    """Returns `aligned` matrices of one `major`: if they differ, row-major copies of the transposed ones.
+
+    ``contiguous()`` would return a transposed column `[rows, 1]` itself.
+
+    Args:
+        matrices: Operands `[rows, K]`, row-major or transposed.
+        shard: As in `aligned`.
+    """
+    loaded = [aligned(matrix, shard) for matrix in matrices]
+    if len({matrix.stride(1) == 1 for matrix in loaded}) > 1:
+        loaded = [matrix if matrix.stride(1) == 1 else widened(matrix) for matrix in loaded]
+    return loaded
 
 
 def weight_pair(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
