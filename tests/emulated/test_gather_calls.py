@@ -56,6 +56,27 @@ def test_what_tma_cannot_read_is_copied(world, changes, monkeypatch):
     assert called
 
 
+@pytest.mark.parametrize(
+    ("shape", "strides"), [((1, 8), (11, 1)), ((1, 8), (16, 1)), ((1, 3), (8, 1)), ((8, 1), (1, 8))]
+)
+def test_rows_that_torch_calls_contiguous_are_sent_with_the_pitch_of_all_ranks(world, shape, strides):
+    """Checks a stride of a dimension of one element, which means nothing; 5 columns need a padded result."""
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(shape, generator=generator).bfloat16()  # noqa: E731
+    rows = [draw(64).as_strided(shape, strides), draw(*shape)]
+    assert rows[0].is_contiguous()
+    x, results = torch.cat(rows), []
+    for columns in (8, 5):
+        weight, names = draw(columns, shape[1]), world.world.names
+        how = {"rows": len(x), "backend": "fused", "return_gathered": True}
+        for group, own in zip(names, rows, strict=True):
+            results.append((weight, *overlap_gemm.all_gather_gemm(own, weight, group=group, **how)))
+    world.world.synchronize()
+    for weight, out, gathered in results:
+        torch.testing.assert_close(out, (x.double() @ weight.double().t()).bfloat16())
+        assert torch.equal(gathered, x)
+
+
 def test_scales_that_a_planned_call_cannot_read_are_copied(world, monkeypatch):
     """Checks a call with a strided scale of the weight, after one without; its plan is the same."""
     torch.manual_seed(0)

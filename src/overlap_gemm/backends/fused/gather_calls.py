@@ -35,6 +35,7 @@ from ..scales.tma_operands import (
     of_one_major,
     padded,
     weight_pair,
+    widened,
 )
 from . import plan_cache as plans
 from .gather_plans import plan_for
@@ -64,7 +65,7 @@ def bind(
 
         run_with_epilogue = within(settings(), run_with_epilogue)  # later calls use the settings of this one
         fits = rows and len(x) and x.is_contiguous() and padded(depth, x.itemsize) == depth
-        fits = fits and not biases and all(has_tma_strides(weight) for weight in weights)
+        fits = fits and not biases and all(has_tma_strides(one) for one in (x, *weights))
         fits = fits and visitor.of_two_weights and types.scales is None and not visitor.writes
         if group.size == 1 or not fits or not is_weight_pair(*weights):
             return run_with_epilogue
@@ -88,7 +89,7 @@ def bind(
 
     run = within(settings(), run)  # later calls use the settings of this one
     is_unpadded = all(n and n % ROW_ELEMENTS == 0 for n in columns) and padded(depth, x.itemsize) == depth
-    strided = x.is_contiguous() and all(has_tma_strides(weight) for weight in weights)
+    strided = x.is_contiguous() and all(has_tma_strides(one) for one in (x, *weights))
     if group.size == 1 or not (rows and len(x) and is_unpadded and strided):
         return run
     if any(bias.stride(0) != 1 for bias in biases):
@@ -360,8 +361,16 @@ def all_gather_pairs(
 
 
 def _shard(x: Tensor, alone: bool) -> Tensor:
-    """Returns the local shard as TMA loads it; if there are peers, an empty one as a row of zeros."""
-    return aligned(x.contiguous()) if alone or len(x) else x.new_zeros(1, padded(x.shape[1], x.itemsize))
+    """Returns the local shard as it is sent, or if there are peers and it is empty, a row of zeros.
+
+    It is row-major; its pitch and K are `padded`, also those of one row, whose pitch torch does not check.
+    """
+    width = padded(x.shape[1], x.itemsize)
+    if not (alone or len(x)):
+        return x.new_zeros(1, width)
+    x = x.contiguous()
+    is_sent = x.shape[1] == width and x.stride() == (width, 1) and not any_misaligned(x)
+    return x if is_sent else widened(x)
 
 
 def _of_columns(layout: ScaleLayout, scale: Tensor, weight: Tensor, used: Tensor) -> Tensor:
