@@ -376,13 +376,26 @@ def test_the_folder_is_bounded_and_what_was_used_last_stays(tmp_path, cached):
             if file.stat().st_mtime > time.time() - 500:
                 os.utime(file, (0, time.time() - 4000 + age))
     assert cached("a", texts) == "disk"  # used, so now the newest
-    left = folder / "entry.o.4711"
+    [entry, *_] = folder.glob("*.o")
+    left = entry.with_name(f"{entry.name}.4711")
     left.write_text("of a process that died")
     os.utime(left, (0, time.time() - 2 * compile_cache.ABANDONED_AFTER))
-    young = folder / "entry.o.4712"
+    young = entry.with_name(f"{entry.name}.4712")
     young.write_text("of a process that is at it")
     cached("e", texts, limit="17 kB")
     assert sum(file.stat().st_size for file in folder.glob("*.o")) <= 17_000
     assert not left.exists() and young.exists()
     assert [cached(name, texts, limit="1 GB") for name in "ade"] == ["disk"] * 3
     assert [cached(name, texts) for name in "bc"] == ["compiled"] * 2
+
+
+def test_files_of_the_user_in_the_folder_stay(tmp_path, cached, caplog):
+    folder = tmp_path / "kernels"
+    (folder / "results").mkdir(parents=True)
+    for name in ("thesis.tex", "entry.o.4711", "notes.json", "kernel.o", f"{'a' * 64}.txt"):
+        (folder / name).write_text("x" * 5000)
+    for path in (users := sorted(folder.iterdir())):
+        os.utime(path, (0, time.time() - 2 * compile_cache.ABANDONED_AFTER))
+    assert [cached(name, "y" * 5000, limit="6 kB") for name in "aba"] == ["compiled"] * 3
+    assert all(path.exists() for path in users) and not caplog.records
+    assert len([*folder.glob("*.o")]) == 2, "the user's, and the last entry's"

@@ -40,6 +40,7 @@ import json
 import logging
 import os
 import platform
+import re
 import stat
 import tempfile
 import threading
@@ -76,6 +77,9 @@ LIMIT = 1 << 30
 
 LOCK_TIMEOUT = 120.0
 """Seconds (2 minutes) that a process waits for another one that compiles the same kernel."""
+
+ENTRY_FILE = re.compile(r"(?P<key>[0-9a-f]{64})\.(o|json|lock)(?P<partial>\.\d+)?")
+"""Names of the files of entries; a partial file's name ends with its process. All others are the user's."""
 
 ABANDONED_AFTER = 3600.0
 """Age in seconds after which a partial file belongs to a process that has died."""
@@ -300,6 +304,8 @@ def store(folder: Path, key: str, name: str, function: Any) -> None:
 def prune(folder: Path, limit: int, keep: str) -> None:
     """Removes partial files of dead processes, and the least recently used entries until the limit holds.
 
+    Files with other names than `ENTRY_FILE` are neither removed nor counted.
+
     Args:
         folder: Folder of the entries.
         limit: Bytes that may remain.
@@ -312,9 +318,11 @@ def prune(folder: Path, limit: int, keep: str) -> None:
     sizes: dict[str, int] = {}
     used: dict[str, float] = {}
     for file in folder.iterdir():
+        if (match := ENTRY_FILE.fullmatch(file.name)) is None:
+            continue
         with suppress(FileNotFoundError):  # another process may prune at the same time
-            status, name = file.stat(), file.name.partition(".")[0]
-            if file.suffix not in (".o", ".json", ".lock"):
+            status, name = file.stat(), match["key"]
+            if match["partial"]:
                 if time.time() - status.st_mtime > ABANDONED_AFTER:
                     file.unlink()
                 continue
