@@ -1,5 +1,7 @@
 """Sub-groups of the world: process groups, mesh dimensions, and ranks that are in none."""
 
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +11,7 @@ import overlap_gemm
 from overlap_gemm.nn import ParallelMLP
 from overlap_gemm.spec import OPS
 from overlap_gemm.testing.cases import LAYOUTS, Case, operands
+from tests.support.ranks import Ranks
 from tests.support.references import reference
 
 
@@ -92,3 +95,27 @@ def unserved_device(rank, size):
 
 def test_groups_that_cannot_serve(ranks):
     ranks(2).run(unserved_device)
+
+
+def joined(rank, size, store):
+    """Joins a world of `size` in place of the one before it, whose name it gets."""
+    dist.destroy_process_group()
+    store, limit = dist.FileStore(str(store), size), timedelta(seconds=20)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=limit)
+
+
+def in_another_world(rank, size, folder, backend):
+    """Calls the ops in a world of which one rank was in none before."""
+    if rank < 2:
+        joined(rank, 2, folder / "first")
+        for _ in range(3):
+            overlap_gemm.gemm_reduce_scatter(torch.ones(6, 4), torch.ones(5, 4), backend=backend)
+        overlap_gemm.finalize()
+    joined(rank, size, folder / "second")
+    check_ops(None, rank, size, 3, backend)
+
+
+@pytest.mark.parametrize("backend", ["sequential", "decomposed", "torch"])
+def test_calls_of_an_earlier_world_do_not_count_in_one_of_its_name(tmp_path, backend):
+    with Ranks(3) as ranks:
+        ranks.run(in_another_world, tmp_path, backend)

@@ -16,8 +16,6 @@ Between GPUs with peer access, copy engines send the shards of all_gather_gemm i
 (:mod:`overlap_gemm.backends.by_shards`).
 """
 
-import itertools
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,8 +36,6 @@ from .portable_arithmetic import Arithmetic
 
 _TAG_BASE = 1 << 30
 """First tag of this module, 1 << 30, above the tags that users are likely to use; a tag is a C int."""
-
-_calls: defaultdict[str, "itertools.count[int]"] = defaultdict(itertools.count)
 
 
 class _Exchange:
@@ -63,7 +59,8 @@ class _Exchange:
             group.enter("exchange")
         self._op = op
         self._group = group
-        self._tag = _TAG_BASE + next(_calls[group.name]) % _TAG_BASE
+        self._tag = _TAG_BASE + group.progress.exchanges % _TAG_BASE
+        group.progress.exchanges += 1
 
     def post(self, send: Tensor, to: int, receive: Tensor, source: int) -> "Transfer":
         """Starts one step and returns its transfer; empty blocks are skipped.

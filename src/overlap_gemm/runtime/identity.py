@@ -129,6 +129,7 @@ class Progress:
         last: Error of the last of them that was not raised on all ranks by a `DisagreementError`.
         thread: Identifier of the thread that the group belongs to; None: `admit` decides.
         retried: Call that the next call repeats, or None.
+        exchanges: Number of exchanges of the backend `decomposed`, equal on all ranks.
     """
 
     is_shared: bool = False
@@ -137,6 +138,7 @@ class Progress:
     last: str = ""
     thread: int | None = None
     retried: Refusal | None = None
+    exchanges: int = 0
 
     def admit(self, op: str, x: Any) -> None:
         """Begins a call that is the first of a thread, or a retry.
