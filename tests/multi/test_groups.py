@@ -119,3 +119,23 @@ def in_another_world(rank, size, folder, backend):
 def test_calls_of_an_earlier_world_do_not_count_in_one_of_its_name(tmp_path, backend):
     with Ranks(3) as ranks:
         ranks.run(in_another_world, tmp_path, backend)
+
+
+def alone_before_and_after(rank, size, folder):
+    x, weight = torch.ones(4, 3), torch.ones(5, 3)
+    dist.destroy_process_group()
+    assert overlap_gemm.gemm_all_reduce(x, weight)[0, 0] == 3
+    for world in ("first", "second"):
+        store = dist.FileStore(str(folder / world), size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+        assert overlap_gemm.gemm_all_reduce(x, weight)[0, 0] == 3 * size
+        dist.destroy_process_group()
+        with pytest.raises(RuntimeError, match="of 2 ranks has been destroyed before finalize"):
+            overlap_gemm.gemm_all_reduce(x, weight)
+    overlap_gemm.finalize()
+    assert overlap_gemm.gemm_all_reduce(x, weight)[0, 0] == 3
+
+
+def test_a_world_of_one_from_before_does_not_return_after_the_world(tmp_path):
+    with Ranks(2) as ranks:
+        ranks.run(alone_before_and_after, tmp_path)

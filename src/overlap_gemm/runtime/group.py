@@ -257,6 +257,7 @@ def resolve(name: str) -> Group:
         forbid_forked(process_group)
         known = Group(name, process_group.rank(), process_group.size(), weakref.ref(process_group))
         _groups[name] = known
+        _groups.pop(LOCAL, None)  # a later call without a group is checked again (`_check_single_process`)
     return known
 
 
