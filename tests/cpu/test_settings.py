@@ -10,7 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 from overlap_gemm.config.gemm_config import CHOICES, FACTS, GemmConfig
 from overlap_gemm.spec import OPS, TRANSPORTS, transports_of
-from overlap_gemm.tuning.settings import Settings, _store, configured, settings, within
+from overlap_gemm.spec.promises import Promises
+from overlap_gemm.tuning.settings import Settings, _store, configured, promised, settings, within
 
 
 def test_blocks_nest_and_end():
@@ -173,6 +174,25 @@ def test_a_field_that_is_no_choice_is_refused_by_name(name):
     with pytest.raises(TypeError, match=match), configured(**{name: "f32"}):
         pass
     assert settings() == Settings()
+
+
+@pytest.mark.parametrize("value", [[128, 64], {}, ([128], 64)])
+def test_a_value_that_is_not_hashable_is_refused_by_name(value):
+    with pytest.raises(TypeError, match="configured: tile=.* must be hashable"), configured(tile=value):
+        pass
+    assert settings() == Settings()
+
+
+def test_fields_have_one_order():
+    """Ranks may write them in different orders, and compare them."""
+    with configured(raster_group=4, tile=(128, 64), mma="pingpong"):
+        at_once = settings()
+    with configured(mma="pingpong"), configured(tile=(64, 64)), configured(raster_group=4, tile=(128, 64)):
+        assert settings() == at_once
+    with promised(Promises(invariant="batch"), OPS["gemm_reduce_scatter"], 2):
+        alone = settings()
+    with configured(fast_accum=False), promised(Promises(invariant="batch"), OPS["gemm_reduce_scatter"], 2):
+        assert settings() == alone
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -12,15 +12,16 @@ calls, at times that differ between ranks. All ranks must have the same settings
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import torch
 
-from ..config.gemm_config import CHOICES, FACTS
+from ..config.gemm_config import CHOICES, FACTS, GemmConfig
 from ..spec import OPS, TRANSPORTS, OpSpec, TransportSpec, patterns_of, transports_of
 from ..spec.promises import InvarianceError, Invariant, Partials, Promises, check_promises
 
@@ -37,7 +38,7 @@ class Settings(NamedTuple):
     """Settings of a block of `configured`. Hashable.
 
     Attributes:
-        fields: (name, value) of fields of `GemmConfig`; the same on all ranks.
+        fields: (name, value) of fields of `GemmConfig`, in its order; the same on all ranks.
         reserve_sms: SMs that kernels leave free; None: ``OVERLAP_GEMM_RESERVE_SMS``. It may differ between
             ranks.
         algorithm: Algorithm of all-reduce; None: the model's choice. The same on all ranks.
@@ -101,6 +102,8 @@ class Settings(NamedTuple):
 PROMISED = (("k_split", 1), ("fast_accum", False), ("slot_dtype", "f32"))
 """Fields that `promised` sets, without ``leaves``. They do not restrict the choice of kernels."""
 
+_FIELDS = tuple(field.name for field in dataclasses.fields(GemmConfig))
+
 _DEFAULT = Settings()
 
 OLD_NAMES = {"peer_words": "ll", "swapped": "swap_ab"}
@@ -128,6 +131,12 @@ def _store(new: Settings) -> None:
     torch._C._stash_obj_in_tls(_KEY, new)
     if sys.getrefcount(new) == before:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(new))
+
+
+def _merged(before: Settings, changed: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """Returns `Settings.fields` with changed values; ranks may write the fields in different orders."""
+    values = {**dict(before.fields), **changed}
+    return tuple([(name, values[name]) for name in _FIELDS if name in values])
 
 
 def within(new: Settings, run: Callable[..., T]) -> Callable[..., T]:
@@ -179,11 +188,11 @@ def configured(
             a kernel raises ValueError at the call.
 
     Raises:
-        TypeError: A field does not exist or cannot be chosen.
+        TypeError: A field does not exist or cannot be chosen, or its value is not hashable.
         ValueError: ``reserve_sms`` is not a number of SMs, or an algorithm or transport does not exist.
     """
-    for name in fields:
-        check_choice(name)
+    for name, value in fields.items():
+        check_choice(name, value)
     check_reserve_sms(reserve_sms)
     transport, fields = _renamed(transport), {name: _renamed(value) for name, value in fields.items()}
     shards = tuple(name for name, known in TRANSPORTS.items() if known.shards)
@@ -198,11 +207,11 @@ def configured(
             raise ValueError(f"configured: {name} must be one of {', '.join(known)}, got {value!r}")
     before = settings()
     reserve = before.reserve_sms if reserve_sms is None else reserve_sms
-    merged = tuple({**dict(before.fields), **fields}.items())
     transports = (
         shard_transport or transport or before.shard_transport,
         tile_transport or transport or before.tile_transport,
     )
+    merged = _merged(before, fields)
     _store(Settings(merged, reserve, algorithm or before.algorithm, *transports, *before[-2:]))
     try:
         yield
@@ -261,7 +270,7 @@ def promised(promises: Promises, op: OpSpec, world: int) -> Iterator[None]:
     if promises.leaves:
         _check_promised(dict(before.fields), fields, promises)
     if fields:
-        _store(before._replace(fields=tuple({**dict(before.fields), **fields}.items())))
+        _store(before._replace(fields=_merged(before, fields)))
     try:
         yield
     finally:
@@ -308,12 +317,16 @@ def _renamed(value: Any) -> Any:
     return OLD_NAMES[value]
 
 
-def check_choice(name: str) -> None:
-    """Raises a TypeError unless ``name`` is a field of `GemmConfig` that callers choose."""
+def check_choice(name: str, value: Any = None) -> None:
+    """Raises a TypeError unless ``name`` is a field that callers choose, and its value is hashable."""
     if name not in CHOICES:
         rule = "it depends on the device and the operands of each call"
         why = rule if name in FACTS else "there is no such field"
         raise TypeError(f"configured: {name} cannot be chosen: {why}; use one of {', '.join(CHOICES)}")
+    try:
+        hash(value)
+    except TypeError as error:
+        raise TypeError(f"configured: {name}={value!r} must be hashable: pass tuples, not lists") from error
 
 
 def check_reserve_sms(value: int | None) -> None:
