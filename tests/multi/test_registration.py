@@ -1,11 +1,13 @@
 """An op from outside of the package: what it gets for its registration, on several ranks."""
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
 import torch
 
 import overlap_gemm
+from overlap_gemm.spec import OPS, PATTERNS
 from overlap_gemm.testing.cases import LAYOUTS, Case, operands
 from tests.support.chosen import in_turn
 from tests.support.gradients import forward_and_backward
@@ -113,6 +115,20 @@ def refused(rank, size):
     pattern = overlap_gemm.PatternSpec("tiles", "rows_to_columns", None, False, False, "a:b")
     with pytest.raises(ValueError, match="patterns .'tiles'. are of another op than another"):
         overlap_gemm.register(spec("another", 40, "", "m", None, "n"), pattern)
+    for wrong, error, why in (
+        ([replace(pattern, op="another", name="one_shot")], ValueError, "'one_shot' is there already"),
+        ([replace(pattern, op="another")] * 2, ValueError, "'tiles' is there already"),
+        (["tiles"], TypeError, "patterns of type PatternSpec, got str"),
+    ):
+        with pytest.raises(error, match=why):
+            overlap_gemm.register(spec("another", 40, "", "m", None, "n"), *wrong)
+    for name in ("configured", "reserve", "api", "cli", "all_gather_rows", "name", "__init__"):
+        with pytest.raises(ValueError, match=f"op {name} needs a name of its own"):
+            overlap_gemm.register(spec(name, 40, "", "m", None, "n"))
+    for name in ("class", "gemm-rs", "größe", 5):
+        with pytest.raises(ValueError, match="name of an op must be an identifier of ASCII characters"):
+            spec(name, 40, "", "m", None, "n")
+    assert not {"another", "tiles", "configured", "api"} & {*OPS, *PATTERNS}
     with pytest.raises(AttributeError):
         overlap_gemm.another  # noqa: B018
 

@@ -1,4 +1,4 @@
-"""`gemm_all_to_all` and its dual, `all_to_all_gemm`: registered ops (`registration.register`).
+"""`gemm_all_to_all` and its dual, `all_to_all_gemm`: registered ops (`registration.register_op`).
 
 Sequence-parallel attention (Ulysses) exchanges rows of a sequence for columns of heads before attention, and
 back after it. The tiles' exchange inside the fused kernel is `exchange.all_to_all`.
@@ -13,7 +13,7 @@ from torch import Tensor
 from ..dispatch.head_shards import Heads, HeadShards, heads_of_each, refuse
 from ..runtime.group import group_name, group_rank, group_size
 from ..spec import ALL_TO_ALL_GEMM, GEMM_ALL_TO_ALL, PatternSpec
-from .registration import listed, register
+from .registration import listed, register_op
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 __all__ = ["all_to_all_gemm", "gemm_all_to_all"]
 
-_gemm_all_to_all = register(
+_gemm_all_to_all = register_op(
     GEMM_ALL_TO_ALL,
     PatternSpec(
         "column_exchange", GEMM_ALL_TO_ALL.name, cut="columns", to_all=False, returns=False,
         kernel="overlap_gemm.exchange.all_to_all:AllToAll", has_epilogue=True, takes_lists=True,
     ),
 )  # fmt: skip
-_all_to_all_gemm = register(
+_all_to_all_gemm = register_op(
     ALL_TO_ALL_GEMM,
     PatternSpec(
         "input_exchange", ALL_TO_ALL_GEMM.name, cut="rows", to_all=False, returns=False,

@@ -11,10 +11,13 @@ sharded. These follow from it:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
 from inspect import Parameter, Signature, signature
 from typing import Any, overload
 
+import torch
 from torch import Tensor
 
 from ..backends.op_call import CallOperands, OpCall
@@ -23,7 +26,17 @@ from ..dispatch.bound import call_op
 from ..dispatch.ops import GemmOp
 from ..dispatch.with_epilogue import EpilogueOp, call_with_epilogue
 from ..runtime.group import GroupLike
-from ..spec import ARGUMENTS, OpSpec, PatternSpec, TransportSpec, add_op, add_pattern, add_transport
+from ..spec import (
+    ARGUMENTS,
+    OPS,
+    PATTERNS,
+    OpSpec,
+    PatternSpec,
+    TransportSpec,
+    add_op,
+    add_transport,
+    check_patterns,
+)
 from ..tuning.machine import MACHINE_VARIABLE, machine_for
 from . import functional
 
@@ -56,13 +69,17 @@ def register(entry: OpSpec | Arch | TransportSpec, *patterns: PatternSpec) -> Fu
 
     Raises:
         TypeError: The entry is no op, architecture or transport, or there are patterns and no op.
-        ValueError: There is an op of this name or number, or a pattern of this name; the sharded axes are not
+        ValueError: There is an op of this name or number, or a pattern of this name; the name has another
+            meaning in `overlap_gemm` or ``torch.ops.overlap_gemm``; the sharded axes are not
             those of an op that can be registered, or not those of its dual. There is an architecture of this
             name or compute capability, or its devices have no constants. There is a transport of this name,
             or it is none of tiles stored at peers, or has no device part.
     """
     if isinstance(entry, OpSpec):
-        return _register_op(entry, patterns)
+        check_patterns(entry, patterns)
+        if entry.name not in OPS and _is_taken(entry.name):
+            raise ValueError(f"op {entry.name} needs a name of its own: overlap_gemm has such a name already")
+        return register_op(entry, *patterns)
     if not isinstance(entry, (Arch, TransportSpec)):
         raise TypeError(f"register takes an OpSpec, an Arch or a TransportSpec, got {type(entry).__name__}")
     if patterns:
@@ -84,12 +101,18 @@ def _register_arch(arch: Arch) -> None:
     add_arch(arch)
 
 
-def _register_op(op: OpSpec, patterns: Sequence[PatternSpec]) -> Function:
-    if wrong := [pattern.name for pattern in patterns if pattern.op != op.name]:
-        raise ValueError(f"register: patterns {wrong} are of another op than {op.name}")
+def _is_taken(name: str) -> bool:
+    """Returns whether a name is that of a module or public object of the package, or of an op of torch."""
+    package = import_module(__name__.partition(".")[0])
+    if name in package.__all__ or hasattr(package, name) or find_spec(f"{package.__name__}.{name}"):
+        return True
+    return any(hasattr(torch.ops.overlap_gemm, op) for op in (name, f"{name}_with_epilogue"))
+
+
+def register_op(op: OpSpec, *patterns: PatternSpec) -> Function:
+    """Adds an op and its patterns, which are checked; see `register`."""
     add_op(op)
-    for pattern in patterns:
-        add_pattern(pattern)
+    PATTERNS.update({pattern.name: pattern for pattern in patterns})
     torch_op = GemmOp(op)
     EpilogueOp(torch_op)
     function = _function_of(torch_op)

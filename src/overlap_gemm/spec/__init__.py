@@ -18,7 +18,7 @@ from .ops import (
     op_coded,
     op_named,
 )
-from .pattern import PATTERNS, PatternSpec, add_pattern, patterns_of
+from .pattern import PATTERNS, PatternSpec, check_patterns, patterns_of
 from .transport import EMPTY_BYTE, TRANSPORTS, TransportSpec, add_transport, transports_of
 
 __all__ = [
@@ -40,8 +40,8 @@ __all__ = [
     "PatternSpec",
     "TransportSpec",
     "add_op",
-    "add_pattern",
     "add_transport",
+    "check_patterns",
     "op_coded",
     "op_named",
     "patterns_of",

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Container
 from dataclasses import dataclass
 from functools import cached_property
+from keyword import iskeyword
 from typing import Literal, NamedTuple
 
 Axis = Literal["m", "n", "k"]
@@ -46,7 +47,7 @@ class OpSpec:
     the rank's rows. x is redistributed before the product, and the product after it, as the axes require.
 
     Attributes:
-        name: Public name, an identifier.
+        name: Public name, an identifier of ASCII characters.
         code: Number in failure records; unique and positive, except for an op without communication (0).
         label: Short name, for tables.
         x: Sharded axis of x, "m" or "k"; None: every rank has all of it.
@@ -68,8 +69,9 @@ class OpSpec:
 
     def __post_init__(self) -> None:
         """Raises ValueError for a name that is no identifier, a negative code, or an axis a tensor lacks."""
-        if not (isinstance(self.name, str) and self.name.isidentifier()):
-            raise ValueError(f"name of an op must be an identifier, got {self.name!r}")
+        name = self.name
+        if not (isinstance(name, str) and name.isidentifier() and name.isascii()) or iskeyword(name):
+            raise ValueError(f"name of an op must be an identifier of ASCII characters, got {name!r}")
         if not isinstance(self.code, int) or self.code < 0:
             raise ValueError(f"code of {self.name} must be a number, 1 or more, got {self.code!r}")
         for tensor, axes in (("x", ("m", "k")), ("weight", ("n", "k")), ("out", ("m", "n"))):

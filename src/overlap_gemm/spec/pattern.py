@@ -5,11 +5,12 @@
 has one or none.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from .op import OpSpec
-from .ops import OPS, op_named
+from .ops import OPS
 
 
 @dataclass(frozen=True)
@@ -79,16 +80,22 @@ PATTERNS = {
 before ``two_shot``."""
 
 
-def add_pattern(pattern: PatternSpec) -> None:
-    """Adds a pattern to `PATTERNS`.
+def check_patterns(op: OpSpec, patterns: Sequence[PatternSpec]) -> None:
+    """Checks the patterns of an op that is to be registered.
 
     Raises:
-        ValueError: A pattern has this name already, or the op does not exist.
+        TypeError: A pattern is of another type.
+        ValueError: A pattern is of another op, or has the name of another pattern.
     """
-    if pattern.name in PATTERNS:
-        raise ValueError(f"pattern {pattern.name!r} is there already; there are {', '.join(PATTERNS)}")
-    op_named(pattern.op)
-    PATTERNS[pattern.name] = pattern
+    for pattern in patterns:
+        if not isinstance(pattern, PatternSpec):
+            raise TypeError(f"register takes patterns of type PatternSpec, got {type(pattern).__name__}")
+    names = [pattern.name for pattern in patterns]
+    if wrong := [pattern.name for pattern in patterns if pattern.op != op.name]:
+        raise ValueError(f"register: patterns {wrong} are of another op than {op.name}")
+    for name in names:
+        if name in PATTERNS or names.count(name) > 1:
+            raise ValueError(f"pattern {name!r} is there already; there are {', '.join(PATTERNS)}")
 
 
 def patterns_of(op: str) -> tuple[str, ...]:
