@@ -28,7 +28,7 @@ ONCE_SURVIVED = [
     ("backends/fused/launch_plan.py", "workspace.captured = True", "workspace.captured = False", RULES),
     ("backends/by_shards.py", "plan.workspace.captured |= plan", "plan.workspace.captured = plan", RULES),
     ("backends/fused/launch_plan.py", "            self.workspace.raise_if_failed()\n", "", RULES),
-    ("backends/peer_access.py", "if known is None or known[0] is not group:", "if known is None:", RULES),
+    ("backends/peer_access.py", "if known is None or known[0]() is not group:", "if known is None:", RULES),
     ("tuning/machine.py", "if arch in (machine := load(named)).archs:", "if machine := load(named):", RULES),
     ("dispatch/calls.py", "return settings(), torch._C._get_deterministic_algorithms(), where",
      "return settings(), torch._C._get_deterministic_algorithms()", RULES),

@@ -1,5 +1,7 @@
 """Sub-groups of the world: process groups, mesh dimensions, and ranks that are in none."""
 
+import gc
+import weakref
 from datetime import timedelta
 
 import pytest
@@ -9,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import overlap_gemm
 from overlap_gemm.nn import ParallelMLP
+from overlap_gemm.runtime.group import find
 from overlap_gemm.spec import OPS
 from overlap_gemm.testing.cases import LAYOUTS, Case, operands
 from tests.support.ranks import Ranks
@@ -95,6 +98,22 @@ def unserved_device(rank, size):
 
 def test_groups_that_cannot_serve(ranks):
     ranks(2).run(unserved_device)
+
+
+def one_after_another(rank, size):
+    groups = []
+    for seed in range(4):
+        group = dist.new_group()
+        check_ops(group, rank, size, seed, "auto")
+        groups.append(weakref.ref(find(group)))
+        dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    assert [group() is None for group in groups] == [True, True, True, False], "but the last one"
+
+
+def test_a_destroyed_group_is_not_kept_with_its_calls_when_the_next_one_begins(ranks):
+    ranks(2).run(one_after_another)
 
 
 def joined(rank, size, store):

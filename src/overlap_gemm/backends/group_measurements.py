@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from weakref import ReferenceType, ref
 
 import torch
 
@@ -82,7 +83,7 @@ def uses_measurements(requested: str, group: Group, promises: Promises = NO_PROM
     return is_open and group.process_group is not None and group.size > 1
 
 
-_stored: dict[tuple[str, int], tuple[Group, GroupMeasurements]] = {}
+_stored: dict[tuple[str, int], tuple[ReferenceType[Group], GroupMeasurements]] = {}
 """Measurements by (group name, rank), because emulated ranks are threads of one process."""
 
 
@@ -104,8 +105,8 @@ def measurements_of(group: Group, device: torch.device) -> GroupMeasurements:
     """
     place = group.name, group.rank
     stored = _stored.get(place)
-    if stored is None or stored[0] is not group:
-        stored = _stored[place] = (group, _read(group, device))
+    if stored is None or stored[0]() is not group:
+        stored = _stored[place] = (ref(group), _read(group, device))
     return stored[1]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from weakref import ReferenceType, ref
 
 import torch
 
@@ -65,7 +66,7 @@ class Device:
     uncalibrated: str | None = None
 
 
-_known: dict[tuple[str, torch.device], tuple[Group, PeerAccess]] = {}
+_known: dict[tuple[str, torch.device], tuple[ReferenceType[Group], PeerAccess]] = {}
 
 
 def peer_access_of(group: Group, device: torch.device) -> PeerAccess:
@@ -79,8 +80,8 @@ def peer_access_of(group: Group, device: torch.device) -> PeerAccess:
         CaptureError: The facts are not known yet, and a CUDA graph is being captured.
     """
     known = _known.get((group.name, device))
-    if known is None or known[0] is not group:
-        known = _known[group.name, device] = (group, _probe(group, device))
+    if known is None or known[0]() is not group:
+        known = _known[group.name, device] = (ref(group), _probe(group, device))
     return known[1]
 
 

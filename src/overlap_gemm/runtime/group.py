@@ -255,10 +255,20 @@ def resolve(name: str) -> Group:
         ) from error
     if known is None or known.process_group is not process_group:
         forbid_forked(process_group)
+        _remove_destroyed()
         known = Group(name, process_group.rank(), process_group.size(), weakref.ref(process_group))
         _groups[name] = known
         _groups.pop(LOCAL, None)  # a later call without a group is checked again (`_check_single_process`)
     return known
+
+
+def _remove_destroyed() -> None:
+    """Removes destroyed groups and their prepared calls, which stay until the next group."""
+    tables: list[dict[Any, Group]] = [_groups, _groups_by_id]
+    for groups in tables:
+        for key, group in list(groups.items()):
+            if group.is_destroyed:
+                groups.pop(key, None)
 
 
 def known_progress() -> dict[str, Progress]:
