@@ -1,10 +1,12 @@
 """`epilogue`: declarations, digests, and the functions on tensors."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from overlap_gemm import epilogue, epilogues
+from overlap_gemm import epilogue, epilogues, gemm_all_reduce
 from overlap_gemm.backends import epilogues as of_backends
 from overlap_gemm.backends.epilogues import Applying, number_of, tensor_of
 from overlap_gemm.epilogues import arithmetic
@@ -359,6 +361,25 @@ def test_a_number_is_one_tensor_which_is_known_by_its_value(monkeypatch):
     assert tensor_of(0.125, torch.device("cpu"), keep=True) is kept
     first, second = (tensor_of(0.0625, torch.device("cpu"), keep=True) for _ in range(2))
     assert first is not second, "a captured graph's memory is its own"
+
+
+def test_numbers_that_are_equal_or_not_to_themselves_are_kept_by_their_bits(monkeypatch):
+    monkeypatch.setattr(of_backends, "_of_numbers", {})
+    zero, below = (tensor_of(value, torch.device("cpu"), keep=True) for value in (0.0, -0.0))
+    assert math.copysign(1, zero.item()) == 1 and math.copysign(1, below.item()) == -1
+    assert tensor_of(-0.0, torch.device("cpu"), keep=True) is below
+    before = len(of_backends._of_numbers)
+    assert tensor_of(float("nan"), torch.device("cpu"), keep=True).isnan().all()
+    assert len(of_backends._of_numbers) == before
+
+    @epilogue(inputs={"divisor": "scalar"})
+    def divided(x, divisor):
+        return x / divisor
+
+    x, weight = torch.ones(2, 8), torch.ones(4, 8)
+    for divisor in (0.0, -0.0):
+        out = gemm_all_reduce(x, weight, epilogue=divided(divisor=divisor))
+        assert torch.equal(out, torch.full((2, 4), math.copysign(math.inf, divisor)))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

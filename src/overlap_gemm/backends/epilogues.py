@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -105,7 +106,7 @@ class Applying(NamedTuple):
 MOST_NUMBERS = 64
 """Numbers of which a tensor is kept: the scales of a caller that passes a new one each time are not."""
 
-_of_numbers: dict[tuple[float, torch.device], Tensor] = {}
+_of_numbers: dict[tuple[float, float, torch.device], Tensor] = {}
 _numbers: dict[int, float] = {}
 
 
@@ -120,13 +121,14 @@ def tensor_of(value: float, device: torch.device, keep: bool) -> Tensor:
         device: Device of the tensor.
         keep: Whether the tensor may be a kept one: no compiler is recording the call.
     """
-    key = value, device
-    if keep and key not in _of_numbers and len(_of_numbers) < MOST_NUMBERS and not is_capturing(device):
-        with torch.inference_mode(False):
-            kept = _of_numbers[key] = torch.tensor([value], dtype=torch.float32).to(device)
-        _numbers[id(kept)] = value
-    if keep and key in _of_numbers:
-        return _of_numbers[key]
+    if keep and not math.isnan(value):  # which equals nothing
+        key = value, math.copysign(1.0, value), device  # 0.0 equals -0.0
+        if key not in _of_numbers and len(_of_numbers) < MOST_NUMBERS and not is_capturing(device):
+            with torch.inference_mode(False):
+                kept = _of_numbers[key] = torch.tensor([value], dtype=torch.float32).to(device)
+            _numbers[id(kept)] = value
+        if key in _of_numbers:
+            return _of_numbers[key]
     return torch.full((1,), value, dtype=torch.float32, device=device)
 
 
