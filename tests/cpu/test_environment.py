@@ -1,8 +1,11 @@
 """Numbers in the environment: with units, and refused with the rule."""
 
+from unittest import mock
+
 import pytest
 
 from overlap_gemm.backends import group_measurements
+from overlap_gemm.integrations import sglang, torch_symm_mem, vllm
 from overlap_gemm.runtime import agree, environment
 from overlap_gemm.runtime.compile_cache import cache_folder
 
@@ -75,11 +78,20 @@ def test_choices(monkeypatch):
         environment.choice(NAME, ("a", "b"))
 
 
+def uses_plugin(plugin):
+    """Returns whether a plug-in's entry point registers it."""
+    with mock.patch.object(plugin, "_register") as used, mock.patch.object(torch_symm_mem, "install_once"):
+        plugin.register()
+    return used.called
+
+
 @pytest.mark.parametrize(
     ("variable", "read", "values"),
     [
         ("OVERLAP_GEMM_CHECK", agree.checking, {"1": True, "0": False, None: False}),
         ("OVERLAP_GEMM_CACHE", lambda: cache_folder() is not None, {"1": True, "0": False, None: True}),
+        ("OVERLAP_GEMM_VLLM", lambda: uses_plugin(vllm), {"1": True, "0": False, None: False}),
+        ("OVERLAP_GEMM_SGLANG", lambda: uses_plugin(sglang), {"1": True, "0": False, None: False}),
         ("OVERLAP_GEMM_AUTOTUNE_SECONDS", group_measurements._seconds, {"0.5": 0.5, "0": 0.0, None: 60.0}),
     ],
 )

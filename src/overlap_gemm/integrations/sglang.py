@@ -13,7 +13,6 @@ All other linears are SGLang's: its decoder layers sum the results of attention 
 with the norm that follows, and its columns are not gathered. Tested with stand-ins of SGLang 0.5.23.
 """
 
-import os
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -24,20 +23,25 @@ from torch import Tensor
 from ..api.functional import gemm_all_reduce
 from ..backends.base import Problem
 from ..backends.op_call import CallOperands, OpCall, promises_of
+from ..runtime.environment import choice
 from ..runtime.group import find
 from ..spec import GEMM_ALL_REDUCE
 from . import torch_symm_mem
 from .serving import overlaps as _overlaps
 
 SWITCH = "OVERLAP_GEMM_SGLANG"
-"""Environment variable; "1" enables the plug-in."""
+"""Environment variable; "1" enables the plug-in, and "0" is the default."""
 
 ROW_PARALLEL = "sglang.srt.layers.linear.RowParallelLinear.forward"
 
 
 def register() -> None:
-    """Installs ops and hook if the plug-in is enabled. SGLang may call it several times in a process."""
-    if os.environ.get(SWITCH) == "1":
+    """Installs ops and hook if the plug-in is enabled. SGLang may call it several times in a process.
+
+    Raises:
+        ValueError: The variable is neither 0 nor 1.
+    """
+    if choice(SWITCH, ("0", "1")) == "1":
         torch_symm_mem.install_once()
         _register()
 

@@ -35,6 +35,7 @@ from torch import Tensor
 from ..api.functional import gemm_all_gather, gemm_all_reduce
 from ..backends.base import Problem
 from ..backends.op_call import CallOperands, OpCall, promises_of
+from ..runtime.environment import choice
 from ..runtime.group import find
 from ..spec import GEMM_ALL_GATHER, GEMM_ALL_REDUCE
 from ..spec.promises import Invariant
@@ -44,7 +45,7 @@ from .serving import overlaps as _overlaps
 logger = logging.getLogger(f"vllm.{__name__}")  # vLLM shows messages of its own loggers only
 
 SWITCH = "OVERLAP_GEMM_VLLM"
-"""Environment variable; "1" enables the plug-in."""
+"""Environment variable; "1" enables the plug-in, and "0" is the default."""
 
 
 def register() -> None:
@@ -53,8 +54,9 @@ def register() -> None:
     Raises:
         RuntimeError: The plug-in is enabled, but vLLM is older than 0.24, or another plug-in has registered
             the layer.
+        ValueError: The variable is neither 0 nor 1.
     """
-    if os.environ.get(SWITCH) == "1":
+    if choice(SWITCH, ("0", "1")) == "1":
         _register()
 
 
