@@ -160,9 +160,12 @@ def test_a_kernel_waits_as_long_as_the_groups_collectives(gloo, monkeypatch, dev
     assert timeout_ns(group, torch.device(device)) == 5_000_000_000
 
 
-def test_the_environment_goes_before_the_group(gloo, monkeypatch):
-    monkeypatch.setenv("OVERLAP_GEMM_TIMEOUT", "1.5")
-    assert timeout_ns(resolve(gloo.group_name), CPU) == 1_500_000_000
+@pytest.mark.parametrize(
+    ("text", "wanted"), [("1.5", 1_500_000_000), ("0", 0), ("1e-10", 1), ("4e9", 4_000_000_000_000_000_000)]
+)
+def test_the_environment_goes_before_the_group(gloo, monkeypatch, text, wanted):
+    monkeypatch.setenv("OVERLAP_GEMM_TIMEOUT", text)
+    assert timeout_ns(resolve(gloo.group_name), CPU) == wanted
 
 
 def test_virtual_ranks_have_no_group_to_ask(monkeypatch):

@@ -238,7 +238,7 @@ def timeout_ns(group: Group, device: torch.device) -> int:
     if configured is None:
         of_group = group.timeout(device.type)
         return (DEFAULT_TIMEOUT if of_group is None else of_group) // timedelta(microseconds=1) * 1000
-    return int(configured * 1e9)
+    return max(int(configured * 1e9), 1 if configured else 0)
 
 
 def reserved_sms() -> int:
