@@ -55,8 +55,16 @@ def test_batches_are_windows_of_the_text_and_repeat_with_the_seed(tmp_path):
     assert len(set(drawn[:, 0].tolist())) > 1
     again = next(llama.batches(text, batch=5, sequence=10, device=torch.device("cpu")))
     assert torch.equal(drawn, again)
-    with pytest.raises(ValueError, match="at least 101 bytes, a window, got 100"):
-        next(llama.batches(text, batch=1, sequence=100, device=torch.device("cpu")))
+    for length in (100, 0):
+        text.write_bytes(bytes(length))
+        with pytest.raises(ValueError, match=f"at least 101 bytes, a window, got {length}"):
+            next(llama.batches(text, batch=1, sequence=100, device=torch.device("cpu")))
+
+
+def test_a_head_of_an_odd_width_is_refused_with_the_rule():
+    result = CliRunner().invoke(app, ["demo", "--head-dim", "3"])
+    assert result.exit_code == 1 and "head_dim must be even, got 3" in result.output
+    overlap_gemm.finalize()
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])

@@ -28,11 +28,16 @@ def build(
     Args:
         ranks: Number of ranks that share it; heads and key/value heads are multiples of it.
         layers: Number of decoder layers.
-        head_dim: Width of a head; the hidden size is that of all heads.
+        head_dim: Width of a head, even; the hidden size is that of all heads.
         sequence: Maximum length of sequences.
         heads: Minimum number of attention heads; there are half as many key/value heads.
         seed: Seed of the weights.
+
+    Raises:
+        ValueError: ``head_dim`` is odd: rotary embeddings rotate pairs of elements.
     """
+    if head_dim % 2:
+        raise ValueError(f"head_dim must be even, got {head_dim}")
     kv_heads = ranks * -(-heads // (2 * ranks))
     hidden = 2 * kv_heads * head_dim
     torch.manual_seed(seed)
@@ -67,9 +72,10 @@ def batches(text: Path, batch: int, sequence: int, device: torch.device, seed: i
     Raises:
         ValueError: The file is shorter than a window.
     """
-    data = torch.frombuffer(bytearray(text.read_bytes()), dtype=torch.uint8).long()
-    if len(data) <= sequence:
-        raise ValueError(f"{text} must have at least {sequence + 1} bytes, a window, got {len(data)}")
+    content = bytearray(text.read_bytes())
+    if len(content) <= sequence:
+        raise ValueError(f"{text} must have at least {sequence + 1} bytes, a window, got {len(content)}")
+    data = torch.frombuffer(content, dtype=torch.uint8).long()
     generator = torch.Generator().manual_seed(seed)
     while True:
         starts = torch.randint(len(data) - sequence, (batch,), generator=generator)
