@@ -2,13 +2,14 @@
 
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import overlap_gemm
-from overlap_gemm import epilogues
+from overlap_gemm import epilogue, epilogues
 from overlap_gemm.backends.epilogues import Applying, new_results, result_dtype
 from overlap_gemm.backends.triton_kernels import epilogue_rows
 from overlap_gemm.epilogues import Applied
@@ -152,10 +153,32 @@ def test_without_a_gpu_torch_computes():
         torch.testing.assert_close(actual, wanted, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("one", [one for one in KINDS if one.result is not None], ids=lambda one: one.name)
-def test_values_that_are_rounded_to_8_bits_differ_for_the_compiler(one):
-    """Checks the source: Triton 3.6 rounds one that is the same in all columns to wrong bytes."""
-    assert kernel_of(one).count("tl.where(inside, ") == 1 + len(one.outputs)
+@epilogue(inputs={"r": "rows", "s": "scalar"}, result="e4m3", block=128)
+def of_rows_in_blocks(x: Any, r: Any, s: Any) -> Any:
+    return epilogues.exp(r) * s + 1.0
+
+
+@epilogue(inputs={"r": "rows"}, result="e4m3")
+def of_rows_in_8_bits(x: Any, r: Any) -> Any:
+    return r
+
+
+@epilogue(inputs={"r": "rows", "c": "columns"}, result="e4m3")
+def of_columns_in_8_bits(x: Any, r: Any, c: Any) -> Any:
+    return r + epilogues.relu(c)
+
+
+@epilogue(inputs={"r": "rows"})
+def of_rows(x: Any, r: Any) -> Any:
+    return r
+
+
+def test_values_of_rows_are_rounded_to_8_bits_by_torch():
+    """Checks that there is no kernel: Triton 3.6 would store wrong bytes."""
+    for one in (of_rows_in_blocks, of_rows_in_8_bits):
+        assert not epilogue_rows.has_kernel(one)
+    for one in (of_columns_in_8_bits, of_rows):
+        assert epilogue_rows.has_kernel(one)
 
 
 def test_a_loop_step_of_complete_rows_is_a_row_where_that_fits():

@@ -32,16 +32,6 @@ def of_limits_and_inputs(x: Any, r: Any, c: Any, s: Any) -> Any:
     return epilogues.maximum(epilogues.minimum(x, INFINITE), -INFINITE), r, c * s, s, r * s
 
 
-@epilogue(inputs={"r": "rows"}, result="e4m3", block=128)
-def of_rows_in_blocks(x: Any, r: Any) -> Any:
-    return r
-
-
-@epilogue(inputs={"r": "rows"}, result="e4m3")
-def of_rows_in_8_bits(x: Any, r: Any) -> Any:
-    return r
-
-
 @epilogue(inputs={"e": "element"}, outputs={"gates": "element", "most": "row_max"}, pairs=True)
 def of_pairs(gate: Any, up: Any, e: Any) -> Any:
     y = epilogues.gelu_tanh(gate) * up + e
@@ -50,8 +40,7 @@ def of_pairs(gate: Any, up: Any, e: Any) -> Any:
 
 KINDS = [
     epilogues.add_residual_squared, epilogues.add_residual_rms_norm, epilogues.to_e4m3, of_every_kind,
-    of_limits_and_inputs, of_rows_in_blocks, of_rows_in_8_bits, of_pairs, epilogues.swiglu,
-    epilogues.to_e4m3_blocks, epilogues.swiglu_e4m3_blocks,
+    of_limits_and_inputs, of_pairs, epilogues.swiglu, epilogues.to_e4m3_blocks, epilogues.swiglu_e4m3_blocks,
 ]  # fmt: skip
 
 ULP = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float8_e4m3fn: 2**-3}

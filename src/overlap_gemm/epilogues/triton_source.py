@@ -81,24 +81,25 @@ class Expression(Value):
     Attributes:
         name: Name of the variable.
         lines: Lines of the source, to which operations are added.
+        varies: Whether columns of a row have different values.
     """
 
     name: str
     lines: list[str]
+    varies: bool = True
 
     def unary(self, name: str) -> Expression:
         """Returns the function named ``name`` (as in torch) of this value."""
-        return self.computed(_UNARY[name].format(self.name))
+        return self._computed(_UNARY[name].format(self.name), self)
 
     def binary(self, name: str, left: Any, right: Any) -> Expression:
         """Returns the function named ``name`` (as in torch) of ``left`` and ``right``: values or numbers."""
-        return self.computed(_BINARY[name].format(_text(left), _text(right)))
+        return self._computed(_BINARY[name].format(_text(left), _text(right)), left, right)
 
-    def computed(self, text: str) -> Expression:
-        """Returns the value of an expression."""
-        name = f"v{len(self.lines)}"
+    def _computed(self, text: str, *operands: Any) -> Expression:
+        name, varies = f"v{len(self.lines)}", any(getattr(one, "varies", False) for one in operands)
         self.lines.append(f"{name} = {text}")
-        return Expression(name, self.lines)
+        return Expression(name, self.lines, varies)
 
 
 def _text(value: Any) -> str:
@@ -108,6 +109,14 @@ def _text(value: Any) -> str:
     number = repr(float(value))
     number = number if math.isfinite(float(value)) else f'float("{number}")'
     return f"tl.full((), {number}, tl.float32)"
+
+
+def is_uniform_in_8_bits(epilogue: Epilogue) -> bool:
+    """Returns whether all columns of a row get one value, of 8 bits.
+
+    Triton 3.6 rounds such a value to wrong bytes (seen on an H200; 3.9 in the emulator does not).
+    """
+    return epilogue.result is not None and not _Kernel(epilogue, False).varies
 
 
 def kernel_of(epilogue: Epilogue, bands: bool = False) -> str:
@@ -140,9 +149,13 @@ class _Kernel:
         outputs: list[str] = [kind for _, kind in epilogue.outputs]
         self.reductions = [(i, kind) for i, kind in enumerate(outputs) if kind != "element"]
         self.lines: list[str] = []
-        inputs = [Expression(f"i{i}", self.lines) for i in range(len(self.kinds))]
+        inputs = [
+            Expression(f"i{i}", self.lines, kind in ("element", "columns"))
+            for i, kind in enumerate(self.kinds)
+        ]
         names = ("x0", "x1") if epilogue.pairs else ("x0",)
         values = epilogue.apply([Expression(name, self.lines) for name in names], inputs)
+        self.varies = values[0].varies
         self.result, *self.outputs = map(_text, values)
 
     @property
@@ -160,14 +173,6 @@ class _Kernel:
     @property
     def _pointers(self) -> tuple[str, ...]:
         return ("sums0", "sums1") if self.epilogue.pairs and not self.bands else ("sums0",)
-
-    @property
-    def _varied(self) -> str:
-        """Returns the result as values that a compiler takes for different ones.
-
-        Triton 3.6 rounds a value of a row, the same in all columns, to wrong bytes (seen on an H200).
-        """
-        return f"tl.where(inside, {self.result}, 0.0)"
 
     def _tensors(self) -> Iterator[str]:
         yield from self._pointers
@@ -206,14 +211,13 @@ class _Kernel:
 
     def _stores(self) -> Iterator[str]:
         if self.epilogue.block:
-            yield f"tiles = tl.reshape({self._varied}, (COLUMNS // {BLOCK}, {BLOCK}))"
+            yield f"tiles = tl.reshape({self.result}, (COLUMNS // {BLOCK}, {BLOCK}))"
             yield from _BY_BLOCKS
             yield from _stored("out0", "narrow", saturates=True)
         elif self.epilogue.then is not None:
             yield from _stored("out1", self.result)
         else:
-            is_narrow = self.epilogue.result is not None
-            yield from _stored("out0", self._varied if is_narrow else self.result, saturates=is_narrow)
+            yield from _stored("out0", self.result, saturates=self.epilogue.result is not None)
         reduced = dict(self.reductions)
         for i, value in enumerate(self.outputs):
             if i not in reduced:

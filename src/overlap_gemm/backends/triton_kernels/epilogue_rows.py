@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...epilogues import BLOCK, Epilogue
 from ...epilogues.library import TORCH_OPERATIONS
-from ...epilogues.triton_source import kernel_of
+from ...epilogues.triton_source import is_uniform_in_8_bits, kernel_of
 from ...runtime.order import is_capturing
 from .launchable import is_launchable
 
@@ -52,9 +52,10 @@ _compiled: dict[Any, Any] = {}
 look-up, which takes about 20 us."""
 
 
+@cache
 def has_kernel(epilogue: Epilogue) -> bool:
     """Returns whether the kernel applies an epilogue; not if it is one of torch's operations."""
-    return len(TORCH_OPERATIONS.get(epilogue.key, ("", ""))) > 1
+    return len(TORCH_OPERATIONS.get(epilogue.key, ("", ""))) > 1 and not is_uniform_in_8_bits(epilogue)
 
 
 class Read(NamedTuple):
