@@ -52,13 +52,13 @@ class Gathered(NamedTuple):
     total: int | None
     state: ProductState
 
-    def product_for(self, x: Tensor, linear: nn.Module, parameters: Sequence[Tensor]) -> Tensor | None:
+    def product_for(self, x: Tensor, linear: nn.Module, source: nn.Module) -> Tensor | None:
         """Returns the product for a call of the linear; None if the linear multiplies a replicated x itself.
 
         Args:
             x: Input of the call.
-            linear: Linear, for messages.
-            parameters: Parameters of the linear.
+            linear: Linear of the call.
+            source: Module whose parameters it multiplies with as well; it may be the linear.
 
         Raises:
             RuntimeError: The input is sharded, and the product is not the call's result.
@@ -72,7 +72,7 @@ class Gathered(NamedTuple):
                 f"{linear} shares the gather of its input with other linears: call it once, with the "
                 f"unchanged input of the module around it (hooks that change it belong on that module)"
             )
-        difference = self._difference(out, state, parameters)
+        difference = self._difference(out, state, (linear, source))
         if self.total is None:
             return out if difference is None and state.hooks == self.state.hooks else None
         if difference is not None:
@@ -82,11 +82,12 @@ class Gathered(NamedTuple):
             )
         return out
 
-    def _difference(self, out: Tensor, state: ProductState, parameters: Sequence[Tensor]) -> str | None:
+    def _difference(self, out: Tensor, state: ProductState, modules: Sequence[nn.Module]) -> str | None:
         if state.dtype != self.state.dtype:
             return f"for a product in {state.dtype} (by another autocast region)"
         if out.requires_grad and not state.records:
             return "without gradients (by reentrant recomputation?)"
-        if not self.state.records and needs_grad(self.rows, parameters):
-            return "with gradients"
-        return None
+        if self.state.records or not state.records:
+            return None
+        parameters = [parameter for one in modules for parameter in one.parameters()]
+        return "with gradients" if needs_grad(self.rows, parameters) else None

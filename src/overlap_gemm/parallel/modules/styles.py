@@ -375,8 +375,7 @@ class ColwiseForward:
         """Returns the product of a shared gather; None if there is none, or none of a replicated x."""
         if self.gathered is None:
             return None
-        parameters = [*self.module.parameters(), *self.source.parameters()]
-        if (out := self.gathered.product_for(x, self.module, parameters)) is not None:
+        if (out := self.gathered.product_for(x, self.module, self.source)) is not None:
             self.gathered = self.gathered._replace(product=None)
         return out
 
