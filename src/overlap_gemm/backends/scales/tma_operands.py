@@ -59,8 +59,8 @@ def of_one_major(matrices: Sequence[Tensor], shard: int = 0) -> list[Tensor]:
         shard: As in `aligned`.
     """
     loaded = [aligned(matrix, shard) for matrix in matrices]
-    if len({matrix.stride(1) == 1 for matrix in loaded}) > 1:
-        loaded = [matrix if matrix.stride(1) == 1 else widened(matrix) for matrix in loaded]
+    if len({major(matrix, "rows") for matrix in loaded}) > 1:
+        loaded = [matrix if major(matrix, "rows") == "k" else widened(matrix) for matrix in loaded]
     return loaded
 
 
