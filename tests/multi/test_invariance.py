@@ -278,6 +278,23 @@ def test_types_whose_products_depend_on_the_place_are_refused(ranks):
     ranks(2).run(refuse, *given, {"invariant": "batch"})
 
 
+def sum_with_depths(rank, size, backend, depths, error):
+    x, weight = (torch.ones(rows, depths[rank], dtype=torch.float64) for rows in (6, 8))
+    expectation = nullcontext() if error is None else pytest.raises(error, match="depend on their place")
+    with expectation:
+        overlap_gemm.gemm_all_reduce(x, weight, backend=backend, invariant="batch")
+    if depths[rank] == 40:
+        with pytest.raises(overlap_gemm.InvarianceError, match="depend on their place"):
+            overlap_gemm.explain("gemm_all_reduce", x, weight, backend=backend, invariant="batch")
+
+
+@pytest.mark.parametrize("backend", ["sequential", "decomposed"])
+def test_a_depth_of_one_rank_without_an_order_is_refused_on_all_ranks(backend, ranks):
+    one, all_ranks = overlap_gemm.DisagreementError, overlap_gemm.InvarianceError
+    for depths, error in (((40, 40), all_ranks), ((1, 40), one), ((1, 1), None), ((40, 1), one)):
+        ranks(2).run(sum_with_depths, backend, depths, error)
+
+
 def test_a_backend_that_sums_in_another_order_cannot_be_named(ranks):
     x, weight = torch.ones(4, 16), torch.ones(8, 16)
     with pytest.raises(ValueError, match="invariant='batch' and backend='torch'"):

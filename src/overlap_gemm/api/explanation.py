@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..backends.base import Problem
 from ..backends.op_call import CallOperands, OpCall
-from ..backends.select import Choice, explained
+from ..backends.select import Choice, check_order, explained
 from ..dispatch.autocast import autocast_call
 from ..dispatch.epilogue_checks import why_not_invariant
 from ..dispatch.lowering import lower
@@ -156,4 +156,6 @@ def explain(
             raise ValueError(f"explain: invariant={promised!r} allows no {epilogue.epilogue.name}: {why}")
         dtypes = [one.dtype if isinstance(one, Tensor) else torch.float32 for one in epilogue.inputs]
         problem = problem.with_epilogue(epilogue.epilogue, dtypes)
-    return explained(problem, call.backend, len(weights[0]))
+    choice = explained(problem, call.backend, len(weights[0]))
+    check_order(choice, operands)
+    return choice

@@ -22,6 +22,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+import torch
+
 from ..spec.promises import NO_PROMISES, InvarianceError, Promises
 from ..spec.sharding import shard_rows
 from ..tuning.epilogue_time import EpilogueTime, epilogue_time
@@ -34,7 +36,8 @@ from .decomposed import Decomposed
 from .fused.fused_backend import Fused
 from .fused.list_calls import why_each
 from .fused.plan_cache import DTYPES
-from .op_call import FALLBACK, with_fallback
+from .op_call import FALLBACK, CallOperands, with_fallback
+from .portable_arithmetic import why_no_order
 from .scales.scaling import FLOAT8
 from .sequential import Sequential
 from .torch_backend import Torch
@@ -386,6 +389,26 @@ def check_promised(problem: Problem) -> None:
             "of a row of a rank's shard depends on the number of ranks; pass block="
         )
     if reason := promises.why_no_cut(problem.k, problem.blocks[2] if problem.blocks else 1):
+        raise InvarianceError(f"{problem.op}: {reason}")
+
+
+def check_order(choice: Choice, operands: CallOperands) -> None:
+    """Checks that a portable backend can multiply this rank's operands in the order that a promise requires.
+
+    Args:
+        choice: Choice of the backend.
+        operands: Operands of the call, as in `Backend.bind`.
+
+    Raises:
+        InvarianceError: It cannot. Ranks may have different K, so this rank may raise alone.
+    """
+    problem = choice.problem
+    if not (problem.promises.leaves and choice.backend.verifies):
+        return
+    dtype = torch.float32 if problem.is_scaled else problem.dtype
+    leaves = problem.promises.local_leaves(problem.world_size) if problem.spec.sums else 1
+    depth = operands.lists(problem.spec)[0][0].shape[1] // leaves
+    if reason := why_no_order(operands.x.device, dtype, depth):
         raise InvarianceError(f"{problem.op}: {reason}")
 
 

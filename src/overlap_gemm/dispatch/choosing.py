@@ -12,7 +12,7 @@ from ..backends.autotuning import bind_as, measure_if_due
 from ..backends.base import Problem
 from ..backends.epilogues import applied_after
 from ..backends.op_call import NO_OPERANDS, CallOperands, OpCall, operands_of
-from ..backends.select import Choice, choose, log_choice
+from ..backends.select import Choice, check_order, choose, log_choice
 from ..runtime import agree
 from ..runtime.group import Group, resolve
 from ..runtime.order import is_capturing
@@ -95,8 +95,9 @@ def _agreed_choice(op: OpSpec, call: OpCall, operands: CallOperands) -> tuple[Pr
     facts = (*problem.agreed(), *settings().agreed(op))
     try:
         choice = choose(problem, requested)
+        check_order(choice, operands)
     except ValueError as error:  # this rank alone may fail, for example by its device: the peers wait
-        agree.same(ranks, device, (*facts, agree.failure(error)))
+        agree.same(ranks, device, (*facts, agree.failure(error)), every_time=True)
         raise
     agree.same(ranks, device, facts)
     plain = problem.without_epilogue()
