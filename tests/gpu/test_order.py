@@ -1,6 +1,7 @@
 """One order of a device's fused launches: streams, captures, replays, graphs that outlive workspaces."""
 
 from contextlib import suppress
+from functools import partial
 
 import pytest
 import torch
@@ -193,6 +194,26 @@ def unprepared_capture(rank, size):
     overlap_gemm.close_workspaces()
 
 
+def capture_after_a_call(rank, size):
+    """Replays have no host time, so "auto" may capture another backend than it ran; returns such backends."""
+    torch.manual_seed(rank)
+    others = set()
+    for rows, n, k in ((64, 4096, 4096), (512, 6144, 4096), (512, 4096, 14336)):
+        shapes = (rows // size, k), (n // size, k)
+        made = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes]
+        call = partial(overlap_gemm.all_gather_gemm, *made, rows=rows, columns=n)
+        explain = partial(overlap_gemm.explain, "all_gather_gemm", *made, rows=rows, columns=n)
+        eager = call()
+        graph, (out, choice) = captured(lambda call=call, explain=explain: (call(), explain()))
+        others |= {choice.backend.name} - {explain().backend.name}
+        graph.replay()
+        torch.cuda.synchronize()
+        assert (out.float() - eager.float()).norm() < 5e-3 * eager.float().norm()
+        del graph
+    overlap_gemm.close_workspaces()
+    return others
+
+
 @pytest.mark.parametrize("pairs", [False, True], ids=["world", "world-and-pairs"])
 def test_two_streams_and_two_size_classes(ranks, world, pairs):
     ranks(world).run(streams_and_classes, pairs)
@@ -209,6 +230,12 @@ def test_a_graph_may_outlive_its_workspace(ranks, world):
 def test_a_capture_of_what_is_not_prepared_says_so(world):
     with Ranks(world, device="cuda", timeout=20) as fresh:
         fresh.run(unprepared_capture)
+
+
+def test_a_call_is_enough_before_a_capture(world):
+    with Ranks(world, device="cuda", timeout=20) as fresh:
+        others = fresh.run(capture_after_a_call)
+    assert all(others), "no captured call took another backend"
 
 
 def test_a_replay_beside_a_call_is_an_error_by_name(world):

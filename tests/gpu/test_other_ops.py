@@ -18,8 +18,8 @@ from tests.support.shares import own_device
 from tests.support.tolerances import tolerance
 
 OTHERS = {
-    "all_gather_gemm-copy_engine": ("all_gather_gemm", {"transport": "copy_engine"}),
-    "all_gather_gemm-peer_bulk": ("all_gather_gemm", {"transport": "peer_bulk"}),
+    "all_gather_gemm-copy_engine": ("all_gather_gemm", {"shard_transport": "copy_engine"}),
+    "all_gather_gemm-peer_bulk": ("all_gather_gemm", {"shard_transport": "peer_bulk"}),
     "gemm_all_reduce-one_shot": ("gemm_all_reduce", {"algorithm": "one_shot"}),
     "gemm_all_reduce-two_shot": ("gemm_all_reduce", {"algorithm": "two_shot"}),
     "gemm_all_gather": ("gemm_all_gather", {}),

@@ -1,5 +1,6 @@
 """After a warm-up the ranks ask each other nothing, and nothing is prepared, whatever the caller says."""
 
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -8,6 +9,7 @@ import torch.distributed as dist
 
 import overlap_gemm
 from overlap_gemm.dispatch import choosing
+from overlap_gemm.nn import RowParallelLinear
 from overlap_gemm.runtime import agree
 from overlap_gemm.spec import OPS
 from overlap_gemm.spec.sharding import Shards
@@ -51,6 +53,76 @@ def warmed_up(rank, size, op):
 @pytest.mark.parametrize("op", EVERY)
 def test_a_warm_up_leaves_nothing_to_find_out(ranks, op):
     ranks(2).run(warmed_up, op)
+
+
+def prepared_for_captures(rank, size, op):
+    """Calls an op while "auto" captures another backend, which the first call is to run as well."""
+    ran, real_bind = [], choosing.bind_as
+
+    def choose(problem, requested, real=choosing.choose):
+        return real(problem, "sequential" if problem.captured else "decomposed")
+
+    def bind(kernel, backend, *arguments):
+        run = real_bind(kernel, backend, *arguments)
+        return lambda operands: ran.append(backend.name) or run(operands)
+
+    x, weight = (torch.randn(shape) for shape in OPS[op].shapes(8, 4, 12, Shards.owned_by(size, rank)))
+    call = partial(getattr(overlap_gemm, op), **OPS[op].arguments(8, 4, 12))
+    with mock.patch.object(choosing, "choose", choose), mock.patch.object(choosing, "bind_as", bind):
+        first = call(x.requires_grad_(), weight)
+        assert ran == ["sequential", "decomposed"]
+        strided = x.detach().t().contiguous().t() if rank == 0 else x  # new to one rank alone
+        for again in (x, strided):
+            torch.testing.assert_close(call(again, weight), first)
+        assert ran[2:] == ["decomposed"] * 2, "prepared twice, on one rank alone"
+        torch.autograd.grad(first, x, torch.ones_like(first))
+        is_local = op == "gemm_all_reduce"  # the gradient of its x
+        assert ran[4:] == ([] if is_local else ["sequential", "decomposed"])
+
+
+@pytest.mark.parametrize("op", EVERY)
+def test_a_first_call_prepares_what_captures_take(ranks, op):
+    ranks(2).run(prepared_for_captures, op)
+
+
+def prepared_epilogues(rank, size, in_graphs, has_autocast):
+    """Calls a layer while a captured call applies its epilogue elsewhere, which the first call is to run."""
+    ran, real_bind = [], choosing.bind_as
+
+    def choose(problem, requested, real=choosing.choose):
+        return real(problem, "sequential" if problem.captured == in_graphs else "decomposed")
+
+    def why_after(choice, problem, columns):
+        return None if problem.captured == in_graphs else "elsewhere"
+
+    def bind(kernel, backend, problem, *arguments):
+        ran.append((backend.name, problem.applying is not None))
+        if problem.applying is None:
+            return real_bind(kernel, backend, problem, *arguments)
+        return choosing.applied_after(
+            real_bind(kernel, backend, problem.without_epilogue(), *arguments), problem.applying
+        )
+
+    rows, width = 6 + 2 * in_graphs, 4 + 4 * has_autocast  # no case's calls are prepared by another
+    layer = RowParallelLinear(8, width, bias=False, sequence_parallel=True, dtype=torch.bfloat16)
+    x, residual = torch.randn(rows, 8 // size).bfloat16(), torch.randn(rows // size, width).bfloat16()
+    with (
+        mock.patch.object(choosing, "choose", choose),
+        mock.patch.object(choosing.select, "why_after", why_after),
+        mock.patch.object(choosing, "bind_as", bind),
+        torch.no_grad(),
+        torch.autocast("cpu", torch.bfloat16, enabled=has_autocast),
+    ):
+        for _ in range(2):
+            out = layer(x, residual)
+    torch.testing.assert_close(out, residual + layer(x), rtol=0.02, atol=0.02)
+    assert {("sequential", True), ("decomposed", False)} <= set(ran), ran
+
+
+@pytest.mark.parametrize("has_autocast", [False, True], ids=["plain", "autocast"])
+@pytest.mark.parametrize("in_graphs", [False, True], ids=["follows in graphs", "applied in graphs"])
+def test_a_first_call_prepares_where_captures_apply_epilogues(ranks, in_graphs, has_autocast):
+    ranks(2).run(prepared_epilogues, in_graphs, has_autocast)
 
 
 def warmed_up_for_a_list(rank, size, op):

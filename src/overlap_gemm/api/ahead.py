@@ -5,7 +5,6 @@ overlap_gemm.warmup("gemm_reduce_scatter", (8192, 8192, 28672), (1, 8192, 28672)
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,7 +20,6 @@ from ..backends.op_call import CallOperands, OpCall, extents_of
 from ..backends.scales.product_types import ProductTypes
 from ..backends.scales.scale_layouts import LAYOUTS
 from ..backends.scales.scaling import FLOAT8, OUT_DTYPES, Block, blocks_named
-from ..backends.select import choose
 from ..epilogues import Epilogue
 from ..runtime.group import Group, GroupLike, find
 from ..runtime.memory.workspace import SizeClass
@@ -135,8 +133,8 @@ def warmup(
             if epilogue.pairs and spec.takes_lists:
                 several.append([x.new_empty(len(weight) // 2, weight.shape[1]) for _ in range(2)])
 
-        def make(name: str, extents: dict[str, int]) -> None:
-            how: dict[str, Any] = {"backend": name, "epilogue": applied, **extents}  # noqa: B023
+        def make(extents: dict[str, int]) -> None:
+            how: dict[str, Any] = {"backend": backend, "epilogue": applied, **extents}  # noqa: B023
             how |= {"deterministic": deterministic, "reserve_sms": reserve_sms}
             how |= {**promises, **scales}  # noqa: B023
             for weights in several:  # noqa: B023
@@ -160,15 +158,9 @@ def warmup(
             if problem is not problems[0]:  # measurements do not depend on the extents that callers pass
                 copy_measurement(problems[0], problem, backend, ranks, where)
             with autotune_policy(autotune, backend, ranks, where):
-                make(backend, extents)
-            full = problem
-            if applied is not None:
-                full = problem.with_epilogue(applied.epilogue, [one.dtype for one in applied.inputs])
-            eager, captured = (choose(replace(full, captured=c), backend).backend.name for c in (False, True))
-            if captured != eager:
-                make(captured, extents)
+                make(extents)
         if least and all(extent % ranks.size == 0 for extent in least.values()):
-            make(backend, {})
+            make({})
     if where.type == "cuda":
         torch.cuda.synchronize(where)
 

@@ -17,7 +17,6 @@ from ..runtime import agree
 from ..runtime.group import Group, resolve
 from ..runtime.order import is_capturing
 from ..spec import OpSpec
-from ..spec.sharding import Shards
 from ..tuning.settings import configured, late_weights, settings
 from .registered import Run
 
@@ -38,7 +37,8 @@ def chosen(op: OpSpec, call: OpCall, operands: CallOperands) -> Chosen:
     """Returns the chosen backend, bound to the call. Collective in debug mode and where facts are unknown.
 
     In debug mode all ranks compare the call first. With backend "auto", the first call of a kind may probe
-    peer access and benchmark candidates.
+    peer access and benchmark candidates. "auto" may take another backend while a CUDA graph is captured,
+    because replays have no host time. That one also runs the first call: a capture cannot prepare it.
 
     Args:
         op: Definition of the op.
@@ -52,15 +52,11 @@ def chosen(op: OpSpec, call: OpCall, operands: CallOperands) -> Chosen:
     """
     ranks = resolve(call.group)
     problem, choice, facts = _agreed_choice(op, call, operands)
-    shards = problem.shards
     log_choice(choice)
-    group = replace(ranks, signed=problem.call.signed)
-    if choice.backend.verifies:
-        group = agree.of_calls(group, operands.x.device, facts)
-    with configured(reserve_sms=call.reserve_sms), late_weights(call.copied_weight):
-        run = _bound(choice, problem, operands, shards, group)
-    if call.reserve_sms is not None:
-        run = configured(reserve_sms=call.reserve_sms)(run)
+    run = _bound(choice, problem, operands, ranks, facts)
+    captured = replace(problem, captured=True)
+    if choose(captured, call.backend).backend is not choice.backend:
+        _prepare(captured, call.backend, operands, ranks, facts)
     name, what = choice.backend.name, f"M={problem.m} width={problem.width} {problem.types} P={ranks.size}"
     count = calls.setdefault((op.name, name), [0])
     return Chosen(
@@ -69,10 +65,11 @@ def chosen(op: OpSpec, call: OpCall, operands: CallOperands) -> Chosen:
     )
 
 
-def why_after(op: OpSpec, call: OpCall, operands: CallOperands) -> str | None:
-    """Returns the reason to apply other operations of torch after the op; None if a kernel applies it.
+def is_followed(op: OpSpec, call: OpCall, operands: CallOperands) -> bool:
+    """Returns whether other operations of torch are to follow the op, because no kernel applies its epilogue.
 
-    The operations are assumed to be one pass over memory.
+    The operations are assumed to be one pass over memory. If a kernel applies it while a CUDA graph is
+    captured, the first call also runs that one, as in `chosen`.
 
     The result is the same on every rank. Collective like `chosen`.
 
@@ -81,10 +78,15 @@ def why_after(op: OpSpec, call: OpCall, operands: CallOperands) -> str | None:
         call: Lowered call with an epilogue.
         operands: Operands, as in `Backend.bind`.
     """
-    problem, choice, _ = _agreed_choice(op, call, operands)
+    ranks = resolve(call.group)
+    problem, choice, facts = _agreed_choice(op, call, operands)
     if problem.num_weights > 1 and problem.n is None:
-        return "columns= is not passed, so the weights of the other ranks are unknown"
-    return select.why_after(choice, problem, len(operands.lists(op)[0][0]))
+        return True  # columns= is not passed, so the weights of the other ranks are unknown
+    columns, captured = len(operands.lists(op)[0][0]), replace(problem, captured=True)
+    follows = select.why_after(choice, problem, columns) is not None
+    if follows and select.why_after(choose(captured, call.backend), captured, columns) is None:
+        _prepare(captured, call.backend, operands, ranks, facts)
+    return follows
 
 
 def _agreed_choice(op: OpSpec, call: OpCall, operands: CallOperands) -> tuple[Problem, Choice, Any]:
@@ -106,18 +108,39 @@ def _agreed_choice(op: OpSpec, call: OpCall, operands: CallOperands) -> tuple[Pr
     return problem, choice, facts
 
 
+def _prepare(
+    captured: Problem, requested: str, operands: CallOperands, ranks: Group, facts: agree.Facts
+) -> None:
+    """Runs a call as in a captured graph, in which nothing can be compiled or allocated.
+
+    Only the first call with these facts does: they are equal on all ranks, so all run it.
+    """
+    key = "before captures", captured.call.epilogue, *facts
+    if key not in ranks.agreed:
+        run = _bound(choose(captured, requested), captured, operands, ranks, facts)
+        with torch.no_grad():
+            _ranged(f"overlap_gemm {captured.op} before captures", run, False, ranks, [0])(*operands)
+        ranks.agreed.add(key)
+
+
 def _bound(
-    choice: Choice, problem: Problem, operands: CallOperands, shards: Shards, group: Group
+    choice: Choice, problem: Problem, operands: CallOperands, ranks: Group, facts: agree.Facts
 ) -> Callable[[CallOperands], Any]:
     """Returns the bound function; the backend applies the epilogue if it can, else torch does after it."""
-    arguments, (weights, _) = (operands, shards, group), operands.lists(problem.spec)
-    why = None if problem.applying is None else select.why_after(choice, problem, len(weights[0]))
-    if problem.applying is None or why is None:
-        return bind_as(choice.kernel, choice.backend, problem, *arguments)
-    if choice.backend.name == "fused" and group.is_virtual:
+    group = replace(ranks, signed=problem.call.signed)
+    if choice.backend.verifies:
+        group = agree.of_calls(group, operands.x.device, facts)
+    arguments, (weights, _) = (operands, problem.shards, group), operands.lists(problem.spec)
+    reserve, applying = problem.call.reserve_sms, problem.applying
+    why = None if applying is None else select.why_after(choice, problem, len(weights[0]))
+    if why is not None and choice.backend.name == "fused" and group.is_virtual:
         _refuse_virtual(problem, why)
-    plain = bind_as(choice.kernel, choice.backend, problem.without_epilogue(), *arguments)
-    return applied_after(plain, problem.applying)
+    bare = problem if why is None else problem.without_epilogue()
+    with configured(reserve_sms=reserve), late_weights(problem.call.copied_weight):
+        run = bind_as(choice.kernel, choice.backend, bare, *arguments)
+    if applying is not None and why is not None:
+        run = applied_after(run, applying)
+    return run if reserve is None else configured(reserve_sms=reserve)(run)
 
 
 def _refuse_virtual(problem: Problem, why: str) -> None:

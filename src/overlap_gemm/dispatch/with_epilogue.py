@@ -19,7 +19,7 @@ from ..spec import ARGUMENTS, OPS
 from .autocast import autocast_call
 from .bound import Prepared, call_op, prepared_call, run_call
 from .calls import enter, is_plain, keep, layouts, needs_grad, state
-from .choosing import chosen, why_after
+from .choosing import chosen, is_followed
 from .epilogue_checks import check_epilogue, check_shapes, refuse_gradient, with_tensors
 from .lowering import Lowered, lower
 from .operands import shape_of
@@ -217,7 +217,7 @@ def call_with_epilogue(
     shapes = _shapes_of(op, group_name(group), cast, fused, inputs)
     lowered = shapes.lowered
     tensors = lowered.tensors(cast, shapes.flat(inputs))
-    if otherwise is not None and _why_after(op, lowered.call, tensors) is not None:
+    if otherwise is not None and _is_followed(op, lowered.call, tensors):
         return _function_after(op, operands, group, call, applied)
     return shapes.shaped(op.with_epilogue.by_dispatcher(tensors, lowered.call))
 
@@ -270,7 +270,7 @@ def _run(
         shapes = _shapes_of(op, ranks.name, operands, call._replace(epilogue=epilogue.key), inputs)
         lowered = shapes.lowered
         tensors = lowered.tensors(operands, shapes.flat(inputs))
-        if in_kernel and _why_after(op, lowered.call, tensors) is not None:
+        if in_kernel and _is_followed(op, lowered.call, tensors):
             results = run_call(op, ranks, operands, call)
             if (plain := prepared_call(op, ranks, operands, call)) is not None:
                 keep(ranks, key, plain)
@@ -289,10 +289,11 @@ def _run(
     return shapes.shaped(run(*tensors)), False
 
 
-def _why_after(op: GemmOp, call: OpCall, tensors: Sequence[Any]) -> str | None:
-    """Returns `choosing.why_after` of the op with these tensors, scales of which have no influence."""
-    x, weight, bias, inputs, *_ = tensors
-    return why_after(op.spec, call, CallOperands(x, weight, bias, inputs=inputs))
+def _is_followed(op: GemmOp, call: OpCall, tensors: Sequence[Any]) -> bool:
+    """Returns `choosing.is_followed` of the op with these tensors."""
+    x, weight, bias, inputs, *scales = tensors
+    scale_x, scale_w = scales or (None, None)
+    return is_followed(op.spec, call, CallOperands(x, weight, bias, scale_x, scale_w, inputs))
 
 
 def _function_after(
