@@ -274,7 +274,7 @@ class MlpGating(NamedTuple):
     Attributes:
         activation: Name of the activation in `GATINGS`.
         activate: Its module.
-        packed: Projection that holds gate and up, or None.
+        packed: Projection that holds gate and up, without adapters, or None.
         fuse: Argument of `parallelize`.
     """
 
@@ -349,7 +349,8 @@ def gating_of_mlp(module: Any, fuse: bool | None) -> MlpGating | str:
     x = torch.linspace(-4, 4, 65, dtype=torch.float64, device="cpu")
     for name, gating in GATINGS.items():
         if activate is not None and torch.allclose(activate(x), gating.on_tensors(x), rtol=0, atol=1e-9):
-            return MlpGating(name, activate, getattr(module, "gate_up_proj", None), fuse)
+            packed = bases(module.gate_up_proj)[0] if hasattr(module, "gate_up_proj") else None
+            return MlpGating(name, activate, packed, fuse)
     return f"no epilogue has its activation, {type(activate).__name__}"
 
 
