@@ -112,6 +112,27 @@ def test_more_packed_projections(ranks, tmp_path, sequence_parallel):
     ranks(3).run(trains_packed, sequence_parallel, [PACKED, ("qkv_proj",), ("gate_up_proj",)], str(tmp_path))
 
 
+def targets_all_linear(rank, size, family):
+    """Compares targets and results with the unsharded model's, also of linears that have an adapter."""
+    ids = torch.arange(3, 15).view(2, 6)
+    for first in (True, False):
+        pair = adapted_pair(size, family, first, True, config_of(("o_proj",)))
+        for model in pair:
+            torch.manual_seed(6)
+            config = config_of(())
+            config.target_modules = "all-linear"
+            model.add_adapter("all", config)
+            model.set_adapter("all")
+        plain, sharded = (model.peft_config["all"].target_modules for model in pair)
+        assert sharded == plain
+        close(pair[1](ids).logits, pair[0](ids).logits, f"peft {'first' if first else 'after'}")
+
+
+@pytest.mark.parametrize("family", ["llama"])
+def test_all_linear(ranks, family):
+    ranks(2).run(targets_all_linear, family)
+
+
 def drops_out(rank, size, sequence_parallel, recompute):
     """Dropout of what all ranks have is the unsharded model's; of rows and features each rank's own."""
     targets = ("q_proj", "up_proj") if not sequence_parallel else ("q_proj", "o_proj", "up_proj", "lm_head")

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 LORA = ("peft.tuners.lora.layer", "Linear")
-LORA_LAYERS = (LORA, ("overlap_gemm.parallel.modules.lora", "ShardedLora"))
+LORA_LAYERS = (LORA, ("overlap_gemm.parallel.modules.lora", "ShardedLoraLinear"))
 TUNER = ("peft.tuners.lora.model", "LoraModel")
 HOLDERS = "peft.peft_model"
 """Module of the classes that peft puts around a model."""
@@ -34,7 +34,7 @@ def kind(module: nn.Module) -> tuple[str, str]:
 
 
 def is_lora(module: nn.Module) -> bool:
-    """Returns whether a module is peft's LoRA of a linear, or our subclass `ShardedLora`."""
+    """Returns whether a module is peft's LoRA of a linear, or our subclass `ShardedLoraLinear`."""
     return kind(module) in LORA_LAYERS
 
 

@@ -33,8 +33,11 @@ INITS = (True, False, "gaussian")
 """Values of `init_lora_weights` that do not need the weight of the base."""
 
 
-class ShardedLora(Linear):
-    """`peft.tuners.lora.layer.Linear` around a linear of a parallelized model."""
+class ShardedLoraLinear(Linear):
+    """`peft.tuners.lora.layer.Linear` around a linear of a parallelized model.
+
+    peft recognizes an adapted linear ("all-linear") by `Linear` in the name of its class.
+    """
 
     def _get_in_out_features(self, module: nn.Module) -> Any:
         """Returns the full linear's features.
@@ -84,13 +87,13 @@ class ShardedLora(Linear):
 
 
 def take_over(layer: Any, base: nn.Module) -> None:
-    """Converts a LoRA layer of peft's to a `ShardedLora`, with or without adapters.
+    """Converts a LoRA layer of peft's to a `ShardedLoraLinear`, with or without adapters.
 
     Args:
         layer: Layer of peft's around `base`.
         base: Linear of a parallelized model.
     """
-    layer.__class__ = ShardedLora
+    layer.__class__ = ShardedLoraLinear
     for hook in base._forward_pre_hooks.values():
         if isinstance(hook, GradientAsContiguous):  # the adapter adds its gradient after the base's hook
             layer.register_forward_pre_hook(hook)
