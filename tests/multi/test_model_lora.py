@@ -128,7 +128,7 @@ def targets_all_linear(rank, size, family):
         close(pair[1](ids).logits, pair[0](ids).logits, f"peft {'first' if first else 'after'}")
 
 
-@pytest.mark.parametrize("family", ["llama"])
+@pytest.mark.parametrize("family", ["llama", "phi3"])
 def test_all_linear(ranks, family):
     ranks(2).run(targets_all_linear, family)
 

@@ -14,6 +14,7 @@ from torch import nn
 LORA = ("peft.tuners.lora.layer", "Linear")
 LORA_LAYERS = (LORA, ("overlap_gemm.parallel.modules.lora", "ShardedLoraLinear"))
 TUNER = ("peft.tuners.lora.model", "LoraModel")
+PACKED = ("overlap_gemm.parallel.modules.parts", "PackedLinear")
 HOLDERS = "peft.peft_model"
 """Module of the classes that peft puts around a model."""
 SAVED = ("peft.utils.other", "ModulesToSaveWrapper")
@@ -93,6 +94,7 @@ def _inject(tuner: Any, model: nn.Module, adapter_name: str, *args: Any, **kwarg
     layers = [module for module in model.modules() if is_lora(module)]
     adapted = [layer for layer in layers if adapter_name in layer.r]  # type: ignore[operator]
     try:
+        _target_packed_linears(tuner.peft_config[adapter_name], model)
         return type(tuner).inject_adapter(tuner, model, adapter_name, *args, **kwargs)
     except Exception:
         for layer in layers:
@@ -106,6 +108,17 @@ def _inject(tuner: Any, model: nn.Module, adapter_name: str, *args: Any, **kwarg
             parameter.requires_grad_(requires_grad)
         tuner.peft_config.pop(adapter_name, None)
         raise
+
+
+def _target_packed_linears(config: Any, model: nn.Module) -> None:
+    """Resolves the targets "all-linear" without the parts of packed linears, which are linears, too."""
+    if str(getattr(config, "target_modules", None)).lower() == "all-linear":
+        from peft.tuners.tuners_utils import _maybe_include_all_linear_layers
+
+        _maybe_include_all_linear_layers(config, model)
+        packed = [(name, module) for name, module in model.named_modules() if kind(module) == PACKED]
+        parts = {f"{name}.{part}" for name, module in packed for part, _ in module.named_children()}
+        config.target_modules = set(config.target_modules) - parts
 
 
 def forbid_weighted_adapters(tuner: Any) -> None:

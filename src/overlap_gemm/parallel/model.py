@@ -13,7 +13,7 @@ from ..api.layer_epilogues import LOCAL_PRODUCTS
 from ..backends.op_call import BackendName, with_fallback
 from ..backends.select import check_name
 from ..spec.promises import Invariant, Partials, Promises, check_promises
-from .adapters import bases, forbid_weighted_adapters, is_lora
+from .adapters import bases, forbid_weighted_adapters, inject_or_restore, is_lora
 from .assignment import Role, head_dim, is_carried_dropout, kv_heads, plan
 from .checkpoints.initialization import initialize_in_shards
 from .checkpoints.state import save_adapters, save_pretrained, shard_incoming
@@ -124,6 +124,7 @@ def parallelize(
     roles = plan(model, mesh.size())
     if outermost is not model:
         forbid_weighted_adapters(outermost.base_model)
+        inject_or_restore(outermost.base_model, model)
         outermost.save_pretrained = partial(save_adapters, outermost)
         watch_prompts(outermost)
     names = {role: name for name, role in roles.items()}
