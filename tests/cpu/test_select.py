@@ -124,6 +124,14 @@ def on_hopper(rows, peer_access=HOPPER, requested="auto", op="gemm_reduce_scatte
         return choose(asked, requested)
 
 
+@pytest.mark.parametrize("op", OPS)
+def test_auto_takes_a_backend_for_a_result_without_elements(op):
+    for m, n in ((0, 8192), (64, 0), (0, 0)):
+        empty = problem_of(op, m, n, 8192, torch.bfloat16, "cuda", 4, peer_access=HOPPER)
+        with mock.patch.object(Fused, "why_not", return_value=None):
+            assert choose(empty).backend.name == "fused"
+
+
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
 @pytest.mark.parametrize("rows", [1, 16, 128, 512, 2048, 8192])
 @pytest.mark.parametrize("op", OPS)

@@ -131,7 +131,8 @@ def measure_if_due(
     measurements = measurements_of(group, operands.x.device)
     if problem.kind in measurements.kinds:
         return False
-    is_due = requested == "auto" and not problem.captured and policy_of(problem, measurements) == "measure"
+    is_open = requested == "auto" and not (problem.captured or problem.is_empty)
+    is_due = is_open and policy_of(problem, measurements) == "measure"
     one = replace(problem, parts=())  # a list along K is measured as its joined matrices
     measured = _measured(one, operands, shards, group, measurements) if is_due else None
     measurements.kinds[problem.kind] = measured

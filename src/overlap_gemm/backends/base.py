@@ -166,6 +166,11 @@ class Problem:
         return _number(self.call.k)
 
     @property
+    def is_empty(self) -> bool:
+        """Returns whether the result has no elements: no rows, or no columns over all ranks."""
+        return self.m == 0 or self.n == 0
+
+    @property
     def local_columns(self) -> int:
         """Returns the rows of a weight of a rank with a full shard; 0 if N is unknown."""
         columns = self.n or 0

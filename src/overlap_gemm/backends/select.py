@@ -290,7 +290,7 @@ def epilogue_line(backend: Backend, problem: Problem, why: str | None, times: Ep
 def _facts(problem: Problem) -> Facts | None:
     access = problem.peer_access
     kind = (FLOAT8 if problem.is_scaled else DTYPES).get(problem.dtype)
-    if access is None or not access.arch or access.uncalibrated or kind is None:
+    if access is None or not access.arch or access.uncalibrated or kind is None or problem.is_empty:
         return None
     extents, ranks = (problem.m, problem.n, problem.k), problem.world_size
     weights = () if why_each(problem) else tuple(shard_rows(width, ranks) for width in problem.widths)
