@@ -1,5 +1,8 @@
 """`overlap-gemm plan`: the model on the command line."""
 
+import json
+import math
+
 import pytest
 from typer.testing import CliRunner
 
@@ -67,6 +70,18 @@ def test_constants_from_a_file_decide(tmp_path, monkeypatch):
     assert "bound: the link" in said
 
 
+DAMAGED = [
+    ("arrival", math.nan),
+    ("launch", -1),
+    ("mma_rate", 0),
+    ("sms", None),
+    ("few_rows", "64"),
+    ("efficiency", {"cooperative 128x256 1x1": 0}),
+    ("host", {"fused": []}),
+    ("collectives", {"sum": {"2": []}}),
+]
+
+
 def test_wrong_arguments_are_named(tmp_path):
     assert "not among" in plan("gemm", 1, 1, 1)[1]
     assert "not one of sm_90a" in plan("gemm_all_reduce", 1, 1, 1, "--arch", "sm_80")[1]
@@ -74,6 +89,12 @@ def test_wrong_arguments_are_named(tmp_path):
     (tmp_path / "bad.json").write_text("{}")
     result, said = plan("gemm_all_reduce", 1, 1, 1, "--machine", tmp_path / "bad.json")
     assert result.exit_code == 2 and "bad.json is damaged: not a machine's constants" in said
+    good = json.loads(load("h200").to_json())
+    damaged = [json.dumps(good | {name: value}).encode() for name, value in DAMAGED]
+    for text in (b"\xff\xfe{", *damaged):
+        (tmp_path / "bad.json").write_bytes(text)
+        result, output = plan("gemm_all_reduce", 1, 1, 1, "--machine", tmp_path / "bad.json")
+        assert result.exit_code == 2 and "bad.json is damaged: " in output, text[:50]
     result, said = plan("gemm_all_reduce", 1, 1, 1, "--machine", tmp_path / "none.json")
     assert result.exit_code == 2 and "shipped: b200, h100, h200" in said and "damaged" not in said
 

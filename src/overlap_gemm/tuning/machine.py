@@ -22,8 +22,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -208,11 +210,11 @@ class Machine:
         return text.replace("[ ", "[").replace(" ]", "]") + "\n"
 
     @classmethod
-    def from_json(cls, text: str) -> Machine:
+    def from_json(cls, text: str | bytes) -> Machine:
         """Returns the machine of a file's text.
 
         Raises:
-            ValueError: The text is not JSON, or fields are missing or unknown.
+            ValueError: The text is not JSON, fields are missing or unknown, or a number is not valid.
         """
         fields = json.loads(text)
         try:
@@ -223,9 +225,34 @@ class Machine:
                 }
                 for name, by in fields["collectives"].items()
             }
-            return cls(**fields)
+            machine = cls(**fields)
+            _check_numbers(machine)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a machine's constants: {error}") from error
+        return machine
+
+
+def _check_numbers(machine: Machine) -> None:
+    """Raises a ValueError unless numbers are finite and positive; times and thresholds may be 0."""
+    for name, kind in Machine.__annotations__.items():
+        value, least = getattr(machine, name), 0.0
+        if kind in ("int", "float"):
+            numbers = [value]
+        elif kind == "Mapping[str, float]" and name != "driver":
+            numbers = list(value.values())
+        elif name == "collectives":
+            curves = [curve for by in value.values() for curve in by.values()]
+            numbers = [number for curve in curves for point in curve or ((None,),) for number in point]
+        else:
+            continue
+        if name == "sms" or name.endswith(("rate", "stream")) or name in ("efficiency", "one_wave"):
+            least = sys.float_info.min
+        for number in numbers:
+            if not isinstance(number, (int, float)) or not least <= number < math.inf:
+                raise ValueError(
+                    f"{name} must be finite {'positive numbers' if least else 'numbers, 0 or more'}; "
+                    f"got {number!r}"
+                )
 
 
 def _rounded(value: Any) -> Any:
@@ -246,7 +273,7 @@ def load(name_or_path: str) -> Machine:
     shipped = SHIPPED / f"{name_or_path}.json"
     file = shipped if shipped.exists() else Path(name_or_path)
     try:
-        text = file.read_text()
+        text = file.read_bytes()
     except OSError as error:
         names = ", ".join(sorted(path.stem for path in SHIPPED.glob("*.json")))
         raise ValueError(f"no machine {name_or_path!r} (shipped: {names}): {error}") from error
