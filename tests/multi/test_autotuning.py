@@ -282,10 +282,10 @@ def test_what_is_tried_is_noted_in_front_of_it(ranks, tmp_path):
 
 def damaged(rank, size, folder):
     good = {"kind": "k", "conditions": {}, "eager": [["torch", 1.0]]}
-    for i, text in enumerate(("{", "[]", '{"entries": [{}]}', '{"entries": 3}')):
+    for i, text in enumerate((b"{", b"[]", b'{"entries": [{}]}', b'{"entries": 3}', b"\xff\xfe{")):
         file = Path(folder) / f"{i}.json"
         if rank == 0:
-            file.write_text(text)
+            file.write_bytes(text)
         torch.distributed.barrier()
         with begun_anew(file), pytest.raises(DisagreementError, match=rf"rank 0: .*{file.name} is damaged"):
             call(rank, size)
@@ -294,14 +294,19 @@ def damaged(rank, size, folder):
         under = group_measurements.measurements_of(
             overlap_gemm.runtime.group.find(None), torch.device("cpu")
         ).under
-    if rank == 0:
-        file.write_text(json.dumps({"entries": [good | {"conditions": dict(under)}]}))
-    torch.distributed.barrier()
-    with begun_anew(file), pytest.raises(DisagreementError, match="fields.json is damaged"):
-        call(rank, size)
-    with begun_anew("off", "measure"):
-        call(rank, size)
-    assert not Path("off").exists()
+    every = {"captured": [], "kernel": [[], None], "candidates": 1, "date": ""}
+    nan = every | {"eager": [["torch", 1.0], ["sequential", float("nan")]]}
+    for fields in ({}, nan, every | {"eager": [["torch", -1.0]]}):
+        if rank == 0:
+            file.write_text(json.dumps({"entries": [{**good, **fields, "conditions": dict(under)}]}))
+        torch.distributed.barrier()
+        with begun_anew(file), pytest.raises(DisagreementError, match="fields.json is damaged"):
+            call(rank, size)
+        torch.distributed.barrier()
+    for off in ("off", "OFF"):
+        with begun_anew(off, "measure"):
+            call(rank, size)
+        assert not Path(off).exists()
     with begun_anew("/dev/null/no-folder.json"), mock.patch.object(group_measurements, "read") as read:
         read.return_value = overlap_gemm.tuning.measured.Entries({}, frozenset())
         with slowed("torch"):  # it cannot be written, so it holds in this process alone

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import re
 import socket
@@ -104,7 +105,10 @@ class Measured:
         """
 
         def pairs(of: Any) -> Seconds:
-            return tuple((str(name), float(seconds)) for name, seconds in of)
+            times = tuple((str(name), float(seconds)) for name, seconds in of)
+            if not all(0 < seconds < math.inf for _, seconds in times):
+                raise ValueError(f"times must be finite and positive, got {times}")
+            return times
 
         fields, algorithm = entry["kernel"]
         named = tuple(
@@ -140,7 +144,7 @@ def conditions(device: torch.device, world: int) -> Conditions:
 def measured_file() -> Path | None:
     """Returns the file of measured choices; None: there is none."""
     named = os.environ.get(FILE_VARIABLE)
-    if named == OFF:
+    if named is not None and named.lower() == OFF:
         return None
     return Path(named) if named else Path(platformdirs.user_cache_dir("overlap-gemm")) / "measured.json"
 
@@ -242,7 +246,7 @@ def _entries(file: Path) -> list[dict[str, Any]]:
         ValueError: The file is damaged or cannot be read.
     """
     try:
-        text = file.read_text()
+        text = file.read_bytes()
     except FileNotFoundError:
         return []
     except OSError as error:
