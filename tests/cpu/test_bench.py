@@ -50,7 +50,7 @@ def bench(*arguments):
 
 
 def test_data_table_and_picture(tmp_path):
-    data, picture = tmp_path / "out.json", tmp_path / "out.png"
+    data, picture = tmp_path / "new" / "out.json", tmp_path / "pictures" / "out.png"
     result = bench("--m", 6, "--m", 9, "--n", 8, "--k", 4, "--rounds", 2, "--json", data, "--plot", picture)
     assert result.exit_code == 0, result.output
     report = json.loads(data.read_text())
@@ -108,6 +108,7 @@ def test_wrong_arguments_are_named():
     assert "not among" in bench("--op", "gemm").output
     assert bench("--dtype", "int8").exit_code == 2
     assert bench("--shapes", SHAPES, "--only", "no such model").exit_code == 2
+    assert "pass --shapes" in bench("--only", "llama").output
     assert bench("--rounds", 0).exit_code == 2
     assert "are for 8-bit operands" in bench("--scales", "rows").output
     assert "is not available" in bench("--backends", "auto,fast").output

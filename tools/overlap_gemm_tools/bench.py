@@ -81,6 +81,8 @@ def bench(
     with scale_gathered_rows that of x.
     """
     ops, wanted = chosen_ops(op or []), chosen_backends(backends)
+    if only and shapes is None:
+        raise typer.BadParameter("selects shapes of a file: pass --shapes", param_hint="--only")
     world = overlap_gemm.init(device=device)
     on_cuda = world.device.type == "cuda"
     operand = getattr(torch, dtype or ("bfloat16" if on_cuda else "float32"))
@@ -104,6 +106,10 @@ def bench(
     names = wanted or (["auto", "fused"] if on_cuda else ["auto", "decomposed"])
     modes = (EAGER, GRAPH) if on_cuda and graph else (EAGER,)
     console = rank_zero_console(world.rank)
+
+    for file in (json_file, plot):
+        if file is not None and world.rank == 0:
+            file.parent.mkdir(parents=True, exist_ok=True)
 
     def keep(report: dict[str, Any]) -> None:
         if json_file is not None and world.rank == 0:
