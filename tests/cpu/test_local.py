@@ -118,6 +118,8 @@ def test_bias_that_does_not_fit(op):
         ({"dim": -1}, r"dim must name one of"),
         ({"dim": -3}, r"dim must name one of"),
         ({"dim": "0"}, r"dim must name one of"),
+        ({"dim": False}, r"dim must name one of .* got False"),
+        ({"deterministic": "yes"}, r"deterministic must be True, False or None, got 'yes'"),
         ({"backend": None}, r"backend=None is not available; choose one of auto"),
         ({"backend": ["auto"]}, r"backend=\['auto'\] is not available; choose one of auto"),
         ({"bias": [B, B]}, r"1 weights need as many biases or none, got 2"),

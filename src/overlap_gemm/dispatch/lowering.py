@@ -198,7 +198,8 @@ def _check(spec: OpSpec, group: str, operands: CallOperands, call: OpCall) -> in
             raise ValueError(
                 f"{op}: {name}={value} is for operands with scales; pass scale_x and scale_w, or omit {name}"
             )
-        if not isinstance(dim, int) or not -x.ndim <= dim < x.ndim or dim % x.ndim == x.ndim - 1:
+        is_number = isinstance(dim, int) and not isinstance(dim, bool)
+        if not is_number or not -x.ndim <= dim < x.ndim or dim % x.ndim == x.ndim - 1:
             raise ValueError(
                 f"{op}: dim must name one of the {x.ndim - 1} row dimensions of x {shape_of(x)}, got {dim}"
             )
@@ -212,6 +213,8 @@ def _check(spec: OpSpec, group: str, operands: CallOperands, call: OpCall) -> in
                     f"the group has backends for {sorted(ranks.device_types)}"
                 )
         call.check_lengths(spec)
+        if call.deterministic is not None and not isinstance(call.deterministic, bool):
+            raise ValueError(f"{op}: deterministic must be True, False or None, got {call.deterministic!r}")
         promises = Promises(call.partials, call.invariant)
         check_promises(promises)
         check_name(call.backend, bool(call.deterministic), promises)
