@@ -103,6 +103,15 @@ def test_bias_that_does_not_fit(op):
         getattr(overlap_gemm, op)(X, W, bias=torch.ones(4))
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("op", OPS)
+def test_nested_tensors_are_refused(op):
+    nested = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)])
+    for name, arguments in (("x", (nested, W)), ("weight", (X, nested))):
+        with pytest.raises(TypeError, match=f"{op}: {name} must be a strided tensor, got a nested one"):
+            getattr(overlap_gemm, op)(*arguments)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -54,8 +54,9 @@ def check_operands(spec: OpSpec, operands: CallOperands) -> None:
     for name, tensor in named:
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{op}: {name} must be a Tensor, got {type(tensor).__name__}")
-        if not torch.compiler.is_compiling() and tensor.layout != torch.strided:
-            raise TypeError(f"{op}: {name} must be a strided tensor, got one of layout {tensor.layout}")
+        if not torch.compiler.is_compiling() and (tensor.layout != torch.strided or tensor.is_nested):
+            kind = "a nested one" if tensor.is_nested else f"one of layout {tensor.layout}"
+            raise TypeError(f"{op}: {name} must be a strided tensor, got {kind}")
         if tensor.device != x.device or (tensor.dtype != x.dtype and not scales):
             raise TypeError(
                 f"{op}: operands must share dtype and device, got x {x.dtype} on {x.device} and "

@@ -228,4 +228,5 @@ def retry(error: BaseException) -> Iterator[None]:
 
 
 def _call_text(op: str, x: Any) -> str:
-    return f"{op} of x {list(getattr(x, 'shape', ()))} of {getattr(x, 'dtype', type(x).__name__)}"
+    shape = () if getattr(x, "is_nested", False) else getattr(x, "shape", ())  # a nested x has none
+    return f"{op} of x {list(shape)} of {getattr(x, 'dtype', type(x).__name__)}"
