@@ -63,6 +63,11 @@ def gathered_list(variant):
     return [times["list"] / times[variant] for times in every]
 
 
+def decomposed_lists():
+    every = [one["graph"]["us"] for one in report("h200x2-list-choices")["results"]]
+    return [times["list decomposed"] / times["list fused"] for times in every]
+
+
 def constants():
     return json.loads((ROOT / "src/overlap_gemm/tuning/machines/h200.json").read_text())
 
@@ -142,6 +147,7 @@ FIGURES = {
             f"{said(gathered_list('joined'))} of one joined weight's time, {said(gathered_list('torch'))} "
             "of `torch`'s"
         ),
+        lambda: f"`decomposed` multiplies each: {said(decomposed_lists())} of the kernel's",
         lambda: f"it takes {said(decomposed())} of the fused kernel's time in graphs",
         lambda: f"A gate costs about {constants()['gate'] * 1e6:.0f} us between",
         lambda: f"it pays {constants()['shard_host'] * 1e6:.0f} us of host time a shard (`shard_host`)",

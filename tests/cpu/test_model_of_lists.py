@@ -10,8 +10,10 @@ from overlap_gemm.backends.peer_access import PeerAccess
 from overlap_gemm.backends.select import predicted
 from overlap_gemm.config.gemm_config import GemmConfig
 from overlap_gemm.exchange.geometry import ExchangeShape
+from overlap_gemm.tuning import prediction
 from overlap_gemm.tuning.machine import load
 from overlap_gemm.tuning.time_model import Facts, copies_seconds, fused_time
+from tests.support.figures import report
 from tests.support.problems import problem
 
 
@@ -32,7 +34,27 @@ def test_auto_predicts_one_kernel_of_a_list_by_its_weights():
     joined = problem("gemm_all_to_all", 8192, 3072, 4096, device_type="cuda", peer_access=access)
     narrow = replace(joined, num_weights=24, widths=(128,) * 24)
     by_list, by_one = (predicted(one).seconds for one in (narrow, joined))
-    assert by_list["fused"] > 1.2 * by_one["fused"] and by_list["torch"] == by_one["torch"]
+    further = 23 * prediction.FURTHER_PRODUCT * load("h200").launch
+    assert by_list["fused"] > 1.2 * by_one["fused"]
+    assert by_list["torch"] == pytest.approx(by_one["torch"] + further)
+
+
+def losses():
+    """Returns the times of what the model chooses for lists of gathered rows, relative to the fastest."""
+    access, lost = PeerAccess("sm_90a", 132, None), []
+    for one in report("h200x2-list-choices")["results"]:
+        facts = {"device_type": "cuda", "peer_access": access, "captured": True, "num_weights": len(one["n"])}
+        seconds = predicted(problem(one["op"], one["m"], sum(one["n"]), one["k"], **facts)).seconds
+        us = {way: one["graph"]["us"][f"list {way}"] for way in ("fused", "decomposed", "torch")}
+        lost.append(us[min(us, key=lambda way: seconds[way])] / min(us.values()))
+    return lost
+
+
+def test_the_choice_for_a_measured_list_is_the_fastest_or_nearly(monkeypatch):
+    assert len(losses()) == 20 and max(losses()) < 1.04
+    monkeypatch.setattr(prediction, "_predict", prediction._predict.__wrapped__)
+    monkeypatch.setattr(prediction, "FURTHER_PRODUCT", 0)
+    assert max(losses()) > 1.7, "further products might as well cost nothing"
 
 
 @pytest.mark.parametrize("captured", [True, False])
@@ -60,13 +82,18 @@ def test_auto_predicts_the_sum_of_the_kernels_of_a_list(op, captured):
         calls, host = 3 if op == "gemm_all_to_all" else 1, predictions[0].machine.host["fused"]
         total = max(total, calls * host + copies_seconds(Facts(op, *sizes, "bf16", 2), of_list.machine))
     assert of_list.seconds["fused"] == pytest.approx(total)
-    assert of_list.seconds["torch"] == predicted(joined).seconds["torch"]
+    further = 2 * prediction.FURTHER_PRODUCT * of_list.machine.launch
+    of_one = predicted(joined).seconds["torch"]
+    if captured:
+        assert of_list.seconds["torch"] == pytest.approx(of_one + further)
+    else:
+        assert of_one <= of_list.seconds["torch"] <= of_one + further
 
 
 def test_auto_predicts_one_kernel_of_all_columns_of_gathered_rows():
     facts = {"device_type": "cuda", "peer_access": PeerAccess("sm_90a", 132, None), "captured": True}
     of_one = problem("all_gather_gemm", 2048, 5120, 8192, **facts)
-    assert predicted(replace(of_one, num_weights=3)).seconds == predicted(of_one).seconds
+    assert predicted(replace(of_one, num_weights=3)).seconds["fused"] == predicted(of_one).seconds["fused"]
 
 
 def test_only_portable_sums_of_a_list_along_k_take_copies():

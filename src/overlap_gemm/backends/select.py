@@ -295,7 +295,8 @@ def _facts(problem: Problem) -> Facts | None:
     extents, ranks = (problem.m, problem.n, problem.k), problem.world_size
     weights = () if why_each(problem) else tuple(shard_rows(width, ranks) for width in problem.widths)
     how: dict[str, Any] = {"blocks": problem.blocks, "weights": weights, "launches": _launches(problem)}
-    return Facts(problem.op, *extents, kind, ranks, parts=len(problem.parts) or 1, **how)
+    how |= {"parts": len(problem.parts) or 1, "products": problem.num_weights}
+    return Facts(problem.op, *extents, kind, ranks, **how)
 
 
 def _launches(problem: Problem) -> tuple[int, ...]:

@@ -15,7 +15,6 @@ from .space import expected, lower_small_rs_to_ar
 from .time_model import (
     Facts,
     FusedTime,
-    by_shards_seconds,
     copies_seconds,
     link_seconds,
     product_seconds,
@@ -23,6 +22,12 @@ from .time_model import (
 )
 
 __all__ = ["Facts", "Prediction", "predict"]
+
+FURTHER_PRODUCT = 6
+"""Time of each further product of a list by cuBLAS, in launches: small products do not fill the GPU.
+
+On an H200 9 us: 2 to 8 were measured, and with 9 the choice loses least (`h200x2-list-choices.json`).
+"""
 
 
 @dataclass(frozen=True)
@@ -104,6 +109,26 @@ def joining_seconds(facts: Facts, machine: Machine) -> float:
     return 2 * (machine.launch + (m + n) * k * DTYPE_BYTES[facts.dtype] / machine.memory_rate)
 
 
+def list_seconds(facts: Facts, machine: Machine, sms: int) -> float:
+    """Returns the time of a rank's product by cuBLAS, each weight of a list by itself."""
+    further = (facts.products - 1) * FURTHER_PRODUCT * machine.launch
+    return product_seconds(facts, machine, sms) + further
+
+
+def by_shards_seconds(facts: Facts, machine: Machine, sms: int) -> float:
+    """Returns the time of an all-gather GEMM by copies, and a gate and a cuBLAS product per shard.
+
+    See `backends.by_shards`.
+    """
+    shard = facts.full_shard
+    _, _, k = facts.extents
+    product = list_seconds(replace(facts, m=shard), machine, sms)
+    copy, done = shard * k * DTYPE_BYTES[facts.dtype] / machine.copy_rate, product
+    for number in range(1, facts.world):
+        done = max(done, number * copy + machine.copy_start) + machine.gate + product
+    return done + machine.gate
+
+
 @lru_cache(maxsize=4096)
 def _predict(facts: Facts, machine: Machine, arch: str, sms: int, captured: bool, _: Settings) -> Prediction:
     """Returns the prediction; cached, with the settings as part of the key."""
@@ -116,11 +141,11 @@ def _predict(facts: Facts, machine: Machine, arch: str, sms: int, captured: bool
         config, fused = launches[0]
         times["fused"] = fused.total + sum(after_first(time, facts.spec) for _, time in launches[1:])
         calls = 1 if facts.spec.operand_is_sent else len(launches)
-    joining = joining_seconds(facts, machine)
-    times |= {"torch": joining + product + torch, "sequential": joining + product + ordered}
+    joining, each = joining_seconds(facts, machine), list_seconds(facts, machine, sms)
+    times |= {"torch": joining + each + torch, "sequential": joining + each + ordered}
     host = {**machine.host, "fused": calls * machine.host["fused"] + copies_seconds(facts, machine)}
     if not facts.spec.gathers_operand:
-        times["decomposed"] = joining + (facts.world - 1) * machine.step + max(product, ordered)
+        times["decomposed"] = joining + (facts.world - 1) * machine.step + max(each, ordered)
     elif facts.world <= machine.copies_world:
         times["decomposed"] = by_shards_seconds(facts, machine, sms)
         host["decomposed"] = facts.world * machine.shard_host

@@ -57,6 +57,7 @@ class Facts:
         weights: `ExchangeShape.weights`.
         launches: N of the kernel of each weight of a list; empty if one kernel multiplies all columns.
         parts: Number of matrices along K.
+        products: Number of weights of a list, each of which is a product for cuBLAS.
     """
 
     op: str
@@ -70,6 +71,7 @@ class Facts:
     weights: tuple[int, ...] = ()
     launches: tuple[int, ...] = ()
     parts: int = 1
+    products: int = 1
 
     @cached_property
     def spec(self) -> OpSpec:
@@ -184,20 +186,6 @@ def _wave_seconds(config: GemmConfig, mainloop: float, machine: Machine, drain: 
     rows, columns = config.cta_tile
     epilogue = machine.epilogue * rows * columns + drain
     return mainloop + epilogue if config.mma == "cooperative" else max(mainloop, epilogue)
-
-
-def by_shards_seconds(facts: Facts, machine: Machine, sms: int) -> float:
-    """Returns the time of an all-gather GEMM by copies, and a gate and a cuBLAS product per shard.
-
-    See `backends.by_shards`.
-    """
-    shard = facts.full_shard
-    _, _, k = facts.extents
-    product = product_seconds(replace(facts, m=shard), machine, sms)
-    copy, done = shard * k * DTYPE_BYTES[facts.dtype] / machine.copy_rate, product
-    for number in range(1, facts.world):
-        done = max(done, number * copy + machine.copy_start) + machine.gate + product
-    return done + machine.gate
 
 
 def copies_seconds(facts: Facts, machine: Machine) -> float:
