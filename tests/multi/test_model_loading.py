@@ -1,6 +1,7 @@
 """Models larger than a device: `from_pretrained` reads each rank's slices, and holds nothing more."""
 
 import gc
+import inspect
 import re
 import threading
 from pathlib import Path
@@ -72,7 +73,13 @@ def test_from_pretrained(ranks, tmp_path, family):
     model = tiny("qwen2", 2, num_key_value_heads=1) if family == "one key/value head" else tiny(family, 2)
     model.save_pretrained(tmp_path, max_shard_size="20KB")  # several files
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
-    ranks(2).run(equals_the_unsharded, str(tmp_path), {"sequence_parallel": family != "mistral"})
+    options = {"sequence_parallel": family != "mistral", "fuse": True}
+    ranks(2).run(equals_the_unsharded, str(tmp_path), options)
+
+
+def test_from_pretrained_takes_the_options_of_parallelize():
+    loading, options = (inspect.signature(each).parameters for each in (from_pretrained, parallelize))
+    assert options.keys() - {"model"} <= loading.keys()
 
 
 class Peak:

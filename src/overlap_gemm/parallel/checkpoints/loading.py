@@ -46,6 +46,7 @@ def from_pretrained(
     float8: Float8 | None = None,
     partials: Partials | None = None,
     invariant: Invariant | None = None,
+    fuse: bool | None = None,
     quantized: Quantized = "keep",
     **loading: Any,
 ) -> Any:
@@ -62,6 +63,7 @@ def from_pretrained(
         float8: Option of `parallelize`.
         partials: Option of `parallelize`.
         invariant: Option of `parallelize`.
+        fuse: Option of `parallelize`.
         quantized: For a checkpoint whose linears are stored in 8 bits (`stored.py`). "keep": keep them so,
             with frozen weights; gradients of x pass, so adapters can be trained. "dequantize": convert each
             rank's slices to the model's dtype while they are read.
@@ -99,7 +101,7 @@ def from_pretrained(
     def distribute(model: nn.Module) -> None:
         model.tie_weights()  # transformers ties after loading, but parallelize must see the tie
         how: dict[str, Any] = {"logits": logits, "backend": backend, "float8": float8}
-        how |= {"partials": partials, "invariant": invariant}
+        how |= {"partials": partials, "invariant": invariant, "fuse": fuse}
         parallelize(model, mesh, sequence_parallel=sequence_parallel, **how)
         for _name, experts in mixed_experts(model):
             merge_gates_and_ups(experts)
