@@ -133,6 +133,19 @@ def test_all_linear(ranks, family):
     ranks(2).run(targets_all_linear, family)
 
 
+def disables_merged(rank, size):
+    pair = adapted_pair(size, "llama", False, True, config_of(("v_proj",)))
+    ids = torch.arange(3, 15).view(2, 6)
+    for model in pair:
+        model.merge_adapter()
+    with pair[0].disable_adapter(), pair[1].disable_adapter():
+        close(pair[1](ids).logits, pair[0](ids).logits, "disabled")
+
+
+def test_merged_adapters_that_are_disabled(ranks):
+    ranks(2).run(disables_merged)
+
+
 def drops_out(rank, size, sequence_parallel, recompute):
     """Dropout of what all ranks have is the unsharded model's; of rows and features each rank's own."""
     targets = ("q_proj", "up_proj") if not sequence_parallel else ("q_proj", "o_proj", "up_proj", "lm_head")

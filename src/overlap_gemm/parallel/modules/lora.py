@@ -75,6 +75,12 @@ class ShardedLoraLinear(Linear):
             x = forward.local_rows(x)
         return super().forward(x, *args, **kwargs)
 
+    def enable_adapters(self, enabled: bool) -> None:
+        """Unmerges disabled adapters now: peft would do it in forward, after a shared product."""
+        if not enabled and self.merged:
+            self.unmerge()
+        super().enable_adapters(enabled)
+
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Merges this rank's parts, as peft does; no communication is needed."""
         with _as_local(self):
