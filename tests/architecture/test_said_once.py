@@ -104,3 +104,8 @@ def test_the_counters_see_what_they_count():
     tree = ast.parse('op == "gemm_all_reduce" or op in ("one_shot",)\ntable = {"gemm_all_gather": 1}')
     assert len(list(identities(tree))) == 3
     assert len(names_in(tree, set(OPS))) == 2
+
+
+def test_inputs_are_copied_only_while_autograd_records():
+    users = [file for file, tree in trees() if "copy_to_ranks" in ast.unparse(tree)]
+    assert users == ["dispatch/shard_ops.py"], "for_each_rank decides whether to copy"

@@ -14,6 +14,7 @@ from transformers.models.llama.modeling_llama import (
 )
 
 import overlap_gemm
+from overlap_gemm.dispatch import shard_ops
 from overlap_gemm.nn import ParallelAttention, ParallelBlock, full_state_dict, layers
 from overlap_gemm.spec.sharding import Shards
 from tests.support.counting import counted_ops
@@ -189,6 +190,20 @@ def check_rest(rank, size):
         TypeError, match="no option skip_bias_add; those of its linears are bias, init_method"
     ):
         ParallelAttention(12, 6, skip_bias_add=True)
+
+
+def infers(rank, size):
+    layer, _, attention = make_llama(False)
+    block = make_block(layer, attention, False, sequence_parallel=True)
+    x = torch.randn(4, BATCH, HIDDEN, dtype=torch.float64)
+    expected = block(x).detach()
+    never = mock.Mock(side_effect=AssertionError("copied"))
+    with mock.patch.object(shard_ops, "copy_to_ranks", never), torch.no_grad():
+        torch.testing.assert_close(block(x), expected)
+
+
+def test_inference_copies_no_parameter(ranks):
+    ranks(2).run(infers)
 
 
 def alone(rank, size):

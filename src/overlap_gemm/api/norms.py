@@ -73,7 +73,7 @@ class RMSNorm(nn.RMSNorm):
 def _summed(norm: Any, parameter: Tensor | None) -> Tensor | None:
     if parameter is None or not norm.sequence_parallel:
         return parameter
-    return shard_ops.copy_to_ranks(parameter, norm.tp_group)
+    return shard_ops.for_each_rank(parameter, norm.tp_group)
 
 
 def sequence_parallel_parameters(module: nn.Module) -> list[nn.Parameter]:

@@ -55,7 +55,7 @@ from .gradient_products import (
 from .registered import Registered, Run
 from .shard_ops import (
     all_gather_rows,
-    each,
+    for_each_rank,
     keep_shard,
     local_columns,
     local_rows,
@@ -387,7 +387,7 @@ def _backward_gemm_all_reduce(ctx: Any, call: OpCall, needs: Any, grad: Tensor) 
     needs_x, needs_weight, needs_bias = needs
     return (
         column_parallel_gemm.call((grad, [weight.t()], None), _dual(call))[1] if needs_x else None,
-        along_rows(each(grad, call.group), x, call) if needs_weight else None,
+        along_rows(for_each_rank(grad, call.group), x, call) if needs_weight else None,
         sum_of_rows(grad, call) if needs_bias else None,
     )
 
@@ -409,7 +409,7 @@ def _of_replicated(
         chunk = Shards.even(x.shape[0], resolve(call.group).size).chunk
         grad_x = sum_of_products(gemm_all_reduce, grads, weights, _dual(call, chunk=chunk))
     if any(needs_weights):
-        of_this_rank, pairs = each(x, call.group), zip(grads, needs_weights, strict=True)
+        of_this_rank, pairs = for_each_rank(x, call.group), zip(grads, needs_weights, strict=True)
         grad_weights = [along_rows(grad, of_this_rank, call) if needed else None for grad, needed in pairs]
     return grad_x, grad_weights, gradients_of_biases(grads, needs_biases, call)
 

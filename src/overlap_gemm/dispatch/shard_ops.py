@@ -217,15 +217,15 @@ sum_over_ranks = Registered(
     "sum_over_ranks(Tensor x, str group) -> Tensor",
     bind=_bind_sum_over_ranks,
     fake=lambda x, group: x.new_empty(x.shape),
-    backward=lambda ctx, call, needs, grad: (each(grad, *call),),
+    backward=lambda ctx, call, needs, grad: (for_each_rank(grad, *call),),
 )
 
 
 # --- copy_to_ranks: x, the same on every rank -> x, with which every rank does something of its own ---
 
 
-def each(x: Tensor, group: str) -> Tensor:
-    """Returns `copy_to_ranks(x, group)` if autograd records, as with `create_graph=True`; else x itself."""
+def for_each_rank(x: Tensor, group: str) -> Tensor:
+    """Returns `copy_to_ranks(x, group)` while autograd records; else x itself, without a copy."""
     return copy_to_ranks(x, group) if torch.is_grad_enabled() else x
 
 

@@ -156,7 +156,7 @@ class UlyssesAttention(nn.Module):
                 raise TypeError(f"UlyssesAttention: {name} must have no hooks and no other forward: {layer}")
         projections = self.q_proj, self.k_proj, self.v_proj
         if self.tp_group is not None:
-            x = shard_ops.copy_to_ranks(x, self.tp_group)
+            x = shard_ops.for_each_rank(x, self.tp_group)
         how: dict[str, Any] = {"dim": self.sequence_dim, **self.op_keywords}
         projected = gemm_all_to_all(
             x,
@@ -174,7 +174,7 @@ class UlyssesAttention(nn.Module):
         total = shard_ops.sum_over_ranks(
             all_to_all_gemm(*operands, heads=self.heads[0], **how), self.tp_group
         )
-        return total if bias is None else total + shard_ops.copy_to_ranks(bias, self.group)  # type: ignore[no-any-return]
+        return total if bias is None else total + shard_ops.for_each_rank(bias, self.group)  # type: ignore[no-any-return]
 
     def extra_repr(self) -> str:
         """Returns the arguments for `print(module)`."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from ...dispatch.shard_ops import copy_to_ranks, keep_shard, sum_over_ranks
+from ...dispatch.shard_ops import for_each_rank, keep_shard, sum_over_ranks
 from ..assignment import PAIRED, expert_shapes, features_dim
 from .layouts import as_output
 from .parts import SEQUENCE_DIM, LengthFor, Localized, gather_sequence
@@ -114,7 +114,7 @@ class ExpertsForward:
     @uncompiled
     def __call__(self, *inputs: Tensor) -> Tensor:
         """Returns the experts' output `[tokens, H]` for inputs that are the same on every rank."""
-        local = [copy_to_ranks(x, self.group) if x.is_floating_point() else x for x in inputs]
+        local = [for_each_rank(x, self.group) if x.is_floating_point() else x for x in inputs]
         partial = type(self.module).forward(_LocalExperts(self.module, None), *local)
         return sum_over_ranks(partial, self.group)
 

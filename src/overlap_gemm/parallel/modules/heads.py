@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ...dispatch.shard_ops import copy_to_ranks, sum_over_ranks
+from ...dispatch.shard_ops import for_each_rank, sum_over_ranks
 from ...runtime.group import group_name, group_rank, group_size
 from .kept_linears import KeptLinear
 from .layouts import local
@@ -38,7 +38,7 @@ class SharedHeadForward(ColwiseForward):
 
         def rows_of_head(parameter: Tensor) -> Tensor:
             if isinstance(parameter, DTensor):
-                parameter = copy_to_ranks(parameter.to_local(), self.group)
+                parameter = for_each_rank(parameter.to_local(), self.group)
             return parameter[rows.start : rows.stop]
 
         bias = None if module.bias is None else rows_of_head(module.bias)
@@ -73,6 +73,6 @@ class SpreadNormForward:
         x = hidden_states.to(torch.promote_types(hidden_states.dtype, torch.float32))
         squares = sum_over_ranks(x.pow(2).sum(-1, keepdim=True), self.group)
         # Every rank's output depends on the sum: its gradient is summed, too.
-        variance = copy_to_ranks(squares, self.group) / self.width
+        variance = for_each_rank(squares, self.group) / self.width
         x = x * torch.rsqrt(variance + module.variance_epsilon)
         return (local(module.weight, Shard(0)) * x).to(hidden_states.dtype)

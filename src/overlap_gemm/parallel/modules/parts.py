@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ...api.functional import Length
 from ...dispatch.lowering import total_extent
-from ...dispatch.shard_ops import copy_to_ranks, join_shards, keep_shard, sum_over_ranks
+from ...dispatch.shard_ops import for_each_rank, join_shards, keep_shard, sum_over_ranks
 from ...runtime.group import group_rank, group_size
 from ...spec.promises import Invariant
 from ...spec.sharding import Shards
@@ -183,7 +183,7 @@ class Localized:
             return value
         # Not by DTensor's redistribute: it treats meshes of equal ranks and names as one, whatever their
         # groups. Threads with a model each would then use one group, in any order.
-        return value.to_local() if self._group is None else copy_to_ranks(value.to_local(), self._group)
+        return value.to_local() if self._group is None else for_each_rank(value.to_local(), self._group)
 
 
 class GatherOutput:
