@@ -42,6 +42,12 @@ def epilogue(way, case=""):
     return [one["ratio"][way] for one in results if way in one["ratio"] and case in one["case"]]
 
 
+def blocks_beside(*parts):
+    """Returns the times of `ParallelBlock`, relative to those of other calls together."""
+    every = [one["graph"]["us"] for one in report("h200x2-block")["results"]]
+    return [us["block"] / sum(us[part] for part in parts) for us in every]
+
+
 def norms_beside_compiled():
     in_kernel, after = epilogue("epilogue, norm"), epilogue("compiled", "residual")
     return [one / other for one, other in zip(in_kernel, after, strict=True)]
@@ -311,6 +317,10 @@ FIGURES = {
             f"a residual takes {said(epilogue('residual'))} of the op's time, "
             f"with SwiGLU {said(epilogue('epilogue', 'swiglu'))}"
         ),
+        lambda: (
+            f"takes {said(blocks_beside('styles'))} of the time of the same layer by styles on two H200, "
+            f"{said(blocks_beside('qkv', 'o', 'gate_up', 'down'))} of its four ops alone"
+        ),
         lambda: f"takes longer than compiled operations after the op in {slower(norms_beside_compiled())}",
         lambda: (
             f"Sums of squares now take {said(of_squares(True))} of the op's time "
@@ -368,7 +378,7 @@ SOURCES = {
     "docs/jobs/finetune.md": ["h200x2-tokens-8B"],
     "docs/jobs/pretrain.md": ["h200x2-tokens"],
     "docs/all-to-all.md": ["h200x2-all-to-all", "h200x2-weight-lists", "h200x2-weight-list-gradients"],
-    "docs/epilogues.md": ["h200x2-epilogues", "h200x2-scaled-epilogues", "h200x2-norms"],
+    "docs/epilogues.md": ["h200x2-epilogues", "h200x2-scaled-epilogues", "h200x2-norms", "h200x2-block"],
     "docs/evidence.md": ["h200x4"],
     "docs/fp8.md": ["h200x2-e4m3", "h200-quantize", "h200-train-step"],
 }  # fmt: skip
