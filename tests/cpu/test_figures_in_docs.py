@@ -318,8 +318,8 @@ FIGURES = {
             f"with SwiGLU {said(epilogue('epilogue', 'swiglu'))}"
         ),
         lambda: (
-            f"takes {said(blocks_beside('styles'))} of the time of the same layer by styles on two H200, "
-            f"{said(blocks_beside('qkv', 'o', 'gate_up', 'down'))} of its four ops alone"
+            f"takes {said(blocks_beside('styles'))} of the time of the same layer by styles on two H200. "
+            f"That is {said(blocks_beside('qkv', 'o', 'gate_up', 'down'))} of its four ops alone"
         ),
         lambda: f"takes longer than compiled operations after the op in {slower(norms_beside_compiled())}",
         lambda: (

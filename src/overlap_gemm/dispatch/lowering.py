@@ -40,7 +40,9 @@ class Lowered(NamedTuple):
 
     def flatten(self, x: Tensor) -> Tensor:
         """Returns the caller's x as a matrix `flat`, with the rows of `dim` first."""
-        return x if self.dim is None else x.movedim(self.dim, 0).reshape(self.flat)
+        if self.dim is None:
+            return x
+        return (x.movedim(self.dim, 0) if self.dim else x).reshape(self.flat)
 
     def tensors(self, operands: CallOperands, *inputs: Any) -> tuple[Any, ...]:
         """Returns all tensors in the form that the op takes: x, weight, bias, inputs, then scales if any.
@@ -145,7 +147,8 @@ def lower(spec: OpSpec, group: str, operands: CallOperands, call: OpCall) -> Low
 
     def finish(out: Tensor) -> Tensor:
         if front:
-            return out.view(rows, *inner, out.shape[-1]).movedim(0, dim)
+            full = out.view(rows, *inner, out.shape[-1])
+            return full.movedim(0, dim) if dim else full
         return out.view(*batch, out.shape[-1])
 
     is_flat = x.ndim == 2

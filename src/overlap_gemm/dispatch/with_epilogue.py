@@ -145,10 +145,12 @@ class _Shapes(NamedTuple):
         width = columns // 2 if self.epilogue.pairs else columns
         flat = []
         for (_, kind), tensor in zip(self.epilogue.inputs, inputs, strict=True):
+            if dim and kind in ("element", "rows"):
+                tensor = tensor.movedim(dim, 0)
             if kind == "element":
-                flat.append(tensor.movedim(dim, 0).reshape(rows, width))
+                flat.append(tensor.reshape(rows, width))
             else:
-                flat.append(tensor.movedim(dim, 0).reshape(rows) if kind == "rows" else tensor)
+                flat.append(tensor.reshape(rows) if kind == "rows" else tensor)
         return flat
 
     def shaped(self, results: list[Tensor]) -> list[Tensor]:
