@@ -51,6 +51,16 @@ PLANTED = {
     "one word, no barrier": (
         "shared-race", {}, "@%p0 st.shared.b32 [%r11], %r0; {} ld.shared.b32 %r5, [%r11];", "bar.sync 0;",
     ),
+    "a byte of one word, no barrier": (
+        "shared-race", {}, "@%p0 st.shared.b32 [%r11], %r0; {} ld.shared.u8 %r5, [%r11+1];", "bar.sync 0;",
+    ),
+    "the word of one byte, no barrier": (
+        "shared-race", {}, "@%p0 st.shared.u8 [%r11+3], %r0; {} ld.shared.b32 %r5, [%r11];", "bar.sync 0;",
+    ),
+    "upper halves of lanes' words, one of them stored": (
+        "shared-race", {}, "@%p0 st.shared.b32 [%r11], %r0; {} @%p2 ld.shared.u16 %r5, [%r3+2];",
+        "bar.sync 0;",
+    ),
     "a stage is filled before its readers released it": (
         "shared-race", {}, INIT + "@%p2 " + WRITE + "@%p2 ld.shared.b32 %r5, [%r3]; {}" + LOAD + AWAIT,
         "fence.proxy.async.shared::cta; bar.sync 0;",
@@ -151,6 +161,11 @@ def test_warps_that_share_granules_but_no_word_do_not_race():
     @%p3 ld.shared.b32 %r5, [%r7+512];
     """
     assert findings("immediate", body, {}) == []
+
+
+def test_warps_that_share_a_word_but_no_byte_do_not_race():
+    body = "@%p0 st.shared.u8 [%r11], %r0; @%p2 ld.shared.u8 %r5, [%r11+1]; bar.sync 0;"
+    assert findings("immediate", body + "ld.shared.b32 %r5, [%r11];", {}) == []
 
 
 def test_atomics_of_several_warps_do_not_race():

@@ -51,6 +51,7 @@ class SharedCells(Cells):
     Attributes:
         shift: Binary logarithm of a cell's bytes.
         words: Last write and reads of single words, by byte offset.
+        unit: Bytes of such a word: those of the smallest access, at most 4.
         low: Lowest offset of such a word.
         high: End of the highest.
         bounds: First chunk of all regions, and the end of the last, as a bound.
@@ -62,6 +63,7 @@ class SharedCells(Cells):
         super().__init__(-(-nbytes // 16))
         self.shift = 4
         self.words: dict[int, list[int]] = {}
+        self.unit = 4
         self.low, self.high = nbytes, 0
         self.regions: dict[int, list[int]] = {}
         self.bounds = (nbytes, 0)
@@ -134,6 +136,16 @@ class SharedCells(Cells):
         super().__init__(len(old) * factor)
         used = np.flatnonzero(reduce(np.bitwise_or, old.view(np.int64).reshape(-1, 1 + READS).T))
         self.raw.reshape(-1, factor)[used] = old[used, None]
+
+    def divide_words(self, size: int) -> None:
+        """Records words in parts of `size` bytes, if that is less than `unit`."""
+        if size < self.unit:
+            self.words = {
+                part: entries.copy()
+                for place, entries in self.words.items()
+                for part in range(place, place + self.unit, size)
+            }
+            self.unit = size
 
     def of_chunks(self, chunks: Where) -> Where:
         """Returns the cells of some chunks of 16 bytes."""

@@ -131,6 +131,7 @@ class SharedRaces:
         self._access(agent, cta, where, line, strong, store, publishes)
         if cells.words and plan.lowest < cells.high and cells.low < plan.highest + size:
             low, high, first = plan.lowest, plan.highest + size, plan.offsets
+            cells.divide_words(size)
             words = [a for a in cells.words if low <= a < high]
             hit = [a for a in words if np.logical_or.reduce((first <= a) & (a < first + size))]
             self._words(agent, cta, hit, line, strong, store)
@@ -201,7 +202,8 @@ class SharedRaces:
             return
         at = slice(offset >> cells.shift, (offset + size - 1 >> cells.shift) + 1)
         self._check(agent, cta, cells.raw[at], "write" if store else "read", line, strong, at)
-        touched = range(offset, offset + size, min(size, 4))
+        cells.divide_words(size)
+        touched = range(offset, offset + size, cells.unit)
         for place in touched:
             cells.words.setdefault(place, [0] * (1 + READS))
         cells.low, cells.high = min(cells.low, offset), max(cells.high, offset + size)
