@@ -133,6 +133,16 @@ def test_a_weak_flag_is_a_race_itself():
     assert kinds == {"race"} and "flag of rank 1" in text
 
 
+@pytest.mark.parametrize(
+    ("second", "want"), [("", {"race"}), (".relaxed.gpu", {"race"}), (".relaxed.sys", set())]
+)
+def test_each_read_of_what_a_strong_store_overwrites_is_judged_by_its_own_strength(second, want):
+    """Judges two reads of one epoch, of which the first one is strong and does not race."""
+    reads = f"@%p0 ld.relaxed.sys.global.b32 %r1, [%d2]; @%p0 ld{second}.global.b32 %r2, [%d2+4];"
+    store = "@%p0 st.relaxed.sys.global.v2.b32 [%d2], {%r3, %r3};"
+    assert exchange(reads, store)[0] == want
+
+
 @pytest.mark.parametrize(("scope", "clean"), [("gpu", True), ("sys", True), ("cta", False)])
 def test_scope_between_ctas_of_one_rank(scope, clean):
     kinds, text, _ = exchange(WRITE + flag(f"release.{scope}"), wait(f"acquire.{scope}") + READ, ranks=1)

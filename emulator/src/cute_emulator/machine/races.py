@@ -307,21 +307,21 @@ class RaceDetector:
             if strength == WEAK and epoch >> 32 & STRONG and agent.has_observed(epoch, places.tolist()):
                 continue
             unknown.append(epoch)
-            at = int(np.flatnonzero(epochs == epoch)[0])
-            mark = int(history[1][cells][at])
-            theirs = (mark & 7) - 1
-            scopes = None
-            if strength != WEAK and theirs != WEAK:
-                if includes(min(strength, theirs), owner.warp, agent.warp):
-                    continue
-                scopes = SCOPES[strength], SCOPES[theirs]
-            index = cells.start + at if isinstance(cells, slice) else int(cells[at])
-            address, lanes = allocation.base + index * shadow.granule, ""
-            if self._lanes is not None:
-                offset = address - self._lanes[1]
-                lanes = self._lanes[0].at(offset, offset + shadow.granule)
-            pair = agent, line, owner, mark >> 4, verb, other_verb, self.memory.spot(address)
-            self.emit(GlobalUnordered(*pair, scopes, bool(epoch >> 32 & BULK), lanes))
+            marks = np.where(epochs == epoch, history[1][cells], 0)
+            for mark in distinct(marks):
+                theirs, scopes = (mark & 7) - 1, None
+                if strength != WEAK and theirs != WEAK:
+                    if includes(min(strength, theirs), owner.warp, agent.warp):
+                        continue
+                    scopes = SCOPES[strength], SCOPES[theirs]
+                at = int(np.flatnonzero(marks == mark)[0])
+                index = cells.start + at if isinstance(cells, slice) else int(cells[at])
+                address, lanes = allocation.base + index * shadow.granule, ""
+                if self._lanes is not None:
+                    offset = address - self._lanes[1]
+                    lanes = self._lanes[0].at(offset, offset + shadow.granule)
+                pair = agent, line, owner, mark >> 4, verb, other_verb, self.memory.spot(address)
+                self.emit(GlobalUnordered(*pair, scopes, bool(epoch >> 32 & BULK), lanes))
         return unknown
 
     def _check_incoherent(
