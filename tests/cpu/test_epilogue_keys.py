@@ -4,6 +4,7 @@ import functools
 import types
 
 import pytest
+import torch
 
 from overlap_gemm import epilogue, epilogues
 from overlap_gemm.epilogues import relu, silu
@@ -101,6 +102,29 @@ def test_keys_do_not_contain_addresses():
         return of_a_default
 
     assert made() is made()
+
+
+def test_keys_follow_functions_of_the_gradient():
+    def key_with(factor):
+        def scaled(gradient, again=False):
+            return scaled(gradient) if again else factor(gradient)
+
+        def gradient_of(gradients, _outputs, _inputs):
+            return (scaled(gradients[0]),)
+
+        @epilogue(gradient=gradient_of)
+        def doubled(x):
+            return 2.0 * x
+
+        return doubled.key
+
+    def two(gradient):
+        return 2.0 * gradient
+
+    def half(gradient):
+        return torch.mul(gradient, 0.5)
+
+    assert key_with(two) != key_with(half) and key_with(two) == key_with(two)
 
 
 def test_keys_follow_constants_of_the_gradient():

@@ -19,9 +19,7 @@ def digest_of(name: str, declared: str, functions: Sequence[Callable[..., Any]],
     digest, seen = hashlib.sha256(declared.encode()), dict[int, int]()
     texts = [text for function in functions for text in _texts(name, function, seen)]
     if gradient is not None:
-        texts.append(_source(name, gradient))
-        referred = sorted(_referred(gradient).items())
-        texts += [f"{one}={value!r}" for one, value in referred if isinstance(value, CONSTANTS)]
+        texts += _texts_of_gradient(name, gradient, set())
     for text in texts:
         digest.update(text.encode() + b"\0")
     return digest.hexdigest()[:16]
@@ -73,6 +71,26 @@ def _texts(name: str, function: Any, seen: dict[int, int]) -> list[str]:
                 f"epilogue {name}: {one} in {function.__name__} is a {type(value).__name__}; an epilogue may "
                 "refer to numbers and functions only; declare everything else that it reads as an input"
             )
+    return texts
+
+
+def _texts_of_gradient(name: str, function: Any, seen: set[int]) -> list[str]:
+    """Returns the sources of a gradient and of the functions that it uses, and the constants of all of them.
+
+    torch's functions are left out, and objects of other types: a gradient may use everything.
+
+    Args:
+        name: Name of the epilogue.
+        function: Gradient function, or one that it uses.
+        seen: Functions before, by identity.
+    """
+    seen.add(id(function))
+    texts = [_source(name, function)]
+    for one, value in sorted(_referred(function).items()):
+        if inspect.isfunction(value) and not (value.__module__ or "").startswith("torch."):
+            texts += _texts_of_gradient(name, value, seen) if id(value) not in seen else [one]
+        elif isinstance(value, CONSTANTS):
+            texts.append(f"{one}={value!r}")
     return texts
 
 
