@@ -5,9 +5,10 @@ import types
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
 
-from overlap_gemm.parallel import parallelize
+from overlap_gemm.parallel import OverlapColwiseParallel, parallelize
 from overlap_gemm.parallel.assignment import UnknownModuleError, plan
 from tests.support.models import FAMILIES, MORE_FAMILIES, tiny
 
@@ -123,7 +124,7 @@ def wrong_uses(rank, size):
     model = parallelize(tiny("llama", size), mesh)
     with pytest.raises(UnknownModuleError, match="has been parallelized already"):
         parallelize(model, mesh)
-    fresh = tiny("llama", size)
+    fresh, column = tiny("llama", size), OverlapColwiseParallel()
     for arguments, words in (
         ({"logits": "shard"}, "logits must be 'replicated' or 'sharded', got 'shard'"),
         ({"backend": "decompsed"}, "backend='decompsed' is not available"),
@@ -131,6 +132,12 @@ def wrong_uses(rank, size):
     ):
         with pytest.raises(ValueError, match=words):
             parallelize(fresh, **{"mesh": mesh, **arguments})
+    # One that agrees with its group on rank 0 is refused there, too.
+    for order in ([*range(size)][::-1], [*range(size - 2), size - 1, size - 2]):
+        for shard in (parallelize, lambda _, mesh: parallelize_module(nn.Linear(4, 4), mesh, column)):
+            if size > 1:
+                with pytest.raises(ValueError, match=rf"in the order of its group, .* got \[{order[0]}, "):
+                    shard(fresh, DeviceMesh("cpu", order))
     ids = torch.arange(6).view(1, 6)
     for name in ("output_hidden_states", "output_attentions"):
         with pytest.raises(ValueError, match=f"{name}: each rank of this model has a part of them only"):
@@ -142,6 +149,6 @@ def wrong_uses(rank, size):
     assert len(replicated(ids, output_hidden_states=True).hidden_states) == 3
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [1, 2, 3])
 def test_wrong_uses(ranks, world):
     ranks(world).run(wrong_uses)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
@@ -44,9 +45,15 @@ def distribute(
 
 
 def check_mesh(mesh: DeviceMesh) -> None:
-    """Raises a ValueError unless a mesh has one dimension."""
+    """Raises a ValueError unless a mesh has one dimension, in which ranks have their group's order.
+
+    DTensor cuts by a rank's position in the mesh, collectives and ops by its rank in the group.
+    """
     if mesh.ndim != 1:
         raise ValueError(f"the mesh must have one dimension, such as mesh['tp'], got {mesh}")
+    order, group = mesh.mesh.tolist(), dist.get_process_group_ranks(mesh.get_group())
+    if order != group:
+        raise ValueError(f"the mesh must have the ranks in the order of its group, {group}, got {order}")
 
 
 def distribute_parameters(
