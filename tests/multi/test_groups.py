@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import overlap_gemm
+from overlap_gemm.backends import group_measurements
 from overlap_gemm.nn import ParallelMLP
 from overlap_gemm.runtime.group import find
 from overlap_gemm.spec import OPS
@@ -101,15 +102,18 @@ def test_groups_that_cannot_serve(ranks):
 
 
 def one_after_another(rank, size):
-    groups = []
+    groups, names = [], set()
     for seed in range(4):
         group = dist.new_group()
         check_ops(group, rank, size, seed, "auto")
         groups.append(weakref.ref(find(group)))
+        names.add(group.group_name)
         dist.destroy_process_group(group)
-    del group
-    gc.collect()
+        del group
+        gc.collect()
     assert [group() is None for group in groups] == [True, True, True, False], "but the last one"
+    # The group before the last one was still known when the last one's measurements were read.
+    assert len(names & {name for name, _ in group_measurements._stored}) <= 2
 
 
 def test_a_destroyed_group_is_not_kept_with_its_calls_when_the_next_one_begins(ranks):

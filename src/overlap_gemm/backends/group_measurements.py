@@ -84,7 +84,10 @@ def uses_measurements(requested: str, group: Group, promises: Promises = NO_PROM
 
 
 _stored: dict[tuple[str, int], tuple[ReferenceType[Group], GroupMeasurements]] = {}
-"""Measurements by (group name, rank), because emulated ranks are threads of one process."""
+"""Measurements by (group name, rank), because emulated ranks are threads of one process.
+
+Those of a group that was destroyed stay until the next group.
+"""
 
 
 def all_measurements() -> list[GroupMeasurements]:
@@ -106,6 +109,9 @@ def measurements_of(group: Group, device: torch.device) -> GroupMeasurements:
     place = group.name, group.rank
     stored = _stored.get(place)
     if stored is None or stored[0]() is not group:
+        for other, (owner, _) in list(_stored.items()):
+            if owner() is None:
+                _stored.pop(other, None)
         stored = _stored[place] = (ref(group), _read(group, device))
     return stored[1]
 
