@@ -14,6 +14,7 @@ from overlap_gemm.backends.epilogues import Applying, new_results, result_dtype
 from overlap_gemm.backends.triton_kernels import epilogue_rows
 from overlap_gemm.epilogues import Applied
 from overlap_gemm.epilogues.triton_source import HEADER, kernel_of
+from overlap_gemm.nn import ParallelMLP
 from tests.support.rows_after import KINDS, ULP, operands
 
 
@@ -228,6 +229,21 @@ def test_a_kernel_takes_the_place_of_what_replaces_an_epilogue_unless_others_wat
         compiled = torch.compile(call_normed, backend="aot_eager", fullgraph=True)(x, weight, residual)
         torch.testing.assert_close(compiled[1], expected)
     assert kernel == [[(10, 32)]] * 2
+
+
+def test_a_kernel_gates_local_products_in_inference(kernel):
+    x = torch.randn(5, 2, 8)
+    mlp = ParallelMLP(8, 16)
+    mlp(x)
+    with torch.no_grad():
+        for other in (ParallelMLP(8, 16, fuse=False), ParallelMLP(8, 16, invariant="batch")):
+            other(x)
+        compiled = torch.compile(mlp, backend="aot_eager", fullgraph=True)(x)
+        assert not kernel
+        expected = (F.silu(mlp.gate_proj(x)) * mlp.up_proj(x)) @ mlp.down_proj.weight.t()
+        torch.testing.assert_close(compiled, expected)
+        torch.testing.assert_close(mlp(x), 7 * mlp.down_proj.weight.sum(1).expand(5, 2, 8))
+    assert kernel == [[(10, 16), (10, 16)]]
 
 
 def test_without_a_kernel_what_replaces_an_epilogue_is_applied(monkeypatch):

@@ -1,14 +1,18 @@
 """Epilogues after an op on a GPU: one Triton kernel computes what torch's operations do."""
 
+from unittest import mock
+
 import pytest
 import torch
 
 import overlap_gemm
 from overlap_gemm import epilogues
 from overlap_gemm.backends.epilogues import Applying
+from overlap_gemm.backends.triton_kernels import epilogue_rows
 from overlap_gemm.backends.triton_kernels.launchable import is_launchable
 from overlap_gemm.epilogues import Applied
 from overlap_gemm.epilogues.library import TORCH_OPERATIONS
+from overlap_gemm.nn import ParallelMLP
 from tests.support.emulated.epilogue_cases import refuse
 from tests.support.rows_after import KINDS, ULP, operands
 
@@ -108,3 +112,17 @@ def test_layers_apply_their_epilogue_by_it(device):
     torch.testing.assert_close(normed.double(), wanted, rtol=2**-6, atol=2**-6)
     exact = torch.nn.functional.silu(products[0]) * products[1]
     torch.testing.assert_close(gated.double(), exact, rtol=2**-6, atol=2**-6)
+
+
+def test_a_gated_mlp_applies_its_activation_by_it(device, monkeypatch):
+    overlap_gemm.init()
+    mlp = ParallelMLP(256, 384, device=device, dtype=torch.bfloat16)
+    x = torch.randn(7, 3, 256, device=device).bfloat16()
+    launched = mock.Mock(wraps=epilogue_rows.launch)
+    monkeypatch.setattr(epilogue_rows, "launch", launched)
+    with torch.no_grad():
+        result = mlp(x)
+        gate, up, down = (layer.weight.double() for layer in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
+        gated = torch.nn.functional.silu(x.double() @ gate.t()) * (x.double() @ up.t())
+    assert launched.call_count == 1
+    torch.testing.assert_close(result.double(), gated @ down.t(), rtol=2**-5, atol=2**-7)

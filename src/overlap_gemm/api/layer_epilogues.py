@@ -13,7 +13,8 @@ Torch operations also follow, whatever `fuse` is:
 - with a promised `invariant`, for other operations, and for a residual of 8-bit products,
 - with an `invariant` of a block or the environment and `fuse=None`: compiled layers do not see those,
 - for a residual of another dtype than the product's (autocast); the sum has the promoted dtype,
-- for gate and up without sequence parallelism, whose products are local.
+- for gate and up without sequence parallelism, whose products are local. In eager inference they are one
+  kernel, unless `fuse` is False.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +26,8 @@ from torch import Tensor, nn
 from ..backends.op_call import promises_of
 from ..dispatch.autocast import result_dtype
 from ..dispatch.epilogue_checks import why_not_invariant
+from ..dispatch.ops import all_gather_gemm
+from ..dispatch.with_epilogue import apply_to_results
 from ..epilogues import Applied, Epilogue, add_residual, add_residual_rms_norm, geglu, geglu_tanh, swiglu
 from ..spec.promises import Promises
 from .float8 import Float8, Products
@@ -211,3 +214,15 @@ def gated(
     applied = Applied(epilogue, (), None if fuse else lambda gate, up: activate(gate) * up)
     gather: Any = products.all_gather_gemm
     return gather(x, list(weights), bias=biases, epilogue=applied, **how)  # type: ignore[no-any-return]
+
+
+def gated_products(gate: Tensor, up: Tensor, gating: Gating) -> Tensor:
+    """Returns activated gates times ups, of local products.
+
+    Args:
+        gate: Gates `[..., N]`.
+        up: Ups `[..., N]` of the same dtype.
+        gating: The activation.
+    """
+    applied = Applied(gating.epilogue, (), lambda gate, up: gating.on_tensors(gate) * up)
+    return apply_to_results(all_gather_gemm, (gate, up), applied)[0]

@@ -16,6 +16,7 @@ from ..api.layer_epilogues import (
     Activation,
     Fusion,
     gated,
+    gated_products,
     gating_of,
     plus_residual,
     plus_residual_normed,
@@ -259,7 +260,7 @@ class ParallelMLP(nn.Module):
         float8: `Float8` for products in 8 bits, or None; parameters keep their dtype.
         activation: "silu" (SwiGLU), "gelu" or "gelu_tanh" (GeGLU).
         fuse: Apply activation and residual as epilogues of the ops, as in `RowParallelLinear`; the activation
-            only with `sequence_parallel`.
+            only with `sequence_parallel`. Without, one kernel applies it in eager inference.
         device: Device of the parameters.
         dtype: dtype of the parameters.
 
@@ -332,12 +333,13 @@ class ParallelMLP(nn.Module):
         """Multiplies, and adds a residual of the output's shape. The class describes the shapes."""
         layers, gating = (self.gate_proj, self.up_proj), GATINGS[self.activation]
         shared = shared_call(layers, x)
-        if shared is not None and shared.gathers and self._why_gating_follows() is None:
+        is_fused = shared is not None and self._why_gating_follows() is None
+        if shared is not None and shared.gathers and is_fused:
             weights, biases, how, _ = shared
             hidden = gated(layers[0].products, x, weights, biases, *gating, self.fuse, **how)
         else:
             gate, up = column_products(layers, x, shared)
-            hidden = gating.on_tensors(gate) * up
+            hidden = gated_products(gate, up, gating) if is_fused else gating.on_tensors(gate) * up
         return self.down_proj(hidden) if residual is None else self.down_proj(hidden, residual)
 
     def fusions(self, name: str) -> Iterator[Fusion]:
