@@ -154,6 +154,39 @@ def test_its_dual_s_gradient_is_this_op(arch, transport):
     torch.testing.assert_close(torch.cat(grads).double(), exact, rtol=0.02, atol=0.05)
 
 
+@pytest.mark.parametrize(
+    ("scaled", "transport", "arch"),
+    [(False, "peer_bulk", "sm_90a"), (False, "copy_engine", "sm_100a"), (True, "copy_engine", "sm_90a")],
+)
+def test_an_empty_sum_reads_nothing_beyond_its_operands(arch, transport, scaled):
+    """Multiplies zeros in place of K; the last rows of the weight are the end of its memory."""
+    x, weight, bias = draw(5, 0), draw(16, 0), draw(16)
+    how = {"bias": bias, "backend": "fused"}
+    if scaled:
+        x, weight = x.to(torch.float8_e4m3fn), weight.to(torch.float8_e4m3fn)
+        how |= {"block": 128, "scale_x": torch.ones(5, 1), "scale_w": torch.ones(1, 1)}
+    with World(arch, 3, transport=transport) as world, poisoned_allocations():
+        local = x.requires_grad_(not scaled), weight.requires_grad_(not scaled)
+        outs = [overlap_gemm.all_to_all_gemm(*local, group=group, **how) for group in world.world.names]
+        grads = [] if scaled else [torch.autograd.grad(out.sum(), local) for out in outs]
+        world.run()
+    assert torch.equal(torch.cat(outs), bias.expand(5, 16))
+    assert all(of_x.shape == x.shape and of_weight.shape == weight.shape for of_x, of_weight in grads)
+
+
+def test_an_empty_part_of_a_list_adds_nothing():
+    """Computes the gradient of x for two weights, one without rows."""
+    x, weights, grads = draw(6, 64), [draw(48, 64) / 8, draw(0, 64)], []
+    with World("sm_90a", 3, transport="peer_bulk") as world, poisoned_allocations():
+        for local, group in zip(x.chunk(3), world.world.names, strict=True):
+            local = local.clone().requires_grad_()
+            outs = overlap_gemm.gemm_all_to_all(local, weights, rows=6, group=group, backend="fused")
+            grads += torch.autograd.grad([out.sum() for out in outs], local)
+        world.run()
+    exact = weights[0].double().sum(0).expand(6, 64)
+    torch.testing.assert_close(torch.cat(grads).double(), exact, rtol=0.02, atol=0.05)
+
+
 def test_a_call_takes_what_was_reserved_and_no_plan_after_a_warm_up(monkeypatch):
     m, n, k = 390, 72, 128
     with World("sm_90a", 2, transport="copy_engine") as world:

@@ -349,13 +349,14 @@ def all_to_all_gemm(
         exchanged = x.new_empty(0, depth * group.size) if keep else x
         return exchanged, [x.new_empty(0, len(weight), dtype=dtype) for weight in weights]
     local = aligned(x.contiguous())
-    used = [weight if len(weight) else weight.new_zeros(1, weight.shape[1]) for weight in weights]
+    depth_read = local.shape[1] * group.size
+    used = [with_elements(weight, depth_read) for weight in weights]
     loaded = [aligned(weight) for weight in used]
     outs = [x.new_empty(rows, padded(len(weight)), dtype=dtype) for weight in used]
     narrowed = [out[:, : len(weight)] for out, weight in zip(outs, used, strict=True)]
     filled = [bias if len(bias) else bias.new_zeros(1) for bias in biases]
     of_biases = [padded_vector(bias, padded(len(bias))) for bias in filled]
-    extras = _extras(types, operands._replace(bias=of_biases), shards, group, visitor)
+    extras = _extras(types, operands._replace(x=local, bias=of_biases), shards, group, visitor)
     visitors, kept = bias_visitor(bool(biases), dtype) + (() if visitor is None else (visitor,)), None
     with late_weights():
         if group.size == 1:
@@ -365,11 +366,21 @@ def all_to_all_gemm(
                 plain = plans.plan_for(group, x.device, of_weight, shape, *majors, visitors, depth)
                 plain.launch(local, (weight,), (out,), (read,))
         else:
-            kept = x.new_empty(rows, depth * group.size) if keep else None
+            kept = x.new_empty(rows, depth_read) if keep else None
             plan = plan_for(group, types, local, loaded, visitors, shards, keep)
             plan.launch(local, loaded, narrowed, extras, kept)
     results = [first_columns(out, len(weight), group) for out, weight in zip(outs, weights, strict=True)]
-    return x if kept is None else kept, results
+    return x if kept is None else kept[:, : depth * group.size], results
+
+
+def with_elements(weight: Tensor, depth: int) -> Tensor:
+    """Returns a weight, or `depth` columns of zeros, of at least one row, if it has no elements.
+
+    Args:
+        weight: Full weight `[N, K]`.
+        depth: K that the kernel reads: P times the columns of x in memory.
+    """
+    return weight if weight.numel() else weight.new_zeros(max(len(weight), 1), depth)
 
 
 def _extras(

@@ -19,6 +19,7 @@ from ..op_call import CallOperands, Joined
 from ..scales.product_types import ProductTypes
 from ..scales.tma_operands import ROW_BYTES, aligned, major, of_one_major, padded
 from .exchange_plans import plan_for as exchange_plan_for
+from .exchange_plans import with_elements
 from .extents import sizes
 from .gather_calls import first_columns
 from .launch_plan import Plan
@@ -114,11 +115,15 @@ def exchanged_sum(
     if not shards.total:
         return x, [x.new_empty(0, columns)]
     local = tuple([aligned(one.contiguous()) for one in x.parts])
-    matrices = tuple(of_one_major(weight.parts))
+    depths = [one.shape[1] * group.size for one in local]
+    read = [with_elements(one, depth) for one, depth in zip(weight.parts, depths, strict=True)]
+    matrices = tuple(of_one_major(read))
     out, kept = x.new_empty(rows, padded(columns)), None
     if keep:
-        kept = tuple([x.new_empty(rows, width * group.size) for width in x.widths])
+        kept = tuple([x.new_empty(rows, depth) for depth in depths])
     with late_weights():
         plan = exchange_plan_for(group, ProductTypes(x.dtype), local, matrices[:1], (), shards, keep)
     plan.launch(local, (matrices,), (out[:, :columns],), (None,), kept)
+    if kept is not None:
+        kept = tuple([one[:, : width * group.size] for one, width in zip(kept, x.widths, strict=True)])
     return x if kept is None else Joined(kept), [first_columns(out, columns, group)]
