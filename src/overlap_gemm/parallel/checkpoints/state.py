@@ -38,7 +38,8 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
     """Returns the state dict of the unsharded model. Collective.
 
     `load_state_dict` of a parallelized model accepts it. `save_pretrained` of a parallelized model writes it:
-    every rank calls it, rank 0 writes.
+    every rank of the world calls it, rank 0 writes. If a part of the world has the model, rank 0 among it,
+    pass `state_dict=full_state_dict(model)`.
 
     Args:
         model: Model returned by `parallelize`.
