@@ -126,7 +126,10 @@ def _all_gather_matmul(
         A, [B.t() for B in Bs], group=group_name, dim=gather_dim, rows="equal", columns="equal",
         return_gathered=return_A, backend=backend,
     )  # fmt: skip
-    return (out[1], out[0]) if return_A else (None, out)
+    if not return_A:
+        return None, out
+    products, gathered = out
+    return _with_declared_strides(gathered, group_name), products
 
 
 def _matmul_reduce_scatter(
@@ -183,7 +186,12 @@ def _all_gather_scaled_matmul(
             A, weights, group=group_name, dim=gather_dim, rows="equal", columns="equal", bias=added,
             return_gathered=True, backend=backend, scale_x=A_scale, scale_w=list(B_scales), out_dtype=wide,
         )  # fmt: skip
-    return gathered, [out.to(dtype) for out in outs]
+    return _with_declared_strides(gathered, group_name), [out.to(dtype) for out in outs]
+
+
+def _with_declared_strides(gathered: Tensor, group: str) -> Tensor:
+    """Returns the gathered A in the strides of torch's fake kernels: for one rank it is contiguous."""
+    return gathered.contiguous() if group_size(group) == 1 else gathered
 
 
 def _scaled_matmul_reduce_scatter(
