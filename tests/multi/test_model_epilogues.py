@@ -2,6 +2,7 @@
 
 import copy
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import overlap_gemm
 from overlap_gemm.api import float8, functional
+from overlap_gemm.backends.epilogues import Applying
 from overlap_gemm.dispatch.with_epilogue import call_with_epilogue
 from overlap_gemm.parallel import parallelize
 from tests.support.models import VOCABULARY, tiny
@@ -87,6 +89,31 @@ def counts_epilogues(rank, size):
 
 def test_each_epilogue_is_applied_once_in_each_layer(ranks):
     ranks(2).run(counts_epilogues)
+
+
+def gates_local_products(rank, size):
+    """Computes without sequence parallelism, as if a kernel applied activations to local products."""
+    ids, by_kernel = torch.arange(14).view(2, 7), []
+
+    def of_sums(applying, sums, inputs):
+        by_kernel.append(applying.epilogue.name)
+        return None if inputs else applying.on_sums(sums, inputs)
+
+    for fuse, expected in ((None, 2), (True, 2), (False, 0)):
+        plain = tiny("llama", size, num_hidden_layers=2)
+        mesh = init_device_mesh("cpu", (size,))
+        sharded = parallelize(copy.deepcopy(plain), mesh, fuse=fuse, sequence_parallel=False)
+        with mock.patch.object(Applying, "by_kernel", of_sums):
+            sharded(ids, labels=ids).loss.backward()
+            assert "swiglu" not in by_kernel, "gradients are torch's"
+            with torch.no_grad():
+                torch.testing.assert_close(sharded(ids).logits, plain(ids).logits, **SINGLE)
+        assert by_kernel.count("swiglu") == expected, by_kernel
+        by_kernel.clear()
+
+
+def test_a_kernel_gates_local_products_in_inference(ranks):
+    ranks(2).run(gates_local_products)
 
 
 def explains(rank, size):

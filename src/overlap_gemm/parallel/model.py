@@ -9,7 +9,6 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from ..api.float8 import Float8
-from ..api.layer_epilogues import LOCAL_PRODUCTS
 from ..backends.op_call import BackendName, with_fallback
 from ..backends.select import check_name
 from ..spec.promises import Invariant, Partials, Promises, check_promises
@@ -296,7 +295,7 @@ class _Builder:
             self._share_gather(module, parts, "hidden_states", rows)
         else:
             self._share_gather(module, ["gate_proj", "up_proj"], "x", rows)
-        module.forward.gating = gating_of_mlp(module, self.fuse) if self.sequence_parallel else LOCAL_PRODUCTS
+        module.forward.gating = gating_of_mlp(module, self.fuse)
 
     def fuse_layers(self) -> None:
         """Gives decoder layers the forward that has residuals added by the projections before them."""

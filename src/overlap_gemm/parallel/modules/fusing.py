@@ -19,7 +19,9 @@ from ...api.layer_epilogues import (
     RESIDUAL,
     Activation,
     Fusion,
+    Gating,
     gated,
+    gated_products,
     gating_of,
     why_not_fused,
 )
@@ -311,13 +313,16 @@ class MlpGating(NamedTuple):
 
         Args:
             products: Products of the weights.
-            x: This rank's rows of the input of the MLP.
+            x: This rank's rows of the input of the MLP, or all.
             weights: Weights of gate and up.
             biases: Biases, or None.
-            **how: Options of `all_gather_gemm`.
+            **how: Options of `all_gather_gemm`; without `dim` those of `column_parallel_gemm`.
         """
         epilogue = GATINGS[self.activation].epilogue
-        return gated(products, x, weights, biases, epilogue, self.activate, self.fuse, **how)
+        if "dim" in how:
+            return gated(products, x, weights, biases, epilogue, self.activate, self.fuse, **how)
+        gate, up = products.column_parallel_gemm(x, weights, biases, **how)
+        return gated_products(gate, up, Gating(epilogue, self.activate))
 
     def why_not(self, module: Any, linears: list[Any]) -> str | None:
         """Returns why gate and up of an MLP get no epilogue, as the module is now."""

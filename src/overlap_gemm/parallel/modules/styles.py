@@ -18,7 +18,7 @@ from ...api.ahead import LayerOp
 from ...api.float8 import COPIES, Float8, Products, products
 from ...api.functional import Length
 from ...api.kept_weights import STORED, Stored
-from ...api.layer_epilogues import Fusion, plus_residual
+from ...api.layer_epilogues import LOCAL_PRODUCTS, Fusion, plus_residual
 from ...backends.op_call import BackendName
 from ...backends.select import check_name
 from ...spec import ALL_GATHER_GEMM, GEMM_ALL_GATHER, GEMM_ALL_REDUCE, GEMM_REDUCE_SCATTER
@@ -239,8 +239,9 @@ class _SharedGatherForward:
     def fusions(self, name: str) -> Iterator[Fusion]:
         """Yields whether an MLP's activation is an epilogue; see `overlap_gemm.explain`."""
         if self.gating is not None:
-            is_pattern = not isinstance(self.gating, str)
-            why = self.gating.why_not(self.module, self.linears) if is_pattern else self.gating
+            why = LOCAL_PRODUCTS if isinstance(self.style.layout, Replicate) else self.gating
+            is_pattern = not isinstance(why, str)
+            why = self.gating.why_not(self.module, self.linears) if is_pattern else why
             what = self.gating.name if is_pattern else "the activation"
             yield Fusion(name, what, ALL_GATHER_GEMM.name, why)
 
@@ -260,10 +261,12 @@ class _SharedGatherForward:
         if operands is not None:
             style, (*tensors, columns) = self.style, operands
             x, rows = local_part(x, self.mesh, style.layout, style.rows)
-            how = {"dim": style.layout.dim, "rows": rows, "columns": columns, **style.keywords}
+            how = {"group": self.mesh, **style.keywords}
+            if isinstance(style.layout, Shard):
+                how |= {"dim": style.layout.dim, "rows": rows, "columns": columns}
             module: Any = self.module
             products = _products(style, tensors[0][0])
-            return module.down_proj(self.gating.multiply(products, x, *tensors, group=self.mesh, **how))
+            return module.down_proj(self.gating.multiply(products, x, *tensors, **how))
         forwards = [one.forward for one in self.linears if isinstance(one.forward, ColwiseForward)]
         outer = [forward.gathered for forward in forwards]  # of a call that this one is in
         stand_in = self._multiply(x)
