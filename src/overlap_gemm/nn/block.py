@@ -184,7 +184,7 @@ class ParallelBlock(nn.Module):
     def forward(self, x: Tensor, **options: Any) -> Tensor:
         """Computes the block; options are passed to the attention function, such as `is_causal=True`."""
         attention, norm, hidden = self.self_attn, self.post_attention_layernorm, self.input_layernorm(x)
-        if self._why_norm_follows() is None and not torch.compiler.is_compiling() and is_few(x):
+        if not torch.compiler.is_compiling() and is_few(x) and self._why_norm_follows() is None:
             normed, x = attention(hidden, x, norm, **options)
         else:
             x = attention(hidden, x, **options)
