@@ -55,8 +55,9 @@ def chosen(op: OpSpec, call: OpCall, operands: CallOperands) -> Chosen:
     log_choice(choice)
     run = _bound(choice, problem, operands, ranks, facts)
     captured = replace(problem, captured=True)
-    if choose(captured, call.backend).backend is not choice.backend:
-        _prepare(captured, call.backend, operands, ranks, facts)
+    in_graphs = choose(captured, call.backend)
+    if in_graphs.backend is not choice.backend:
+        _prepare(in_graphs, captured, operands, ranks, facts)
     name, what = choice.backend.name, f"M={problem.m} width={problem.width} {problem.types} P={ranks.size}"
     count = calls.setdefault((op.name, name), [0])
     return Chosen(
@@ -83,10 +84,12 @@ def is_followed(op: OpSpec, call: OpCall, operands: CallOperands) -> bool:
     if problem.num_weights > 1 and problem.n is None:
         return True  # columns= is not passed, so the weights of the other ranks are unknown
     columns, captured = len(operands.lists(op)[0][0]), replace(problem, captured=True)
-    follows = select.why_after(choice, problem, columns) is not None
-    if follows and select.why_after(choose(captured, call.backend), captured, columns) is None:
-        _prepare(captured, call.backend, operands, ranks, facts)
-    return follows
+    if select.why_after(choice, problem, columns) is None:
+        return False
+    in_graphs = choose(captured, call.backend)
+    if select.why_after(in_graphs, captured, columns) is None:
+        _prepare(in_graphs, captured, operands, ranks, facts)
+    return True
 
 
 def _agreed_choice(op: OpSpec, call: OpCall, operands: CallOperands) -> tuple[Problem, Choice, Any]:
@@ -109,15 +112,15 @@ def _agreed_choice(op: OpSpec, call: OpCall, operands: CallOperands) -> tuple[Pr
 
 
 def _prepare(
-    captured: Problem, requested: str, operands: CallOperands, ranks: Group, facts: agree.Facts
+    in_graphs: Choice, captured: Problem, operands: CallOperands, ranks: Group, facts: agree.Facts
 ) -> None:
-    """Runs a call as in a captured graph, in which nothing can be compiled or allocated.
+    """Runs a call by its choice in captured graphs, in which nothing can be compiled or allocated.
 
     Only the first call with these facts does: they are equal on all ranks, so all run it.
     """
     key = "before captures", captured.call.epilogue, *facts
     if key not in ranks.agreed:
-        run = _bound(choose(captured, requested), captured, operands, ranks, facts)
+        run = _bound(in_graphs, captured, operands, ranks, facts)
         with torch.no_grad():
             _ranged(f"overlap_gemm {captured.op} before captures", run, False, ranks, [0])(*operands)
         ranks.agreed.add(key)
