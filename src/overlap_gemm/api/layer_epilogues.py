@@ -47,6 +47,10 @@ class Gating(NamedTuple):
     epilogue: Epilogue
     on_tensors: Callable[[Tensor], Tensor]
 
+    def by_torch(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Returns activated gates times ups, by operations of torch."""
+        return self.on_tensors(gate) * up
+
 
 GATINGS: dict[Activation, Gating] = {
     "silu": Gating(swiglu, F.silu),
@@ -194,8 +198,7 @@ def gated(
     x: Tensor,
     weights: Sequence[Any],
     biases: Sequence[Tensor] | None,
-    epilogue: Epilogue,
-    activate: Callable[[Tensor], Tensor],
+    gating: Gating,
     fuse: bool | None,
     **how: Any,
 ) -> Tensor:
@@ -206,12 +209,11 @@ def gated(
         x: Operand `[M_local, ..., K]`.
         weights: Gate and up.
         biases: Biases of gate and up, or None.
-        epilogue: Epilogue of `GATINGS`.
-        activate: The epilogue's activation on tensors.
+        gating: The activation.
         fuse: `fuse` of the layer.
         **how: Other arguments of `all_gather_gemm`.
     """
-    applied = Applied(epilogue, (), None if fuse else lambda gate, up: activate(gate) * up)
+    applied = Applied(gating.epilogue, (), None if fuse else gating.by_torch)
     gather: Any = products.all_gather_gemm
     return gather(x, list(weights), bias=biases, epilogue=applied, **how)  # type: ignore[no-any-return]
 
@@ -224,5 +226,5 @@ def gated_products(gate: Tensor, up: Tensor, gating: Gating) -> Tensor:
         up: Ups `[..., N]` of the same dtype.
         gating: The activation.
     """
-    applied = Applied(gating.epilogue, (), lambda gate, up: gating.on_tensors(gate) * up)
+    applied = Applied(gating.epilogue, (), gating.by_torch)
     return apply_to_results(all_gather_gemm, (gate, up), applied)[0]

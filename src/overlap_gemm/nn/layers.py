@@ -336,10 +336,10 @@ class ParallelMLP(nn.Module):
         is_fused = shared is not None and self._why_gating_follows() is None
         if shared is not None and shared.gathers and is_fused:
             weights, biases, how, _ = shared
-            hidden = gated(layers[0].products, x, weights, biases, *gating, self.fuse, **how)
+            hidden = gated(layers[0].products, x, weights, biases, gating, self.fuse, **how)
         else:
             gate, up = column_products(layers, x, shared)
-            hidden = gated_products(gate, up, gating) if is_fused else gating.on_tensors(gate) * up
+            hidden = gated_products(gate, up, gating) if is_fused else gating.by_torch(gate, up)
         return self.down_proj(hidden) if residual is None else self.down_proj(hidden, residual)
 
     def fusions(self, name: str) -> Iterator[Fusion]:

@@ -308,21 +308,30 @@ class MlpGating(NamedTuple):
             return None
         return weights, present or None, sum(columns)
 
-    def multiply(self, products: Products, x: Tensor, weights: Any, biases: Any, **how: Any) -> Tensor:
-        """Returns activated gates times ups.
+    @property
+    def gating(self) -> Gating:
+        """Returns the gating by the module's own activation."""
+        return Gating(GATINGS[self.activation].epilogue, self.activate)
+
+    def of_gathered(self, products: Products, x: Tensor, weights: Any, biases: Any, **how: Any) -> Tensor:
+        """Returns activated gates times ups, of all ranks' rows.
 
         Args:
             products: Products of the weights.
-            x: This rank's rows of the input of the MLP, or all.
+            x: This rank's rows of the input of the MLP.
             weights: Weights of gate and up.
             biases: Biases, or None.
-            **how: Options of `all_gather_gemm`; without `dim` those of `column_parallel_gemm`.
+            **how: Options of `all_gather_gemm`.
         """
-        epilogue = GATINGS[self.activation].epilogue
-        if "dim" in how:
-            return gated(products, x, weights, biases, epilogue, self.activate, self.fuse, **how)
+        return gated(products, x, weights, biases, self.gating, self.fuse, **how)
+
+    def of_replicated(self, products: Products, x: Tensor, weights: Any, biases: Any, **how: Any) -> Tensor:
+        """Returns activated gates times ups, of a replicated input; arguments as in `of_gathered`.
+
+        Options are those of `column_parallel_gemm`.
+        """
         gate, up = products.column_parallel_gemm(x, weights, biases, **how)
-        return gated_products(gate, up, Gating(epilogue, self.activate))
+        return gated_products(gate, up, self.gating)
 
     def why_not(self, module: Any, linears: list[Any]) -> str | None:
         """Returns why gate and up of an MLP get no epilogue, as the module is now."""

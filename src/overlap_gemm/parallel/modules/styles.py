@@ -239,10 +239,10 @@ class _SharedGatherForward:
     def fusions(self, name: str) -> Iterator[Fusion]:
         """Yields whether an MLP's activation is an epilogue; see `overlap_gemm.explain`."""
         if self.gating is not None:
-            why = LOCAL_PRODUCTS if isinstance(self.style.layout, Replicate) else self.gating
-            is_pattern = not isinstance(why, str)
-            why = self.gating.why_not(self.module, self.linears) if is_pattern else why
-            what = self.gating.name if is_pattern else "the activation"
+            gating = self.gating if isinstance(self.style.layout, Shard) else LOCAL_PRODUCTS
+            what, why = "the activation", gating
+            if not isinstance(gating, str):
+                what, why = gating.name, gating.why_not(self.module, self.linears)
             yield Fusion(name, what, ALL_GATHER_GEMM.name, why)
 
     def layer_ops(self, name: str) -> Iterator[LayerOp]:
@@ -261,12 +261,13 @@ class _SharedGatherForward:
         if operands is not None:
             style, (*tensors, columns) = self.style, operands
             x, rows = local_part(x, self.mesh, style.layout, style.rows)
-            how = {"group": self.mesh, **style.keywords}
+            how, multiply = {"group": self.mesh, **style.keywords}, self.gating.of_replicated
             if isinstance(style.layout, Shard):
                 how |= {"dim": style.layout.dim, "rows": rows, "columns": columns}
+                multiply = self.gating.of_gathered
             module: Any = self.module
             products = _products(style, tensors[0][0])
-            return module.down_proj(self.gating.multiply(products, x, *tensors, **how))
+            return module.down_proj(multiply(products, x, *tensors, **how))
         forwards = [one.forward for one in self.linears if isinstance(one.forward, ColwiseForward)]
         outer = [forward.gathered for forward in forwards]  # of a call that this one is in
         stand_in = self._multiply(x)
