@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from overlap_gemm import epilogue, epilogues
-from overlap_gemm.epilogues import relu, silu
+from overlap_gemm.epilogues import relu, silu, sources
 
 SETTINGS = types.ModuleType("settings")
 SETTINGS.inner = types.ModuleType("settings.inner")
 FACTOR = 1.0
+ONE = torch.ones(1)
 
 
 def _of_nested(x):
@@ -102,6 +103,43 @@ def test_keys_do_not_contain_addresses():
         return of_a_default
 
     assert made() is made()
+
+
+def test_keys_follow_modules_and_defaults_of_the_gradient(monkeypatch):
+    def key_with(factor, weight):
+        monkeypatch.setattr(SETTINGS, "WEIGHT", weight, raising=False)
+
+        def gradient_of(gradients, _outputs, _inputs, factor=factor, *, kept=ONE):
+            return (torch.mul(gradients[0], factor * SETTINGS.WEIGHT) * kept,)
+
+        @epilogue(gradient=gradient_of)
+        def doubled(x):
+            return 2.0 * x
+
+        return doubled.key
+
+    keys = [key_with(*values) for values in ((1.0, 1.0), (1.0, 2.0), (2.0, 1.0), (1.0, 1.0))]
+    assert len(set(keys)) == 3 and keys[0] == keys[3]
+
+
+def test_a_gradient_may_use_any_function_of_installed_packages():
+    def declared_with(file):
+        values = {}
+        exec(compile("factor = lambda gradient: 2.0 * gradient", file, "exec"), values)
+        factor = values["factor"]
+
+        def gradient_of(gradients, _outputs, _inputs):
+            return (factor(gradients[0]),)
+
+        @epilogue(gradient=gradient_of)
+        def doubled(x):
+            return 2.0 * x
+
+        return doubled
+
+    assert all(declared_with(f"{folder}/package/module.py") for folder in sources.INSTALLED)
+    with pytest.raises(TypeError, match="define functions with def, not with lambda"):
+        declared_with("module.py")
 
 
 def test_keys_follow_functions_of_the_gradient():

@@ -64,7 +64,7 @@ class Epilogue:
         pairs: Whether the function takes pairs of sums; the result then has half as many columns.
         digest: 16 hexadecimal digits of a SHA-256 of the declaration, the function's source, and the
             sources of functions and values of constants that it uses. The same of `gradient` is included,
-            except torch's functions. Computed once, by the decorator.
+            except functions of installed packages. Computed once, by the decorator.
         function: Function of values.
         gradient: Gradient function as in `epilogue`, or None.
         result: Type of the result (`ResultType`); None: that of the op.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dis
 import hashlib
 import inspect
+import site
+import sysconfig
 import textwrap
 from collections.abc import Callable, Sequence
 from types import CodeType, ModuleType
@@ -13,13 +15,16 @@ from typing import Any
 CONSTANTS = bool, int, float, str, type(None)
 """Types of values that functions may refer to, in addition to functions."""
 
+INSTALLED = sysconfig.get_path("stdlib"), *site.getsitepackages(), site.getusersitepackages()
+"""Folders of packages whose functions are the same throughout a process, torch's among them."""
+
 
 def digest_of(name: str, declared: str, functions: Sequence[Callable[..., Any]], gradient: Any) -> str:
     """Returns the key of an epilogue's source: its declaration, functions and gradient."""
     digest, seen = hashlib.sha256(declared.encode()), dict[int, int]()
     texts = [text for function in functions for text in _texts(name, function, seen)]
     if gradient is not None:
-        texts += _texts_of_gradient(name, gradient, set())
+        texts += _texts(name, gradient, seen, of_gradient=True)
     for text in texts:
         digest.update(text.encode() + b"\0")
     return digest.hexdigest()[:16]
@@ -41,56 +46,42 @@ def _source(name: str, function: Any) -> str:
         ) from error
 
 
-def _texts(name: str, function: Any, seen: dict[int, int]) -> list[str]:
+def _texts(name: str, function: Any, seen: dict[int, int], of_gradient: bool = False) -> list[str]:
     """Returns the sources of a function and of the functions it calls, and the constants it uses.
 
     Args:
         name: Name of the epilogue.
         function: Function made with `def`.
         seen: Numbers of the functions before, by identity; such a function has its number as its text.
+        of_gradient: Whether it is a gradient or one of its functions, which may refer to everything. Objects
+            of other types are left out, and functions of `INSTALLED` packages.
     """
     if id(function) in seen:
         return [f"function {seen[id(function)]}"]
     seen[id(function)] = len(seen)
-    if not inspect.isfunction(function):
+    if not inspect.isfunction(function) and not of_gradient:
         raise TypeError(
             f"epilogue {name}: define functions with def; got a {type(function).__name__}, which may hold "
             "values that its source does not contain"
         )
     texts = [_source(name, function)]
     for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-        texts += _texts(name, value, seen) if inspect.isfunction(value) else [repr(value)]
+        added = _texts_of_value(name, "default", value, seen, of_gradient)
+        if added is not None:
+            texts += added
+        elif not of_gradient:
+            texts.append(repr(value))
     attributes = sorted({one for code in _codes(function.__code__) for one in code.co_names})
     for one, value in sorted(_referred(function).items()):
         if isinstance(value, ModuleType):
-            texts += _texts_of_module(name, value, attributes, seen)
-        elif (added := _texts_of_value(name, one, value, seen)) is not None:
+            texts += _texts_of_module(name, value, attributes, seen, of_gradient)
+        elif (added := _texts_of_value(name, one, value, seen, of_gradient)) is not None:
             texts += added
-        else:
+        elif not of_gradient:
             raise TypeError(
                 f"epilogue {name}: {one} in {function.__name__} is a {type(value).__name__}; an epilogue may "
                 "refer to numbers and functions only; declare everything else that it reads as an input"
             )
-    return texts
-
-
-def _texts_of_gradient(name: str, function: Any, seen: set[int]) -> list[str]:
-    """Returns the sources of a gradient and of the functions that it uses, and the constants of all of them.
-
-    torch's functions are left out, and objects of other types: a gradient may use everything.
-
-    Args:
-        name: Name of the epilogue.
-        function: Gradient function, or one that it uses.
-        seen: Functions before, by identity.
-    """
-    seen.add(id(function))
-    texts = [_source(name, function)]
-    for one, value in sorted(_referred(function).items()):
-        if inspect.isfunction(value) and not (value.__module__ or "").startswith("torch."):
-            texts += _texts_of_gradient(name, value, seen) if id(value) not in seen else [one]
-        elif isinstance(value, CONSTANTS):
-            texts.append(f"{one}={value!r}")
     return texts
 
 
@@ -112,15 +103,24 @@ def _codes(code: CodeType) -> list[CodeType]:
     return [code, *(held for one in inner for held in _codes(one))]
 
 
-def _texts_of_value(name: str, one: str, value: Any, seen: dict[int, int]) -> list[str] | None:
+def _texts_of_value(
+    name: str, one: str, value: Any, seen: dict[int, int], of_gradient: bool
+) -> list[str] | None:
     """Returns the texts of a function or a constant named `one`; None for everything else."""
     if inspect.isfunction(value):
-        return _texts(name, value, seen)
+        if of_gradient and value.__code__.co_filename.startswith(INSTALLED):
+            return None
+        return _texts(name, value, seen, of_gradient)
     return [f"{one}={value!r}"] if isinstance(value, CONSTANTS) else None
 
 
 def _texts_of_module(
-    name: str, module: ModuleType, attributes: Sequence[str], seen: dict[int, int], path: tuple[str, ...] = ()
+    name: str,
+    module: ModuleType,
+    attributes: Sequence[str],
+    seen: dict[int, int],
+    of_gradient: bool,
+    path: tuple[str, ...] = (),
 ) -> list[str]:
     """Returns the texts of a module's attributes, and those of its modules, that a function names.
 
@@ -129,6 +129,7 @@ def _texts_of_module(
         module: Module that the function refers to.
         attributes: Names of attributes in the function.
         seen: As in `_texts`.
+        of_gradient: As in `_texts`.
         path: Names of the modules that led to this one; none is entered twice.
     """
     texts = [f"module {module.__name__}"]
@@ -137,7 +138,7 @@ def _texts_of_module(
     for attribute in attributes:
         value = getattr(module, attribute, None)
         if isinstance(value, ModuleType):
-            texts += _texts_of_module(name, value, attributes, seen, (*path, module.__name__))
+            texts += _texts_of_module(name, value, attributes, seen, of_gradient, (*path, module.__name__))
         elif value is not None:
-            texts += _texts_of_value(name, attribute, value, seen) or []
+            texts += _texts_of_value(name, attribute, value, seen, of_gradient) or []
     return texts
