@@ -141,7 +141,7 @@ def time_fused(x: torch.Tensor, weight: torch.Tensor, ranks: int, group: str | N
 
     def by_layer(shard: torch.Tensor, *pair: torch.Tensor) -> torch.Tensor:
         more = {"rows": "equal", "columns": "equal", **how}
-        return layer_epilogues.gated(PLAIN, shard, pair, None, *layer_epilogues.GATINGS["silu"], None, **more)
+        return layer_epilogues.gated(PLAIN, shard, pair, None, layer_epilogues.GATINGS["silu"], None, **more)
 
     residual_of_layer = partial(layer_epilogues.plus_residual, PLAIN, "gemm_reduce_scatter")
     kinds: dict[str, tuple[Callable[..., torch.Tensor], tuple[torch.Tensor, ...]]] = {
