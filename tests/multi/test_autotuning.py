@@ -209,6 +209,30 @@ def test_the_policy_says_when_to_measure(ranks, tmp_path):
     ranks(2).run(by_policy, str(tmp_path))
 
 
+def other_strides(rank, size, folder):
+    """Checks calls that one rank prepares again, by its strides, after the ranks have measured."""
+
+    def strided(tensor):
+        return tensor.repeat_interleave(2, 1)[:, ::2] if rank == 1 else tensor
+
+    with begun_anew(Path(folder) / "file.json", "measure"):
+        x, weight = operands(rank, size)
+        for passed in (x, strided(x)):
+            result = overlap_gemm.gemm_reduce_scatter(passed, weight, k=K)
+            assert torch.equal(result, torch.full((M // size, N), float(K)))
+        # x's gradient of a list is one exchange. Between two of them is a call with its extents.
+        x, weights = torch.ones(M, K, requires_grad=True), [torch.ones(N, K)] * 2
+        for change in (torch.clone, strided):
+            results = overlap_gemm.gemm_all_to_all(x, weights)
+            torch.autograd.backward(results, [change(torch.ones_like(result)) for result in results])
+            overlap_gemm.all_to_all_gemm(torch.ones(size * M, N), torch.ones(K, 2 * N))
+        assert torch.equal(x.grad, torch.full(x.shape, 4.0 * N))
+
+
+def test_ranks_with_other_strides_later_take_the_same_choice(ranks, tmp_path):
+    ranks(2).run(other_strides, str(tmp_path))
+
+
 def gradients_too(rank, size, folder):
     with begun_anew(Path(folder) / "file.json"), slowed("torch", "sequential", op="all_gather_gemm"):
         how = {"dtype": torch.float32, "autotune": "measure", "backward": True}

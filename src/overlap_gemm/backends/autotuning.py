@@ -125,13 +125,13 @@ def measure_if_due(
     Returns:
         Whether a new measurement was made.
     """
-    is_exchanged = problem.spec.reshards_k and problem.parts  # runs as joined matrices were measured
-    if is_exchanged or not uses_measurements(requested, group, problem.promises):
+    if not uses_measurements(requested, group, problem.promises):
         return False
     measurements = measurements_of(group, operands.x.device)
     if problem.kind in measurements.kinds:
         return False
-    is_open = requested == "auto" and not (problem.captured or problem.is_empty)
+    is_exchanged = problem.spec.reshards_k and problem.parts  # runs as joined matrices were measured
+    is_open = requested == "auto" and not (problem.captured or problem.is_empty or is_exchanged)
     is_due = is_open and policy_of(problem, measurements) == "measure"
     one = replace(problem, parts=())  # a list along K is measured as its joined matrices
     measured = _measured(one, operands, shards, group, measurements) if is_due else None

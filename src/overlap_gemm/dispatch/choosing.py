@@ -97,7 +97,7 @@ def _agreed_choice(op: OpSpec, call: OpCall, operands: CallOperands) -> tuple[Pr
     ranks = resolve(call.group)
     problem = Problem.of(op.name, call, operands, ranks)
     device, requested = operands.x.device, call.backend
-    facts = (*problem.agreed(), *settings().agreed(op))
+    facts = problem.agreed() + settings().agreed(op)
     try:
         choice = choose(problem, requested)
         check_order(choice, operands)
@@ -108,6 +108,8 @@ def _agreed_choice(op: OpSpec, call: OpCall, operands: CallOperands) -> tuple[Pr
     plain = problem.without_epilogue()
     if measure_if_due(plain, requested, operands, problem.shards, ranks):
         choice = choose(problem, requested)
+        facts = problem.agreed() + settings().agreed(op)  # as in later calls: the times are among them
+        ranks.agreed.add(facts)
     return problem, choice, facts
 
 
