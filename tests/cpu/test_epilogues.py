@@ -64,6 +64,16 @@ def test_values_that_differ_by_row_or_column_only_have_the_shape_of_the_result()
         assert one.is_contiguous()
 
 
+@pytest.mark.parametrize("sums", [torch.bfloat16, torch.float32, torch.float64])
+def test_sums_determine_the_dtype_in_which_inputs_are_taken(sums):
+    wide = torch.promote_types(sums, torch.float32)
+    inputs = [torch.randn(shape) for shape in ((3,), (5,), (1,), (3, 5))]
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        made = narrow.on_tensors(torch.randn(3, 5).to(sums), [one.to(dtype) for one in inputs])
+        assert {one.dtype for one in made} == {wide}
+        torch.testing.assert_close(made[1], inputs[0].to(dtype).to(wide) * 5)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_results_share_no_memory_with_inputs_and_each_other(dtype):
     inputs = [torch.randn(shape).to(dtype) for shape in ((3,), (1,), (1,), (3, 1))]

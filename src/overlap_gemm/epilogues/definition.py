@@ -202,7 +202,7 @@ class Epilogue:
         return self.then(value, *rows, *(inputs[i] for i in self.second))
 
     def on_tensors(self, sums: Any, inputs: Sequence[Any], stored: Any = None) -> tuple[Any, ...]:
-        """Applies the function to tensors, in float32 or, for float64 tensors, in float64.
+        """Applies the function to tensors, in float32 or, for float64 sums, in float64.
 
         Autograd can differentiate the results.
 
@@ -218,8 +218,8 @@ class Epilogue:
             output, else `[...]`. With `pairs`, result columns are half the columns. Values are not rounded
             to the op's dtype. With `then`: its values, and those of the function.
         """
-        wide = [_wide(tensor) for tensor in self.broadcast(inputs)]
         parts = [_wide(part) for part in self.operands(sums)]
+        wide = [tensor.to(parts[0].dtype) for tensor in self.broadcast(inputs)]
         result, *others = self.apply(parts, wide)
         taken, shape = [*wide, result], parts[0].shape
         result, reduced = _own(result, wide, shape), []
