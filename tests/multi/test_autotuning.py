@@ -284,6 +284,21 @@ def test_a_candidate_that_fails_is_left_out_on_all_ranks(ranks, tmp_path):
     ranks(2).run(left_out, str(tmp_path))
 
 
+def not_copied(rank, size, folder):
+    """Checks that every rank takes, and keeps, the choice of the time model."""
+    copies = mock.Mock(side_effect=MemoryError("planted")) if rank == 1 else autotuning._operands
+    file = Path(folder) / "file.json"
+    with begun_anew(file, "measure"), mock.patch.object(autotuning, "_operands", copies):
+        for _ in range(2):
+            assert torch.equal(call(rank, size), torch.full((M // size, N), float(K)))
+        assert explained(rank, size).problem.measured is None
+    assert not file.exists()
+
+
+def test_operands_that_one_rank_cannot_copy_are_not_measured(ranks, tmp_path):
+    ranks(2).run(not_copied, str(tmp_path))
+
+
 def marked_while_tried(rank, size, folder):
     file, seen = Path(folder) / "file.json", []
     method = Decomposed.gemm_reduce_scatter

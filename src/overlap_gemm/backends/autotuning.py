@@ -202,8 +202,12 @@ def _measured(
     group: Group,
     measurements: GroupMeasurements,
 ) -> Measured | None:
-    """Returns the times of the candidates; None if no candidate could be called."""
-    operands, device = _operands(problem, passed), passed.x.device
+    """Returns the times of the candidates; None if no candidate could be called, or operands not copied."""
+    operands, device = list[CallOperands](), passed.x.device
+    failure = _failure(lambda: operands.extend(_operands(problem, passed)), device)
+    if failures := list(filter(None, group.all_gather_object(failure))):
+        logger.warning("%s is not measured: copies of its operands: %s", problem.kind, failures[0])
+        return None
     started = time.monotonic()
     calls: dict[Candidate, Callable[[], object]] = {}
     with torch.no_grad():
@@ -314,7 +318,7 @@ def _failure(call: Callable[[], object], device: torch.device) -> str | None:
         call()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-    except Exception as error:  # whatever the error is, the candidate is excluded on all ranks
+    except Exception as error:  # whatever the error is, all ranks continue without the result
         return f"{type(error).__name__}: {error}"
     return None
 
