@@ -92,6 +92,17 @@ def test_a_promise_that_a_backend_does_not_make_is_refused(op):
         getattr(overlap_gemm, op)(x, weight, backend="torch", deterministic=True)
 
 
+@pytest.mark.parametrize("op", OPS)
+def test_auto_takes_sequential_for_8_bits_with_partial_sums_that_torch_rounds(op):
+    block = 32 if OPS[op].reshards_k else None
+    x, scale_x = overlap_gemm.quantize_rows(torch.randn(4, 32), block=block)
+    weight, scale_w = overlap_gemm.quantize_rows(torch.randn(32, 32), block=block)
+    scales = {"scale_x": scale_x, "scale_w": scale_w[:1] if block else scale_w, "block": block}
+    choice = overlap_gemm.explain(op, x, weight, **scales, partials="float32")
+    assert choice.backend.name == "sequential"
+    assert "rounds products of 8-bit operands" in dict(choice.verdicts)["torch"]
+
+
 def test_extents_over_all_ranks_reach_the_choice_where_they_are_known():
     x, weight = torch.randn(4, 16), torch.randn(8, 16)
 

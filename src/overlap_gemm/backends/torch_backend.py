@@ -37,10 +37,8 @@ class Torch(Portable):
     def why_not(self, problem: Problem) -> str | None:
         """Returns the reason torch or torch.distributed cannot run a problem; None if they can.
 
-        Products with scales have limits, see `scaling.why_no_product`. Their partial sums are not float32.
+        Products with scales have limits, see `scaling.why_no_scaled_mm`.
         """
-        if problem.is_scaled and problem.promises.has_wide_partials:
-            return "torch rounds products of 8-bit operands to 16 bits, also with partials='float32'"
         return super().why_not(problem) or (why_no_scaled_mm(problem) if problem.is_scaled else None)
 
     def why_slower(self, problem: Problem) -> str | None:

@@ -261,6 +261,8 @@ def why_no_scaled_mm(problem: Problem, capability: tuple[int, int] | None = None
         problem: Problem whose operands have scales.
         capability: As in `why_no_product`.
     """
+    if problem.promises.has_wide_partials:
+        return "torch rounds products of 8-bit operands to 16 bits, also with partials='float32'"
     for dtype in dict.fromkeys(problem.weight_dtypes):
         types = problem.types._replace(weight=dtype)
         if reason := why_no_product(problem.device_type, types, capability):
