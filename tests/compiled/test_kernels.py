@@ -12,7 +12,14 @@ from overlap_gemm.build import compile_kernel, make_gather_kernel, make_kernel
 from overlap_gemm.config.arch import ARCHS
 from overlap_gemm.config.gemm_config import GemmConfig
 from overlap_gemm.config.visitors import SCALES, Visitor, bias_of
-from overlap_gemm.epilogues import add_residual_rms_norm, add_residual_squared, apply_gelu, geglu, swiglu
+from overlap_gemm.epilogues import (
+    add_residual_rms_norm,
+    add_residual_rms_norm_e4m3,
+    add_residual_squared,
+    apply_gelu,
+    geglu,
+    swiglu,
+)
 from overlap_gemm.gather.all_gather import ArrivalGate
 from overlap_gemm.kernel import split
 from overlap_gemm.transports import LL, PeerBulk
@@ -106,19 +113,27 @@ def test_epilogues_compile_and_are_clean(config, one):
     assert re.search(r"^\s*call\b", seen.ptx, re.MULTILINE) is None
 
 
+PACKETS = GemmConfig("sm_90a", (16, 64), mma="swap_ab", k_split=2)
+
+
 @pytest.mark.parametrize(
-    "config",
+    ("config", "one"),
     [
-        pytest.param(base, marks=[] if base.is_swap_ab else pytest.mark.slow)
-        for base in (*LARGEST, GemmConfig("sm_90a", (16, 64), mma="swap_ab", k_split=2))
+        *(
+            pytest.param(base, add_residual_rms_norm, marks=[] if base.is_swap_ab else pytest.mark.slow)
+            for base in (*LARGEST, PACKETS)
+        ),
+        *((base, add_residual_rms_norm_e4m3) for base in (*LARGEST[2:3], PACKETS)),
+        *(
+            pytest.param(base, add_residual_rms_norm_e4m3, marks=pytest.mark.slow)
+            for base in (*LARGEST[:2], LARGEST[-1])
+        ),
     ],
-    ids=lambda config: config.name,
+    ids=lambda one: one.name,
 )
-def test_norms_of_complete_rows_compile_and_are_clean(config):
+def test_norms_of_complete_rows_compile_and_are_clean(config, one):
     """Checks kernels with packets for the tiles that use these."""
-    config = dataclasses.replace(
-        config, epilogue=(Visitor(add_residual_rms_norm, ("bf16", "bf16", "f32", "bf16")),)
-    )
+    config = dataclasses.replace(config, epilogue=(Visitor(one, ("bf16", "bf16", "f32", "bf16")),))
     transport = LL() if config.is_swap_ab and config.tile[0] <= 64 else PeerBulk()
     kernel = make_kernel(config, transport, pattern="one_shot")
     seen = inspect(partial(compile_kernel, kernel))

@@ -267,7 +267,7 @@ def test_functions_that_are_no_epilogues_are_refused_with_the_rule(function, dec
     ("declared", "rule"),
     [
         ({"inputs": {"bias": "column"}}, "input bias must be one of element, rows, gathered_rows, columns"),
-        ({"outputs": {"a": "rows"}}, "output a must be one of element, row_sum, row_mean, row_max"),
+        ({"outputs": {"a": "columns"}}, "output a must be one of element, row_sum, row_mean, row_max, rows"),
         ({"of": "all"}, "of must be one of partial, complete"),
         ({"of": "partial", "pairs": True}, "added up over the ranks"),
         ({"of": "partial", "outputs": {"a": "element"}}, "added up over the ranks"),
@@ -279,86 +279,6 @@ def test_functions_that_are_no_epilogues_are_refused_with_the_rule(function, dec
 def test_declarations_that_do_not_exist_are_refused_with_the_rule(declared, rule):
     with pytest.raises(ValueError, match=rule):
         epilogue(with_bias, **declared)
-
-
-def squares(x, shift):
-    return x, x * x + shift
-
-
-def normed(y, square, gamma):
-    return y * square * gamma
-
-
-def normed_of_elements(y, square, shift, gamma):
-    return y * square * gamma + shift
-
-
-def normed_of_two(y, square, largest):
-    return y * square * largest
-
-
-def unused(y, square):
-    return y * square
-
-
-def no_value(y, square, gamma):
-    return y, gamma
-
-
-OF_ROWS = {"inputs": {"shift": "element", "gamma": "columns"}, "outputs": {"square": "row_mean"}}
-
-
-@pytest.mark.parametrize(
-    ("then", "declared", "kind", "rule"),
-    [
-        (normed, {"outputs": {"square": "element"}}, ValueError, "outputs for each row .row_sum, row_mean"),
-        (normed, {"outputs": {}}, ValueError, r"then= takes complete sums, .* got outputs=\(\)"),
-        (normed, {"result": "e4m3"}, ValueError, "in the op's type"),
-        (normed_of_elements, {}, ValueError, "shift is for each element: let the first function take it"),
-        (normed_of_two, {}, TypeError, r"they take \(sum, shift\) and \(value, square, largest\)"),
-        (unused, {}, TypeError, "one takes every input"),
-        (no_value, {}, TypeError, "then= must return one value"),
-        (lambda y, square, gamma: y * square * gamma, {}, TypeError, "define functions with def"),
-    ],
-    ids=lambda one: getattr(one, "__name__", None),
-)
-def test_functions_of_rows_that_do_not_fit_are_refused_with_the_rule(then, declared, kind, rule):
-    with pytest.raises(kind, match=rule):
-        epilogue(squares, **(OF_ROWS | declared), then=then)
-
-
-def of_its_row(y, square):
-    return square
-
-
-def as_stored(y, square):
-    return y
-
-
-@pytest.mark.parametrize("then", [of_its_row, as_stored])
-def test_a_function_of_rows_may_return_what_it_takes(then):
-    @epilogue(outputs={"square": "row_sum"}, then=then)
-    def squared(x):
-        return x, x * x
-
-    x = torch.randn(3, 5)
-    result, stored = Applying(squared, (), x.dtype).on_sums(x, [])
-    assert result.data_ptr() != stored.data_ptr()
-    expected = x if then is as_stored else x.square().sum(-1, keepdim=True).expand(3, 5)
-    torch.testing.assert_close(result, expected)
-
-
-def test_a_function_of_rows_takes_stored_values_and_is_part_of_the_digest(monkeypatch):
-    one = epilogue(squares, **OF_ROWS, then=normed)
-    assert one.returned == (("y", "element"),)
-    x, shift, gamma = torch.rand(3, 4), torch.rand(3, 4), torch.rand(4)
-    result, stored = one.on_tensors(x, (shift, gamma), torch.bfloat16)
-    square = (x * x + shift).mean(1, keepdim=True)
-    torch.testing.assert_close(result, x.bfloat16().float() * square * gamma, rtol=1e-6, atol=0)
-    assert torch.equal(stored, x)
-    with monkeypatch.context() as patch:
-        patch.setattr(normed, "__defaults__", (1.0,))
-        assert epilogue(squares, **OF_ROWS, then=normed).digest != one.digest
 
 
 def test_a_number_is_one_tensor_which_is_known_by_its_value(monkeypatch):

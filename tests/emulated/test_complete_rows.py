@@ -9,11 +9,12 @@ import overlap_gemm
 from cute_emulator import EmulatorError
 from overlap_gemm.backends.fused import compiled
 from overlap_gemm.device.failure import Role
-from overlap_gemm.epilogues import add_residual_rms_norm, epilogue
+from overlap_gemm.epilogues import add_residual_rms_norm, add_residual_rms_norm_e4m3, epilogue
 from overlap_gemm.exchange import complete_rows
 from overlap_gemm.kernel.epilogue import RowVisit, Visits
 from overlap_gemm.runtime.compile_cache import CompileCache
 from overlap_gemm.runtime.failures import CommTimeoutError
+from overlap_gemm.testing.emulated import poisoned_allocations
 from tests.support.emulated.epilogue_cases import AR, Called, refuse, worst
 from tests.support.emulated.op_runs import lagging, world_of
 
@@ -117,6 +118,74 @@ def test_a_function_of_rows_takes_several_values_and_inputs_of_every_kind():
         expected = wide / wide.abs().amax(1, keepdim=True) * gain.double()[:, None] + total
         roundings = 2**-10 * wide.abs().sum(1, keepdim=True)  # of the values in the sum
         assert ((result.double() - expected).abs() <= 2**-7 * expected.abs() + roundings).all()
+
+
+@pytest.mark.parametrize(("arch", "world", "fields"), [("sm_90a", 2, SWAPPED), ("sm_100a", 3, None)])
+def test_normed_rows_in_8_bits_have_the_scales_of_their_rows(arch, world, fields):
+    """Checks that the stream has the bits of a call whose normed rows have 16 bits."""
+    with world_of(arch, world, fields, mode="random", schedule=lagging(world - 1)) as ranks:
+        for seed, sizes in enumerate([(20, 144, 72), (1, 400, 72), (20, 144, 72)][: 5 - world]):
+            wide, narrow = (
+                Called(AR, world, one, sizes, seed=seed, otherwise=refuse)
+                for one in (add_residual_rms_norm, add_residual_rms_norm_e4m3)
+            )
+            with poisoned_allocations():
+                pairs = [
+                    [case.call(rank, name) for case in (wide, narrow)]
+                    for rank, name in enumerate(ranks.names)
+                ]
+            ranks.synchronize()
+            for (normed, same), (values, scale, stream) in pairs:
+                assert torch.equal(stream, same)
+                assert values.dtype == torch.float8_e4m3fn and scale.shape == (sizes[0],)
+                assert (values.float().abs().amax(1) == 448).all()
+                wide_values = values.double() * scale.double()[:, None]
+                error = (wide_values - normed.double()).abs()
+                assert (error <= (2**-4 + 2**-7) * normed.double().abs() + 2**-9 * scale[:, None]).all()
+                largest = normed.double().abs().amax(1)
+                torch.testing.assert_close(scale.double() * 448, largest, rtol=2**-6, atol=0)
+
+
+def in_static_scale(stream, largest, total, scale, gain):
+    return stream / scale * gain, largest * gain, total + scale
+
+
+@epilogue(
+    inputs={"residual": "element", "scale": "scalar", "gain": "rows"},
+    outputs={"most": "rows", "largest": "row_max", "shifted": "rows", "total": "row_sum"},
+    result="e4m3",
+    then=in_static_scale,
+)
+def scaled_by_the_caller(x, residual):
+    stream = x + residual
+    return stream, abs(stream), stream
+
+
+def test_values_of_rows_are_those_of_complete_rows():
+    torch.manual_seed(0)
+    x, weight = torch.randn(2, 20, 72).bfloat16(), torch.randn(2, 144, 72).bfloat16()
+    residual, gain = torch.randn(20, 144).bfloat16(), 0.5 + torch.rand(20)
+    residual[4, 143] = torch.nan
+    residual[5, 143] = 2.0**20
+    applied = scaled_by_the_caller(residual=residual, scale=0.25, gain=gain)
+    with world_of("sm_90a", 2, SWAPPED) as ranks:
+        outs = [
+            overlap_gemm.gemm_all_reduce(*each, group=name, backend="fused", epilogue=applied)
+            for *each, name in zip(x, weight, ranks.names, strict=True)
+        ]
+        ranks.synchronize()
+    for values, most, shifted, stream in outs:
+        wide = stream.double()
+        expected = (wide * 4 * gain.double()[:, None]).clamp(-448, 448)
+        assert values[4].isnan().sum() == 1 and (values[5, 143].float() == 448).all()
+        error = (values.double() - expected).abs().nan_to_num(0.0)
+        assert (error <= 2**-4 * 1.02 * expected.abs().nan_to_num(0.0) + 2**-10).all()
+        torch.testing.assert_close(
+            most.double(), wide.abs().amax(1) * gain, rtol=2**-7, atol=0, equal_nan=True
+        )
+        roundings = 2**-8 * wide.abs().sum(1).nan_to_num(0.0)
+        error = (shifted.double() - wide.sum(1) - 0.25).abs()
+        assert (error.nan_to_num(0.0) <= roundings).all() and shifted.isnan().sum() == most.isnan().sum() == 1
 
 
 def statistics_of_the_next_row(patch):

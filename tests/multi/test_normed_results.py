@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import overlap_gemm
-from overlap_gemm.epilogues import add_residual_rms_norm
+from overlap_gemm.epilogues import add_residual_rms_norm, add_residual_rms_norm_e4m3
 from overlap_gemm.spec import OPS
 from overlap_gemm.spec.sharding import Shards
 from overlap_gemm.testing.cases import LAYOUTS
@@ -77,3 +77,49 @@ def bits(rank, size):
 
 def test_after_an_op_bits_are_those_of_torchs_sum_and_norm(ranks):
     ranks(2).run(bits)
+
+
+def in_8_bits(rank, size, op, backend):
+    """Compares 8-bit rows with those of 16 bits, and the product that takes them with that of the norm."""
+    torch.manual_seed(0)
+    full = [torch.randn(shape).bfloat16() for shape in ((2, 4 * size, K * size), (N * size, K * size))]
+    layout, spec = LAYOUTS[op], OPS[op]
+    dims = 2 if layout.x == 1 else 1 if layout.x == 0 else None, layout.weight
+    x, weight = (
+        one if dim is None else part_of(one, dim, rank, size) for one, dim in zip(full, dims, strict=True)
+    )
+    plain = getattr(overlap_gemm, op)
+    options = {"backend": backend, **({"dim": 1} if "m" in (spec.x, spec.out) else {})}
+    torch.manual_seed(9 if layout.out is None else rank)
+    like = plain(x, weight, **options)
+    residual, gamma = torch.randn_like(like), torch.rand(like.shape[-1]).bfloat16() + 0.5
+    inputs = {"residual": residual, "weight": gamma, "eps": EPS}
+
+    def ours(applied):
+        return plain(x, weight, epilogue=applied, **options)
+
+    normed, stream = ours(add_residual_rms_norm(**inputs))
+    of_graph = torch.compile(ours, fullgraph=True, backend="aot_eager", dynamic=False)
+    for call in (ours, of_graph):
+        values, scale, same = call(add_residual_rms_norm_e4m3(**inputs))
+        assert torch.equal(same, stream) and values.shape == stream.shape and scale.shape == stream.shape[:-1]
+        assert values.dtype == torch.float8_e4m3fn and scale.dtype == torch.float32
+        wide = values.float() * scale[..., None]
+        error = (wide - normed.float()).abs()
+        assert (error <= (2**-4 + 2**-7) * normed.float().abs() + 2**-9 * scale[..., None]).all()
+    torch.manual_seed(5)
+    column, of_column = overlap_gemm.quantize_rows(torch.randn(16, values.shape[-1]).bfloat16())
+    product = overlap_gemm.gemm_all_reduce(values, column, scale_x=scale[..., None], scale_w=of_column)
+    wanted = wide.double() @ (column.double() * of_column.double()).t()
+    torch.distributed.all_reduce(wanted)
+    torch.testing.assert_close(product.double(), wanted, rtol=2**-6, atol=2**-6 * float(wanted.abs().max()))
+    with pytest.raises(TypeError, match="has an 8-bit result and no gradient"):
+        plain(x, weight.detach().requires_grad_(), epilogue=add_residual_rms_norm_e4m3(**inputs), **options)
+
+
+@pytest.mark.parametrize(("op", "backend"), [
+    ("gemm_all_reduce", "torch"), ("gemm_reduce_scatter", "sequential"), ("all_gather_gemm", "decomposed"),
+    ("gemm_all_gather", "auto"),
+])  # fmt: skip
+def test_normed_rows_in_8_bits_are_an_operand_of_the_next_product(ranks, op, backend):
+    ranks(2).run(in_8_bits, op, backend)

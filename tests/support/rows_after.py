@@ -39,8 +39,9 @@ def of_pairs(gate: Any, up: Any, e: Any) -> Any:
 
 
 KINDS = [
-    epilogues.add_residual_squared, epilogues.add_residual_rms_norm, epilogues.to_e4m3, of_every_kind,
-    of_limits_and_inputs, of_pairs, epilogues.swiglu, epilogues.to_e4m3_blocks, epilogues.swiglu_e4m3_blocks,
+    epilogues.add_residual_squared, epilogues.add_residual_rms_norm, epilogues.add_residual_rms_norm_e4m3,
+    epilogues.to_e4m3, of_every_kind, of_limits_and_inputs, of_pairs, epilogues.swiglu,
+    epilogues.to_e4m3_blocks, epilogues.swiglu_e4m3_blocks,
 ]  # fmt: skip
 
 ULP = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float8_e4m3fn: 2**-3}

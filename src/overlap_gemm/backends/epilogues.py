@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 INPUT_DTYPES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 """Names in kernel configurations of the dtypes of inputs that kernels can read."""
 
-_OF_NAMES = {name: dtype for dtype, name in INPUT_DTYPES.items()}
-
 RESULT_DTYPES = {"e4m3": torch.float8_e4m3fn}
 """Dtypes of results, by `Epilogue.result`."""
+
+_OF_NAMES = {**{name: dtype for dtype, name in INPUT_DTYPES.items()}, **RESULT_DTYPES}
 
 ONE_SHOT_ROWS = 128
 """Rows of an all-reduce up to which it is one-shot at H200's rates (`tuning.space.with_pattern`).
@@ -147,6 +147,11 @@ def result_dtype(epilogue: Epilogue | None, dtype: torch.dtype) -> torch.dtype:
     if epilogue is None or epilogue.result is None:
         return dtype
     return RESULT_DTYPES[epilogue.result]
+
+
+def sums_dtype(epilogue: Epilogue | None, dtype: torch.dtype) -> torch.dtype:
+    """Returns `result_dtype` of the values of an epilogue's first function, a kernel's output."""
+    return dtype if epilogue is None or epilogue.sums_result is None else RESULT_DTYPES[epilogue.sums_result]
 
 
 def new_results(epilogue: Epilogue, dtype: torch.dtype, x: Tensor, rows: Any, columns: Any) -> list[Tensor]:

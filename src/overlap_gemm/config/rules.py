@@ -81,7 +81,7 @@ def check(config: GemmConfig) -> None:
     others = tuple(t for t in ("e4m3", "e5m2") if config.has_bytes and t != config.in_dtype)
     _require_in(f"b_dtype where in_dtype={config.in_dtype!r}", config.b_dtype, (None, *others))
     halves = ("bf16", "f16") if config.has_bytes else (config.in_dtype,)
-    result = config.epilogue[-1].epilogue.result if config.epilogue else None
+    result = config.epilogue[-1].epilogue.sums_result if config.epilogue else None
     for name in ("out_dtype", "slot_dtype"):
         wide = halves if config.is_swap_ab else (*halves, "f32")
         types = (result,) if result is not None and name == "out_dtype" else wide

@@ -51,7 +51,7 @@ class Operand:
             between calls: of each unit's rows if complete rows are visited, else of all rows together, the
             first. ``"block_scales"``: scales of an 8-bit result, (blocks along the columns, rows rounded up
             to 4).
-        dtype: Element type, ``"bf16"``, ``"f16"``, ``"f32"`` or ``"i64"``.
+        dtype: Element type, ``"bf16"``, ``"f16"``, ``"f32"``, ``"e4m3"`` (of a result) or ``"i64"``.
     """
 
     kind: OperandKind
@@ -121,15 +121,17 @@ class Visitor:
         An output with a value for each element has one tensor. One with a value for each row has two, fp32:
         ``row_values``, then ``row_parts``. If there are any of the latter, one ``row_counts`` (int64) for all
         of them is the last. The scales of an 8-bit result have one tensor, the kernel's last operand.
-        With `Epilogue.then` the values of that function come first, and row values are not stored. The
-        kernel's output then has the values of the epilogue's first function.
+        With `Epilogue.then` the values of that function come first, those for each row included; those of
+        outputs are not stored. The kernel's output then has the values of the epilogue's first function.
         """
         if self.epilogue.block:
             return (Operand("block_scales", "f32"),)
         dtypes, operands = iter(self.dtypes[len(self.epilogue.inputs) :]), []
         if self.epilogue.then is not None:
             parts = [Operand("row_parts", "f32")] * len(self.reductions)
-            return Operand("element", next(dtypes)), *parts, Operand("row_counts", "i64")
+            made = [Operand("row_values", "f32")] * len(self.epilogue.finished)
+            result = Operand("element", self.epilogue.result or next(dtypes))
+            return result, *made, *parts, Operand("row_counts", "i64")
         for _, kind in self.epilogue.outputs:
             if kind == "element":
                 operands.append(Operand("element", next(dtypes)))

@@ -120,7 +120,7 @@ def gradients(
         return saved, grads, []
     epilogue = epilogue_of(ctx.epilogue_key)
     number = len(epilogue.inputs) if epilogue.reads_inputs else 0
-    of_results = ["element", *(kind for _, kind in epilogue.outputs)]
+    of_results = ["element", *(kind for _, kind in epilogue.returned)]
     of_inputs = [kind for _, kind in epilogue.inputs]
 
     def flat(tensors: Sequence[Tensor], kinds: Sequence[str]) -> list[Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from .arithmetic import Value
@@ -47,10 +48,16 @@ def check_functions(made: Any) -> None:
         for value in made.apply([Placeholder()] * (1 + made.pairs), inputs):
             if not isinstance(value, Value):
                 raise TypeError(f"it must return values, not numbers or others; got {type(value).__name__}")
-        if made.then is not None and not isinstance(
-            made.finish(Placeholder(), [Placeholder()] * len(made.outputs), inputs), Value
-        ):
-            raise TypeError("then= must return one value")
+        if made.then is None:
+            return
+        of_columns = [Placeholder(kind == "columns") for _, kind in made.inputs]
+        value, *rows = made.finish(Placeholder(), [Placeholder(False)] * len(made.outputs), of_columns)
+        if not isinstance(value, Value):
+            raise TypeError(f"then= must return values; got {type(value).__name__}")
+        for name, row in zip(made.finished, rows, strict=True):
+            if not isinstance(row, Placeholder) or row.varies:
+                got = "one for each column" if isinstance(row, Placeholder) else type(row).__name__
+                raise TypeError(f"{name}, an output of kind 'rows', must be a value for each row; got {got}")
     except Exception as error:
         raise TypeError(
             f"epilogue {made.name}: the function must use + - * /, abs, numbers and functions of "
@@ -58,8 +65,15 @@ def check_functions(made: Any) -> None:
         ) from error
 
 
+@dataclass(frozen=True, eq=False)
 class Placeholder(Value):
-    """Placeholder value: a function that runs on it uses only operations that values have."""
+    """Placeholder value: a function that runs on it uses only operations that values have.
+
+    Attributes:
+        varies: Whether columns of a row have different values.
+    """
+
+    varies: bool = True
 
     def unary(self, name: str) -> Value:
         """Returns a placeholder."""
@@ -70,4 +84,4 @@ class Placeholder(Value):
         for one in (left, right):
             if not isinstance(one, (Placeholder, int, float)):
                 raise TypeError(f"an epilogue computes with values and numbers; got {type(one).__name__}")
-        return self
+        return Placeholder(any(isinstance(one, Placeholder) and one.varies for one in (left, right)))

@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from .checks import check_functions, check_then, parameters_of
 from .sources import digest_of
+from .tensors import along, in_fp32, own_copy, reduced
 
 Sum = Literal["partial", "complete"]
 """Kind of sum that an epilogue's function takes.
@@ -29,9 +30,10 @@ for the full result. ``"gathered_rows"``: in `all_gather_gemm`, one value for ea
 values of all ranks are gathered before the kernel.
 """
 
-OutputKind = Literal["element", "row_sum", "row_mean", "row_max"]
+OutputKind = Literal["element", "row_sum", "row_mean", "row_max", "rows"]
 """Shape of an output: one value for each element, in the op's type even if the result has another; or for
-each row the sum, mean or maximum of its values, in fp32 (of float64 operands in float64)."""
+each row the sum, mean or maximum of its values, in fp32 (of float64 operands in float64). ``"rows"``: a value
+for each row that `then` returns, in fp32 as well."""
 
 ResultType = Literal["e4m3"]
 """8-bit type of a result: float8_e4m3fn. Values are rounded to nearest; those beyond +-448, infinities
@@ -59,7 +61,7 @@ class Epilogue:
     Attributes:
         name: Name of the function; part of the kernel's name.
         inputs: (name, kind) of each input, in the order of the function's parameters.
-        outputs: (name, kind) of each output after the result.
+        outputs: (name, kind) of each output of `function` after the result.
         of: Kind of sum that the function takes: "partial" or "complete".
         pairs: Whether the function takes pairs of sums; the result then has half as many columns.
         digest: 16 hexadecimal digits of a SHA-256 of the declaration, the function's source, and the
@@ -70,10 +72,13 @@ class Epilogue:
         result: Type of the result (`ResultType`); None: that of the op.
         block: Columns of a row of the result that share a scale, `BLOCK`; None: there are no scales.
         then: Function of complete rows, whose values are the result; None: those of `function` are.
+        finished: Name of each value for a row that `then` returns after the result, an output of kind "rows".
         first: Positions of the inputs that `function` takes.
         second: Positions of the inputs that `then` takes.
         returned: (name, kind) of each tensor that follows the result: the outputs; or the scales of blocks;
-            or with `then` the values of `function`, named as its first parameter.
+            or with `then` its values of rows, and the values of `function`, named as its first parameter.
+        sums_result: Type of the values of `function` if that is all a kernel stores: `result`; with `then`
+            they have the op's type.
         key: "name:digest", by which graphs, records and other ranks name it (see `epilogue_of`).
         has_gathered_rows: Whether an input is of kind "gathered_rows".
         reads_outputs: Whether `gradient` reads the result and the outputs: its second parameter has no
@@ -92,12 +97,14 @@ class Epilogue:
     result: ResultType | None = None
     block: int | None = None
     then: Callable[..., Any] | None = field(default=None, repr=False, compare=False)
+    finished: tuple[str, ...] = ()
 
     first: tuple[int, ...] = field(init=False, repr=False, compare=False)
     second: tuple[int, ...] = field(init=False, repr=False, compare=False)
     returned: tuple[tuple[str, OutputKind | Literal["blocks"]], ...] = field(
         init=False, repr=False, compare=False
     )
+    sums_result: ResultType | None = field(init=False, repr=False, compare=False)
     key: str = field(init=False, repr=False, compare=False)
     has_gathered_rows: bool = field(init=False, repr=False, compare=False)
     reads_outputs: bool = field(init=False, repr=False, compare=False)
@@ -111,8 +118,10 @@ class Epilogue:
         object.__setattr__(self, "second", self._taken(self.then, 1 + len(self.outputs)))
         returned: Any = (("scales", "blocks"),) if self.block else self.outputs
         if self.then is not None:
-            returned = ((parameters_of(self.then)[0], "element"),)
+            of_rows = ((name, "rows") for name in self.finished)
+            returned = *of_rows, (parameters_of(self.then)[0], "element")
         object.__setattr__(self, "returned", returned)
+        object.__setattr__(self, "sums_result", self.result if self.then is None else None)
         gathered = any(kind == "gathered_rows" for _, kind in self.inputs)
         object.__setattr__(self, "has_gathered_rows", gathered)
         for attribute, position in (("reads_outputs", 1), ("reads_inputs", 2)):
@@ -181,25 +190,35 @@ class Epilogue:
             TypeError: The number of returned values differs from the declaration.
         """
         values = self.function(*sums, *(inputs[i] for i in self.first))
-        values = values if isinstance(values, tuple) else (values,)
-        if len(values) != 1 + len(self.outputs):
-            names = ["result", *(name for name, _ in self.outputs)]
-            raise TypeError(
-                f"epilogue {self.name} must return ({', '.join(names)}), that is {len(names)} values as "
-                f"declared; got {len(values)} values"
-            )
-        return values
+        return self._declared(values, [name for name, _ in self.outputs], "epilogue")
 
-    def finish(self, value: Any, rows: Sequence[Any], inputs: Mapping[int, Any] | Sequence[Any]) -> Any:
-        """Returns the value of `then`.
+    def finish(
+        self, value: Any, rows: Sequence[Any], inputs: Mapping[int, Any] | Sequence[Any]
+    ) -> tuple[Any, ...]:
+        """Returns the values of `then`: the result, then one for each name in `finished`.
 
         Args:
             value: Stored value of the function.
             rows: Value of each output for the complete row.
             inputs: Tensor or value by position of the input; positions in `second` are read.
+
+        Raises:
+            TypeError: The number of returned values differs from the declaration.
         """
         assert self.then is not None
-        return self.then(value, *rows, *(inputs[i] for i in self.second))
+        values = self.then(value, *rows, *(inputs[i] for i in self.second))
+        return self._declared(values, self.finished, "then= of epilogue")
+
+    def _declared(self, values: Any, others: Sequence[str], what: str) -> tuple[Any, ...]:
+        """Returns what a function returned as a tuple, if it has the result's value and each other one."""
+        values = values if isinstance(values, tuple) else (values,)
+        if len(values) != 1 + len(others):
+            names = ["result", *others]
+            raise TypeError(
+                f"{what} {self.name} must return ({', '.join(names)}), that is {len(names)} values as "
+                f"declared; got {len(values)} values"
+            )
+        return values
 
     def on_tensors(self, sums: Any, inputs: Sequence[Any], stored: Any = None) -> tuple[Any, ...]:
         """Applies the function to tensors, in float32 or, for float64 sums, in float64.
@@ -216,21 +235,24 @@ class Epilogue:
         Returns:
             The result `[..., result columns]`, then each output: `[..., result columns]` for an element
             output, else `[...]`. With `pairs`, result columns are half the columns. Values are not rounded
-            to the op's dtype. With `then`: its values, and those of the function.
+            to the op's dtype. With `then`: its values, those for each row, and the values of the function.
         """
-        parts = [_wide(part) for part in self.operands(sums)]
+        parts = [in_fp32(part) for part in self.operands(sums)]
         wide = [tensor.to(parts[0].dtype) for tensor in self.broadcast(inputs)]
         result, *others = self.apply(parts, wide)
         taken, shape = [*wide, result], parts[0].shape
-        result, reduced = _own(result, wide, shape), []
+        result, reductions = own_copy(result, wide, shape), []
         for (_, kind), value in zip(self.outputs, others, strict=True):
-            reduced.append(_own(value, taken, shape) if kind == "element" else _reduced(value, kind, shape))
+            is_full = kind == "element"
+            reductions.append(own_copy(value, taken, shape) if is_full else reduced(value, kind, shape))
             taken.append(value)
         if self.then is None:
-            return result, *reduced
-        value = result if stored is None else _wide(result.to(stored))
-        finished = self.finish(value, [row.unsqueeze(-1) for row in reduced], wide)
-        return _own(finished, [*wide, value], shape), result
+            return result, *reductions
+        value = result if stored is None else in_fp32(result.to(stored))
+        finished, *rows = self.finish(value, [row.unsqueeze(-1) for row in reductions], wide)
+        pairs = enumerate(rows)
+        of_rows = [own_copy(row, [*wide, *rows[:i]], (*shape[:-1], 1)).squeeze(-1) for i, row in pairs]
+        return own_copy(finished, [*wide, value], shape), *of_rows, result
 
     def operands(self, sums: Any) -> tuple[Any, ...]:
         """Returns the function's arguments: `(sums,)`, or with `pairs` the first and the second sums.
@@ -246,7 +268,7 @@ class Epilogue:
 
     def broadcast(self, inputs: Sequence[Any]) -> list[Any]:
         """Returns the inputs as tensors that broadcast to the result; shapes are those of `on_tensors`."""
-        return [_along(tensor, kind) for (_, kind), tensor in zip(self.inputs, inputs, strict=True)]
+        return [along(tensor, kind) for (_, kind), tensor in zip(self.inputs, inputs, strict=True)]
 
 
 def bands(sums: Any) -> tuple[Any, Any]:
@@ -295,6 +317,8 @@ def epilogue(
             none, and lambdas are refused: all lambdas of a line have the same source.
         inputs: Kind of each input (`InputKind`), by the name of the function's parameter.
         outputs: Kind of each output (`OutputKind`) after the result, in the order of the returned tuple.
+            Those of kind "rows" are values that `then` returns after its first one. They are the same for
+            all columns of a row.
         of: "complete": the function takes the sum over all ranks. "partial": it takes the sum of one rank,
             and the op then adds its results over the ranks. Because they are added, outputs, pairs and a
             gradient are not allowed.
@@ -316,8 +340,9 @@ def epilogue(
             scale of zeros is 2^-60, and a NaN makes its block NaN. Columns are a multiple of 128.
         then: Second function, of complete rows: `then(value, *outputs, *inputs)`. The value is that of the
             first function, rounded to the op's type. Outputs are those of the row; inputs are not of kind
-            "element". Its values are the result. The op returns the first function's values after it, and no
-            outputs. Each of the two functions takes the inputs that it names.
+            "element". Its values are the result. After it the op returns outputs of kind "rows", and then the
+            first function's values in the op's type; no other outputs. Each of the two functions takes the
+            inputs that it names.
 
     Returns:
         The `Epilogue`. If this process has made one with the same key before, the same object is returned.
@@ -327,8 +352,8 @@ def epilogue(
             inputs. Or it uses anything else than the operations above, or returns another number of values
             than declared. Or its source is not available, or it or a function that it uses is a lambda.
         ValueError: A kind or type does not exist; or `of="partial"` is combined with outputs, pairs, a
-            gradient or `result`, `gradient` with `result`, or `then` with anything but `gradient` and outputs
-            of rows.
+            gradient or `result`, or `gradient` with `result`. Or `then` is combined with `block`, pairs or
+            outputs that are not of rows. Or an output is of kind "rows" without `then`.
     """
     if function is None:
         return lambda function: epilogue(
@@ -359,20 +384,27 @@ def epilogue(
             f"epilogue {name}: block must be {BLOCK}, with result='e4m3' and without outputs; got "
             f"block={block!r}, result={result!r}, outputs=({', '.join(others)})"
         )
-    taken = parameters_of(function)
+    taken, declared = parameters_of(function), (kinds, dict(others), of, pairs, result)
+    finished = tuple(one for one, kind in others.items() if kind == "rows")
     if then is not None:
-        check_then(name, kinds, others, taken[1:], then, None if result or pairs else of)
+        for one in finished:
+            del others[one]
+        check_then(name, kinds, others, taken[1:], then, None if block or pairs else of)
+    elif finished:
+        raise ValueError(
+            f"epilogue {name}: outputs of kind 'rows' are returned by then=; without it use row_sum, "
+            f"row_mean or row_max; got outputs=({', '.join(others)})"
+        )
     elif taken[1 + pairs :] != list(kinds):
         raise TypeError(
             f"epilogue {name}: after {'a pair of sums' if pairs else 'the sum'} the function must take the "
             f"inputs ({', '.join(kinds)}), in this order; it takes ({', '.join(taken)})"
         )
-    declared = (kinds, others, of, pairs, result, *([block] if block else []))
     functions = [function] if then is None else [function, then]
-    digest = digest_of(name, str(declared), functions, gradient)
+    digest = digest_of(name, str((*declared, *([block] if block else []))), functions, gradient)
     made = Epilogue(
         name, tuple(kinds.items()), tuple(others.items()), of, pairs, digest, function, gradient, result,
-        block, then,
+        block, then, finished,
     )  # fmt: skip
     check_functions(made)
     return _known.setdefault(made.key, made)
@@ -403,25 +435,3 @@ def _is_read(gradient: Callable[..., Any] | None, position: int) -> bool:
     if any(one.kind is one.VAR_POSITIONAL for one in parameters):
         return True
     return not parameters[-1].name.startswith("_")
-
-
-def _wide(tensor: Any) -> Any:
-    return tensor if tensor.element_size() == 8 else tensor.float()
-
-
-def _along(tensor: Any, kind: InputKind) -> Any:
-    if kind == "scalar":
-        return tensor.reshape(())
-    return tensor.unsqueeze(-1) if kind in ("rows", "gathered_rows") else tensor
-
-
-def _own(value: Any, taken: Sequence[Any], shape: Any) -> Any:
-    """Returns a value as a contiguous tensor of the result's shape, a copy if it is one of those `taken`."""
-    full = value.expand(shape).contiguous()
-    return full.clone() if any(value is one for one in taken) else full
-
-
-def _reduced(value: Any, kind: OutputKind, shape: Any) -> Any:
-    """Returns the reduction of a value over the columns of the result's shape."""
-    full = value.expand(shape)
-    return {"row_sum": full.sum, "row_mean": full.mean, "row_max": full.amax}[kind](-1)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from .arithmetic import gelu, gelu_tanh, relu, rsqrt, silu
-from .definition import BLOCK, epilogue
+from .arithmetic import gelu, gelu_tanh, maximum, reciprocal, relu, rsqrt, silu
+from .definition import BLOCK, LARGEST, LEAST_SCALE, epilogue
 
 
 def _of_sum_and_bias(gradients: Any, _outputs: Any, _inputs: Any) -> Any:
@@ -92,6 +92,29 @@ def add_residual_rms_norm(x: Any, residual: Any) -> Any:
     """Returns the stream x + residual; the op returns its RMS norm, times weight, and the stream."""
     stream = x + residual
     return stream, stream * stream
+
+
+def _normed_e4m3(stream: Any, squares: Any, largest: Any, weight: Any, eps: Any) -> Any:
+    """Returns the norm divided by the row's scale, and that scale."""
+    rstd = rsqrt(squares + eps)
+    scale = maximum(largest * rstd * (1 / LARGEST), LEAST_SCALE)
+    return stream * weight * (rstd * reciprocal(scale)), scale
+
+
+@epilogue(
+    inputs={"residual": "element", "weight": "columns", "eps": "scalar"},
+    outputs={"squares": "row_mean", "largest": "row_max", "scale": "rows"},
+    result="e4m3",
+    then=_normed_e4m3,
+)
+def add_residual_rms_norm_e4m3(x: Any, residual: Any, weight: Any) -> Any:
+    """Returns the stream x + residual; the op returns its RMS norm, times weight, in 8 bits.
+
+    After it the op returns a scale for each row, and the stream. `scale[..., None]` is the `scale_x` of a
+    product. A scale is the largest magnitude of the norm / 448, at least 2^-60.
+    """
+    stream = x + residual
+    return stream, stream * stream, abs(stream * weight)
 
 
 def _of_relu(gradients: Any, outputs: Any, _inputs: Any) -> Any:

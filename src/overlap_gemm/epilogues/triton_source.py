@@ -155,8 +155,11 @@ class _Kernel:
         ]
         names = ("x0", "x1") if epilogue.pairs else ("x0",)
         values = epilogue.apply([Expression(name, self.lines) for name in names], inputs)
-        self.varies = values[0].varies
         self.result, *self.outputs = map(_text, values)
+        self.stream = f"out{len(epilogue.returned)}"  # of the first function's values, with `then`
+        self.varies = values[0].varies
+        if epilogue.then is not None:
+            self.varies = self._finish([], self.varies)[0].varies
 
     @property
     def source(self) -> str:
@@ -215,7 +218,7 @@ class _Kernel:
             yield from _BY_BLOCKS
             yield from _stored("out0", "narrow", saturates=True)
         elif self.epilogue.then is not None:
-            yield from _stored("out1", self.result)
+            yield from _stored(self.stream, self.result)
         else:
             yield from _stored("out0", self.result, saturates=self.epilogue.result is not None)
         reduced = dict(self.reductions)
@@ -243,11 +246,16 @@ class _Kernel:
 
     def _finished(self) -> list[str]:
         """Returns the lines of the second loop, which computes and stores the values of ``then``."""
-        again = [*self.lines, f"y = ({self.result}).to(out1.dtype.element_ty).to(tl.float32)"]
-        rows = [Expression(f"r{i}", again) for i, _ in self.reductions]
-        inputs = [Expression(f"i{i}", again) for i in range(len(self.kinds))]
-        finished = _text(self.epilogue.finish(Expression("y", again), rows, inputs))
-        return [*again, *_stored("out0", finished)]
+        again = [*self.lines, f"y = ({self.result}).to({self.stream}.dtype.element_ty).to(tl.float32)"]
+        value, *of_rows = map(_text, self._finish(again))
+        stores = [f"tl.store(out{1 + i} + row, {text})" for i, text in enumerate(of_rows)]
+        return [*again, *stores, *_stored("out0", value, saturates=self.epilogue.result is not None)]
+
+    def _finish(self, lines: list[str], varies: bool = True) -> tuple[Any, ...]:
+        """Returns the values of ``then``, of a value that may be the same for all columns."""
+        rows = [Expression(f"r{i}", lines, False) for i, _ in self.reductions]
+        inputs = [Expression(f"i{i}", lines, kind == "columns") for i, kind in enumerate(self.kinds)]
+        return self.epilogue.finish(Expression("y", lines, varies), rows, inputs)
 
 
 def _load(name: str, place: str) -> str:

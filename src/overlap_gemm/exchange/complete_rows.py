@@ -176,7 +176,7 @@ class CompleteRows(AfterSums):
             out.load(inside[c][0], inside[c][1], stored[(None, c)])
         before = leave_units(word)
         totals = [
-            reduced(kind, parts, rows, begin, out.columns, subtiles, PARTS_IN_FLIGHT)
+            reduced(kind, parts, rows, begin, out.columns, subtiles, PARTS_IN_FLIGHT // len(visit.parts))
             for kind, parts in visit.parts
         ]
         for c in cutlass.range_constexpr(number):

@@ -140,8 +140,9 @@ class Visits:
         """Returns the visit of complete rows."""
         ((visitor, tensors),) = (one for one in self._visitors(extras) if one[0].epilogue.then is not None)
         (result,) = _of_kind(visitor, tensors, "element")
+        values = _of_kind(visitor, tensors, "row_values")
         parts = zip(visitor.reductions, _of_kind(visitor, tensors, "row_parts"), strict=True)
-        return RowVisit(visitor, tensors, result, tuple(parts))
+        return RowVisit(visitor, tensors, result, values, tuple(parts))
 
     def row_parts(self) -> list[Any]:
         """Returns registers for a chunk's parts of its row's reductions, with neutral initial values."""
@@ -294,12 +295,14 @@ class RowVisit(NamedTuple):
         visitor: Visitor with a function of rows.
         tensors: Its tensors; those of inputs are first.
         result: Matrix of the function's values.
+        values: Vector of each of its values for a row.
         parts: Reduction and stored parts of each row value.
     """
 
     visitor: Visitor
     tensors: Any
     result: Any
+    values: Sequence[Any]
     parts: tuple[tuple[Any, Any], ...]
 
     def input_registers(self, size: int, chunks: int) -> list[Any]:
@@ -324,6 +327,8 @@ class RowVisit(NamedTuple):
     ) -> None:
         """Applies the function to a chunk in range and stores its values, rounded once.
 
+        The first chunk of a row stores the values for the row.
+
         Args:
             stored: Stored values of the epilogue's first function.
             of_row: Values of the row.
@@ -338,7 +343,10 @@ class RowVisit(NamedTuple):
             for position, one in zip(epilogue.second, loaded, strict=True):
                 inputs[position] = Register(one[i if cute.size(one) > 1 else 0].to(cutlass.Float32))
             made.append(epilogue.finish(Register(stored[i].to(cutlass.Float32)), rows, inputs))
-        _store_chunk(self.result, row, column, made)
+        results, *of_rows = zip(*made, strict=True)
+        _store_chunk(self.result, row, column, results)
+        for values, (value, *_) in zip(self.values, of_rows, strict=True):
+            store_if(column == 0, values, row, raw(value))
 
 
 class Places(NamedTuple):
@@ -363,11 +371,20 @@ def _of_kind(visitor: Visitor, tensors: Any, kind: str) -> list[Any]:
 
 def _store_chunk(matrix: Any, row: Scalar, column: Scalar, values: Sequence[Any]) -> None:
     """Rounds contiguous values to the matrix's type and stores them."""
+    wide = cute.make_rmem_tensor(len(values), cutlass.Float32)
     rounded = cute.make_rmem_tensor(len(values), matrix.element_type)
     for i, value in enumerate(values):
-        rounded[i] = raw(value).to(matrix.element_type)
+        wide[i] = raw(value)
+    rounded.store(wide.load().to(matrix.element_type))  # 8-bit types have no conversion of single values
     offset = Int64(row) * matrix.stride[0] + column
     store_run(matrix.iterator.toint() + offset * (matrix.element_type.width // 8), rounded)
+
+
+@cute.jit
+def store_if(condition: Predicate, vector: Any, place: Scalar, value: Any) -> None:
+    """Stores a value of a vector if a condition holds at run time."""
+    if condition:
+        vector[place] = value
 
 
 def _chunk(operand: Operand, tensor: Any, row: Scalar, column: Scalar, size: int) -> Any:

@@ -32,6 +32,7 @@ from ..epilogues import (
     read_by_kernel,
     result_dtype,
     slice_inputs,
+    sums_dtype,
     why_after,
     written_by_kernel,
     written_without_kernel,
@@ -254,7 +255,7 @@ class Fused:
         plan = plan_for(group, x.device, types, extents.shape, *majors, epilogue, depth)
         (written, result), columns, config = extents.made_by(plan), extents.out[1], plan.products[0].config
         size = (len(x) if visitor.of == "partial" else written), columns
-        is_all, dtype = result == slice(0, written), result_dtype(visitor.epilogue, types.result)
+        is_all, dtype = result == slice(0, written), sums_dtype(visitor.epilogue, types.result)
         layout, (step_a, step_b) = types.scales, plan.steps
 
         def run_as_planned(operands: CallOperands) -> list[Tensor]:
@@ -322,7 +323,7 @@ class Fused:
         with late_weights(b is not passed_weight):
             plan = plan_for(group, x.device, types, shape, major(a, "m"), major(b, "n"), epilogue, depth)
         written, result = extents.made_by(plan)
-        out = x.new_empty(written, columns, dtype=result_dtype(visitor.epilogue if visitor else None, dtype))
+        out = x.new_empty(written, columns, dtype=sums_dtype(visitor.epilogue if visitor else None, dtype))
         extras: tuple[Tensor, ...] = ()
         if (layout := types.scales) is not None:
             step_a, step_b = plan.steps

@@ -112,7 +112,7 @@ def kind_of(types: ProductTypes, epilogue: tuple[Visitor, ...] = ()) -> tuple[Op
         types: Types of the product.
         epilogue: Epilogue that the kernel applies; scales of rows are added in front of it.
     """
-    result = epilogue[-1].epilogue.result if epilogue else None
+    result = epilogue[-1].epilogue.sums_result if epilogue else None
     if types.scaled_to is None:
         return OperandTypes(DTYPES[types.x]), {
             "epilogue": epilogue,
