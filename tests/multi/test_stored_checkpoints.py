@@ -210,6 +210,15 @@ def test_other_blocks_are_dequantized_by_choice_alone(ranks, tmp_path, monkeypat
     ranks(2).run(refused, str(tmp_path), words)
 
 
+def test_heads_that_some_ranks_could_keep_are_refused_by_all(ranks, tmp_path, monkeypatch):
+    # Two ranks share each of two heads of 96 rows, of which the first alone lies within one block.
+    heads = {"head_dim": 96, "num_attention_heads": 16, "num_key_value_heads": 2}
+    for name, size in {**heads, "intermediate_size": 512}.items():
+        monkeypatch.setitem(SIZES, name, size)
+    make(tmp_path, "compressed-tensors FP8_BLOCK")
+    ranks(4).run(refused, str(tmp_path), r"k_proj' .* shards, \[48, 48, 48, 48\], do not end at")
+
+
 def test_shards_of_any_width_are_kept(ranks, tmp_path, monkeypatch):
     monkeypatch.setitem(SIZES, "intermediate_size", 56)
     make(tmp_path, "fp8 by tensor")

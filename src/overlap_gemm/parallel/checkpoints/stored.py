@@ -331,9 +331,7 @@ def keeps_blocks(sizes: tuple[int, int, int, int], block: int, ranks: int) -> bo
         return False
     if not all(_ends_on_borders(extent, block, ranks) for extent in (heads * width, features)):
         return False
-    rows = width * max(kv_heads // ranks, 1)
-    starts = range(0, kv_heads * width, rows)
-    return all(_has_one_start(range(start, start + rows), block) for start in starts)
+    return _have_one_start(kv_heads * width, width * max(kv_heads // ranks, 1), block)
 
 
 def _ends_on_borders(extent: int, block: int, ranks: int) -> bool:
@@ -350,7 +348,8 @@ def _replicated_rows(module: Any, form: Form) -> range | None:
     forward = vars(module).get("forward")
     if isinstance(forward, SharedHeadForward):
         rows = forward.rows()
-        return rows if form.block is None or _has_one_start(rows, form.block[0]) else None
+        is_kept = form.block is None or _have_one_start(module.out_features, len(rows), form.block[0])
+        return rows if is_kept else None
     place = place_of(module)
     if form.block is None or place is None or not place.name.endswith(SHARED):
         return None
@@ -358,15 +357,16 @@ def _replicated_rows(module: Any, form: Form) -> range | None:
     if _ends_on_borders(module.out_features, block, ranks) or module.out_features % ranks:
         return None
     size = module.out_features // ranks
-    shards = [range(start, start + size) for start in range(0, module.out_features, size)]
-    if not all(_has_one_start(rows, block) for rows in shards):
+    if not _have_one_start(module.out_features, size, block):
         return None
-    return shards[forward.mesh.get_local_rank()]
+    start = forward.mesh.get_local_rank() * size
+    return range(start, start + size)
 
 
-def _has_one_start(rows: range, block: int) -> bool:
-    """Returns whether rows begin at a block, or all lie within one block."""
-    return rows.start % block == 0 or rows.start // block == (rows.stop - 1) // block
+def _have_one_start(extent: int, size: int, block: int) -> bool:
+    """Returns whether each shard of `size` of `extent` rows begins at a block, or lies within one block."""
+    starts = range(0, extent, size)
+    return all(start % block == 0 or start // block == (start + size - 1) // block for start in starts)
 
 
 def _frozen(tensor: Tensor) -> nn.Parameter:
