@@ -3,7 +3,8 @@
 import json
 import os
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -15,6 +16,7 @@ from overlap_gemm.backends import autotuning, group_measurements
 from overlap_gemm.backends.decomposed import Decomposed
 from overlap_gemm.backends.sequential import Sequential
 from overlap_gemm.backends.torch_backend import Torch
+from overlap_gemm.dispatch import choosing
 from overlap_gemm.runtime.agree import DisagreementError
 from overlap_gemm.spec import OPS
 from overlap_gemm.spec.sharding import Shards
@@ -297,6 +299,54 @@ def not_copied(rank, size, folder):
 
 def test_operands_that_one_rank_cannot_copy_are_not_measured(ranks, tmp_path):
     ranks(2).run(not_copied, str(tmp_path))
+
+
+def fails_on_one_rank(rank, size, folder):
+    with begun_anew(Path(folder) / "1.json", "measure"):
+        no_memory = mock.patch.object(Sequential, OP, side_effect=MemoryError("planted"))
+        with no_memory if rank == 1 else nullcontext():
+            assert torch.equal(call(rank, size), torch.full((M // size, N), float(K)))
+        assert "sequential: no, it was not measured" in str(explained(rank, size))
+
+
+def test_a_candidate_that_fails_on_one_rank_is_left_out_on_all(ranks, tmp_path):
+    ranks(2).run(fails_on_one_rank, str(tmp_path))
+
+
+def retried(rank, size, folder, fails_at):
+    """Checks a retry on one rank, after the measurement (1) or after the call for captured graphs (2)."""
+    timed, ranged = autotuning._timed, choosing._ranged
+
+    def with_graphs(*arguments):
+        measured = timed(*arguments)
+        return replace(measured, eager=(("torch", 1.0),), captured=(("sequential", 1.0),))
+
+    with (
+        begun_anew(Path(folder) / f"{fails_at}.json", "measure"),
+        mock.patch.object(autotuning, "_timed", with_graphs),
+    ):
+        if rank == 1:
+            effects = [ranged, MemoryError("planted")][-fails_at:]
+            function = mock.Mock(side_effect=lambda *passed: _next(effects, *passed))
+            with mock.patch.object(choosing, "_ranged", function), pytest.raises(MemoryError) as caught:
+                call(rank, size)
+            with overlap_gemm.retry(caught.value):
+                result = call(rank, size)
+        else:
+            result = call(rank, size)
+        assert torch.equal(result, torch.full((M // size, N), float(K)))
+
+
+def _next(effects, *arguments):
+    effect = effects.pop(0)
+    if isinstance(effect, Exception):
+        raise effect
+    return effect(*arguments)
+
+
+@pytest.mark.parametrize("fails_at", [1])
+def test_a_call_that_fails_after_its_measurement_can_be_retried(ranks, tmp_path, fails_at):
+    ranks(2).run(retried, str(tmp_path), fails_at)
 
 
 def marked_while_tried(rank, size, folder):

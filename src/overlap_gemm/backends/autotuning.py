@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..runtime import agree
 from ..runtime.group import Group
 from ..spec.sharding import Shards
 from ..tuning.measured import Kernel, Measured, Policy, Seconds, keep, trying
@@ -134,7 +135,9 @@ def measure_if_due(
     is_open = requested == "auto" and not (problem.captured or problem.is_empty or is_exchanged)
     is_due = is_open and policy_of(problem, measurements) == "measure"
     one = replace(problem, parts=())  # a list along K is measured as its joined matrices
+    launched = group.progress.events
     measured = _measured(one, operands, shards, group, measurements) if is_due else None
+    group.progress.events = launched  # the call itself has launched nothing, and may still be retried
     measurements.kinds[problem.kind] = measured
     if measured is not None and group.rank == 0:
         keep(measurements.under, problem.kind, measured)
@@ -300,14 +303,30 @@ def num_sets(nbytes: int, device: torch.device) -> int:
 def _call(
     candidate: Candidate, problem: Problem, operands: Sequence[CallOperands], shards: Shards, group: Group
 ) -> Callable[[], object]:
-    """Returns a function that calls a candidate with the next set of operands; its first call binds."""
+    """Returns a function that calls a candidate with the next set of operands; its first call binds.
+
+    On CPUs over gloo ranks compare its transfers. If one rank fails before its first one, it raises on all.
+    """
     sets, bound = cycle(operands), list[Callable[[CallOperands], Any]]()
+    device, progress = operands[0].x.device, group.progress
+    facts: agree.Facts = (("op", problem.op), ("candidate", candidate.name))
+    is_compared = candidate.backend.verifies and device.type == "cpu" and group.has_gloo
+    compared = agree.of_calls(group, device, facts) if is_compared else group
 
     def call() -> object:
-        if not bound:
-            arguments = problem, operands[0], shards, group
-            bound.append(bind_as(candidate.kernel, candidate.backend, *arguments))
-        return bound[0](next(sets))
+        before = progress.events
+        try:
+            if not bound:
+                arguments = problem, operands[0], shards, compared
+                bound.append(bind_as(candidate.kernel, candidate.backend, *arguments))
+            return bound[0](next(sets))
+        except Exception as error:
+            is_alone = progress.events == before and not getattr(error, "is_on_every_rank", False)
+            if is_compared and is_alone:  # the peers wait in its first transfer
+                failed = agree.of_calls(group, device, (*facts, agree.failure(error)))
+                assert failed.enter is not None
+                failed.enter("none")
+            raise
 
     return call
 
