@@ -344,7 +344,7 @@ def _next(effects, *arguments):
     return effect(*arguments)
 
 
-@pytest.mark.parametrize("fails_at", [1])
+@pytest.mark.parametrize("fails_at", [1, 2])
 def test_a_call_that_fails_after_its_measurement_can_be_retried(ranks, tmp_path, fails_at):
     ranks(2).run(retried, str(tmp_path), fails_at)
 

@@ -122,9 +122,10 @@ def _prepare(
     """
     key = "before captures", captured.call.epilogue, *facts
     if key not in ranks.agreed:
-        run = _bound(in_graphs, captured, operands, ranks, facts)
+        run, launched = _bound(in_graphs, captured, operands, ranks, facts), ranks.progress.events
         with torch.no_grad():
             _ranged(f"overlap_gemm {captured.op} before captures", run, False, ranks, [0])(*operands)
+        ranks.progress.events = launched  # the call itself has launched nothing, and may still be retried
         ranks.agreed.add(key)
 
 
