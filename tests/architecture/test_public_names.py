@@ -96,7 +96,7 @@ def test_signatures():
 def test_parallelize():
     assert signature(parallel.parallelize) == (
         "model", "mesh", "*", "sequence_parallel=True", "logits='replicated'", "backend='auto'",
-        "float8=None", "partials=None", "invariant=None", "fuse=None",
+        "float8=None", "partials=None", "invariant=None", "fuse=None", "activation=None",
     )  # fmt: skip
 
 

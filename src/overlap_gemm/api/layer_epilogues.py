@@ -18,6 +18,7 @@ Torch operations also follow, whatever `fuse` is:
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch.nn.functional as F
@@ -32,30 +33,59 @@ from ..epilogues import Applied, Epilogue, add_residual, add_residual_rms_norm, 
 from ..spec.promises import Promises
 from .float8 import Float8, Products
 
-Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh"]
-"""Activation of a gated MLP."""
+Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh"] | Epilogue
+"""Activation of a gated MLP; or an epilogue of gate and up (`pairs=True`) without inputs and outputs."""
 
 
 class Gating(NamedTuple):
-    """Activation of gates that are multiplied by ups.
+    """Function of gates and ups, such as activated gates times ups.
 
     Attributes:
         epilogue: Epilogue of both sums.
-        on_tensors: torch's function for the gates.
+        by_torch: The same on both results, by operations of torch.
     """
 
     epilogue: Epilogue
-    on_tensors: Callable[[Tensor], Tensor]
+    by_torch: Callable[[Tensor, Tensor], Tensor]
 
-    def by_torch(self, gate: Tensor, up: Tensor) -> Tensor:
-        """Returns activated gates times ups, by operations of torch."""
-        return self.on_tensors(gate) * up
+    @classmethod
+    def of_gates(cls, epilogue: Epilogue, activate: Callable[[Tensor], Tensor]) -> "Gating":
+        """Returns the gating of ups multiplied by activated gates."""
+        return cls(epilogue, partial(_times_up, activate))
+
+    @classmethod
+    def of(cls, activation: Activation) -> "Gating":
+        """Returns the gating of a layer's `activation`.
+
+        Raises:
+            ValueError: There is no such activation, or the epilogue is not of pairs alone.
+        """
+        if not isinstance(activation, Epilogue):
+            if activation not in GATINGS:
+                raise ValueError(f"activation must be one of {', '.join(GATINGS)}, got {activation!r}")
+            return GATINGS[activation]
+        if not activation.pairs or activation.inputs or activation.returned or activation.result:
+            raise ValueError(
+                f"activation must be an epilogue of pairs without inputs, outputs and 8-bit result; "
+                f"{activation.name} has pairs={activation.pairs}, inputs={dict(activation.inputs)}, "
+                f"outputs={dict(activation.returned)}, result={activation.result!r}"
+            )
+        return cls(activation, partial(_by_function, activation))
 
 
-GATINGS: dict[Activation, Gating] = {
-    "silu": Gating(swiglu, F.silu),
-    "gelu": Gating(geglu, F.gelu),
-    "gelu_tanh": Gating(geglu_tanh, lambda gate: F.gelu(gate, approximate="tanh")),
+def _times_up(activate: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor) -> Tensor:
+    return activate(gate) * up
+
+
+def _by_function(epilogue: Epilogue, gate: Tensor, up: Tensor) -> Tensor:
+    """Returns an epilogue's function of both results, rounded to their type."""
+    return epilogue.on_tensors((gate, up), ())[0].to(gate.dtype)  # type: ignore[no-any-return]
+
+
+GATINGS: dict[str, Gating] = {
+    "silu": Gating.of_gates(swiglu, F.silu),
+    "gelu": Gating.of_gates(geglu, F.gelu),
+    "gelu_tanh": Gating.of_gates(geglu_tanh, partial(F.gelu, approximate="tanh")),
 }
 
 
@@ -68,9 +98,9 @@ NORM_OF_SHARDS = "with sequence parallelism its op shards the rows"
 LOCAL_PRODUCTS = "without sequence parallelism gate and up are local products"
 
 
-def gating_of(activation: Activation) -> str:
+def gating_text(epilogue: Epilogue) -> str:
     """Returns the text for a `Fusion` of gate and up."""
-    return f"{GATINGS[activation].epilogue.name} of gate and up"
+    return f"{epilogue.name} of gate and up"
 
 
 class Fusion(NamedTuple):
@@ -202,14 +232,14 @@ def gated(
     fuse: bool | None,
     **how: Any,
 ) -> Tensor:
-    """Returns activated gates times ups, with one gather of x.
+    """Returns the gating of gate and up, with one gather of x.
 
     Args:
         products: Products of the layer.
         x: Operand `[M_local, ..., K]`.
         weights: Gate and up.
         biases: Biases of gate and up, or None.
-        gating: The activation.
+        gating: The gating.
         fuse: `fuse` of the layer.
         **how: Other arguments of `all_gather_gemm`.
     """
@@ -219,12 +249,12 @@ def gated(
 
 
 def gated_products(gate: Tensor, up: Tensor, gating: Gating) -> Tensor:
-    """Returns activated gates times ups, of local products.
+    """Returns the gating of gate and up, of local products.
 
     Args:
         gate: Gates `[..., N]`.
         up: Ups `[..., N]` of the same dtype.
-        gating: The activation.
+        gating: The gating.
     """
     applied = Applied(gating.epilogue, (), gating.by_torch)
     return apply_to_results(all_gather_gemm, (gate, up), applied)[0]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from typing import Any, Literal, NamedTuple, get_args
 
 from .checks import check_functions, check_then, parameters_of
@@ -126,6 +127,10 @@ class Epilogue:
         object.__setattr__(self, "has_gathered_rows", gathered)
         for attribute, position in (("reads_outputs", 1), ("reads_inputs", 2)):
             object.__setattr__(self, attribute, _is_read(self.gradient, position))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Lets a copy be the same object, and pickle name it: its function's name is the epilogue's."""
+        return imported, (self.function.__module__, self.key)
 
     def _taken(self, function: Callable[..., Any] | None, after: int) -> tuple[int, ...]:
         """Returns the positions of the inputs that a function takes as parameters ``after`` and later."""
@@ -422,6 +427,12 @@ def epilogue_of(key: str) -> Epilogue:
             f"source it had when the program was traced; known are {', '.join(_known) or 'none'}"
         )
     return _known[key]
+
+
+def imported(module: str, key: str) -> Epilogue:
+    """Returns `epilogue_of` a key after the import of the module that defines it."""
+    import_module(module)
+    return epilogue_of(key)
 
 
 _known: dict[str, Epilogue] = {}

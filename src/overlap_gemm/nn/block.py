@@ -141,7 +141,7 @@ class ParallelBlock(nn.Module):
             the MLP).
         attention: Function of q, k and v, as in `ParallelAttention`.
         eps: Epsilon of both norms, which are `RMSNorm`.
-        activation: "silu" (SwiGLU), "gelu" or "gelu_tanh" (GeGLU).
+        activation: "silu" (SwiGLU), "gelu" or "gelu_tanh" (GeGLU), or an epilogue, as in `ParallelMLP`.
         rows: S, as in `ParallelAttention`.
         fuse: Apply residuals and activation as epilogues, as in `ParallelMLP`. Of up to 64 rows without
             `sequence_parallel`, the second norm as well, except in compiled graphs.

@@ -10,14 +10,14 @@ from ..api.ahead import LayerOp
 from ..api.float8 import Float8
 from ..api.functional import Length
 from ..api.layer_epilogues import (
-    GATINGS,
     LOCAL_PRODUCTS,
     RESIDUAL,
     Activation,
     Fusion,
+    Gating,
     gated,
     gated_products,
-    gating_of,
+    gating_text,
     plus_residual,
     plus_residual_normed,
     why_not_fused,
@@ -258,7 +258,8 @@ class ParallelMLP(nn.Module):
         partials: Type of partial sums, as in `overlap_gemm.gemm_reduce_scatter`.
         invariant: Bitwise invariance, as in `overlap_gemm.gemm_reduce_scatter`.
         float8: `Float8` for products in 8 bits, or None; parameters keep their dtype.
-        activation: "silu" (SwiGLU), "gelu" or "gelu_tanh" (GeGLU).
+        activation: "silu" (SwiGLU), "gelu" or "gelu_tanh" (GeGLU); or an epilogue of pairs that replaces
+            `activation(gate(x)) * up(x)`, without inputs and outputs.
         fuse: Apply activation and residual as epilogues of the ops, as in `RowParallelLinear`; the activation
             only with `sequence_parallel`. Without, one kernel applies it in eager inference.
         device: Device of the parameters.
@@ -290,9 +291,7 @@ class ParallelMLP(nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        if activation not in GATINGS:
-            raise ValueError(f"activation must be one of {', '.join(GATINGS)}, got {activation!r}")
-        self.activation, self.fuse = activation, fuse
+        self.gating, self.fuse = Gating.of(activation), fuse
         common: dict[str, Any] = {
             "bias": bias, "init_method": init_method, "sequence_parallel": sequence_parallel,
             "sequence_dim": sequence_dim, "tp_group": tp_group, "backend": backend,
@@ -331,7 +330,7 @@ class ParallelMLP(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Multiplies, and adds a residual of the output's shape. The class describes the shapes."""
-        layers, gating = (self.gate_proj, self.up_proj), GATINGS[self.activation]
+        layers, gating = (self.gate_proj, self.up_proj), self.gating
         shared = shared_call(layers, x)
         is_fused = shared is not None and self._why_gating_follows() is None
         if shared is not None and shared.gathers and is_fused:
@@ -351,11 +350,11 @@ class ParallelMLP(nn.Module):
             why = LOCAL_PRODUCTS
         else:
             why = self._why_gating_follows()
-        yield Fusion(name, gating_of(self.activation), ALL_GATHER_GEMM.name, why)
+        yield Fusion(name, gating_text(self.gating.epilogue), ALL_GATHER_GEMM.name, why)
 
     def _why_gating_follows(self) -> str | None:
         """Returns why the activation of gathered gate and up is never an epilogue, or None."""
-        gate, epilogue = self.gate_proj, GATINGS[self.activation].epilogue
+        gate, epilogue = self.gate_proj, self.gating.epilogue
         return why_not_fused(ALL_GATHER_GEMM.name, epilogue, gate.products, self.fuse, gate.promises)
 
 

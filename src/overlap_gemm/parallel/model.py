@@ -1,5 +1,6 @@
 """`parallelize`: tensor and sequence parallelism for Hugging Face's causal language models."""
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -9,8 +10,10 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from ..api.float8 import Float8
+from ..api.layer_epilogues import Gating
 from ..backends.op_call import BackendName, with_fallback
 from ..backends.select import check_name
+from ..epilogues import Epilogue
 from ..spec.promises import Invariant, Partials, Promises, check_promises
 from .adapters import bases, forbid_weighted_adapters, inject_or_restore, is_lora
 from .assignment import Role, head_dim, is_carried_dropout, kv_heads, plan
@@ -62,6 +65,7 @@ def parallelize(
     partials: Partials | None = None,
     invariant: Invariant | None = None,
     fuse: bool | None = None,
+    activation: Epilogue | None = None,
 ) -> Model:
     """Makes a causal language model of Hugging Face's transformers tensor-parallel, in place.
 
@@ -103,6 +107,8 @@ def parallelize(
             epilogues, activations only where no gradients are needed and not under torch.compile. True:
             always; False: never. Residuals are never epilogues under torch.compile, with `invariant`,
             with a hook on the projection or its attention or MLP, or with active dropout.
+        activation: Epilogue of gate and up in the model's MLPs, as in `nn.ParallelMLP`. None: SwiGLU or
+            GeGLU; other activations are not epilogues.
 
     Returns:
         `model`.
@@ -110,7 +116,8 @@ def parallelize(
     Raises:
         UnknownModuleError: A ValueError: the model or the named module has no rule, or no 8-bit rule. The
             model is unchanged.
-        ValueError: An argument has a value that is not listed above.
+        ValueError: An argument has a value that is not listed above. Or `activation` does not compute what
+            an MLP of the model does; the model is unchanged.
     """
     if logits not in ("replicated", "sharded"):
         raise ValueError(f"parallelize: logits must be 'replicated' or 'sharded', got {logits!r}")
@@ -121,6 +128,8 @@ def parallelize(
     if hasattr(model, "get_base_model"):  # peft's
         model = model.get_base_model()
     roles = plan(model, mesh.size())
+    if activation is not None:
+        _check_activation(model, roles, activation)
     if outermost is not model:
         forbid_weighted_adapters(outermost.base_model)
         inject_or_restore(outermost.base_model, model)
@@ -133,7 +142,7 @@ def parallelize(
     sharding = Sharding(mesh, sequence_parallel, logits == "sharded", model=model)
     labels = Labels(sharding)
     how: dict[str, Any] = {"backend": with_fallback(backend), **promises._asdict()}
-    builder = _Builder(model.config, sharding, labels, logits, float8, how, fuse)
+    builder = _Builder(model.config, sharding, labels, logits, float8, how, fuse, activation)
     for name, role in roles.items():
         for base in bases(model.get_submodule(name)):
             builder.apply(base, role)
@@ -169,6 +178,20 @@ def parallelize(
     return outermost
 
 
+def _check_activation(model: nn.Module, roles: Mapping[str, Role], activation: Epilogue) -> None:
+    """Raises ValueError for an epilogue that is not what every MLP of a model does with gate and up."""
+    Gating.of(activation)
+    reasons = {
+        name: gating_of_mlp(bases(model.get_submodule(name))[0], None, activation)
+        for name, role in roles.items()
+        if role == "mlp"
+    }
+    if wrong := [f"{name}: {why}" for name, why in reasons.items() if isinstance(why, str)]:
+        raise ValueError(f"parallelize: activation={activation.name}: {wrong[0]}")
+    if not reasons:
+        raise ValueError(f"parallelize: activation={activation.name}, and the model has no MLP but experts")
+
+
 LAST = {"self_attn": "o_proj", "mlp": "down_proj", "feed_forward": "down_proj"}
 """Last projection of each part of a decoder layer."""
 
@@ -185,9 +208,10 @@ class _Builder:
         float8: Float8 | None,
         how: dict[str, Any],
         fuse: bool | None,
+        activation: Epilogue | None,
     ):
         self.config, self.sharding, self.labels = config, sharding, labels
-        self.how, self.fuse = {**how, "float8": float8}, fuse
+        self.how, self.fuse, self.activation = {**how, "float8": float8}, fuse, activation
         self.invariant: Invariant | None = how["invariant"]
         self.layers: list[nn.Module] = []
         self.mesh, self.group = sharding.mesh, sharding.group
@@ -295,7 +319,7 @@ class _Builder:
             self._share_gather(module, parts, "hidden_states", rows)
         else:
             self._share_gather(module, ["gate_proj", "up_proj"], "x", rows)
-        module.forward.gating = gating_of_mlp(module, self.fuse)
+        module.forward.gating = gating_of_mlp(module, self.fuse, self.activation)
 
     def fuse_layers(self) -> None:
         """Gives decoder layers the forward that has residuals added by the projections before them."""

@@ -25,6 +25,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from ...api.float8 import Float8
 from ...backends.op_call import BackendName
+from ...epilogues import Epilogue
 from ...spec.promises import Invariant, Partials
 from ..assignment import PAIRED
 from ..model import Logits, Model, parallelize
@@ -47,6 +48,7 @@ def from_pretrained(
     partials: Partials | None = None,
     invariant: Invariant | None = None,
     fuse: bool | None = None,
+    activation: Epilogue | None = None,
     quantized: Quantized = "keep",
     **loading: Any,
 ) -> Any:
@@ -64,6 +66,7 @@ def from_pretrained(
         partials: Option of `parallelize`.
         invariant: Option of `parallelize`.
         fuse: Option of `parallelize`.
+        activation: Option of `parallelize`.
         quantized: For a checkpoint whose linears are stored in 8 bits (`stored.py`). "keep": keep them so,
             with frozen weights; gradients of x pass, so adapters can be trained. "dequantize": convert each
             rank's slices to the model's dtype while they are read.
@@ -101,7 +104,7 @@ def from_pretrained(
     def distribute(model: nn.Module) -> None:
         model.tie_weights()  # transformers ties after loading, but parallelize must see the tie
         how: dict[str, Any] = {"logits": logits, "backend": backend, "float8": float8}
-        how |= {"partials": partials, "invariant": invariant, "fuse": fuse}
+        how |= {"partials": partials, "invariant": invariant, "fuse": fuse, "activation": activation}
         parallelize(model, mesh, sequence_parallel=sequence_parallel, **how)
         for _name, experts in mixed_experts(model):
             merge_gates_and_ups(experts)

@@ -17,12 +17,11 @@ from ...api.layer_epilogues import (
     GATINGS,
     LOCAL_PRODUCTS,
     RESIDUAL,
-    Activation,
     Fusion,
     Gating,
     gated,
     gated_products,
-    gating_of,
+    gating_text,
     why_not_fused,
 )
 from ...backends.epilogues import why_one_weight
@@ -30,7 +29,7 @@ from ...backends.op_call import promises_of
 from ...backends.scales.scale_layouts import LAYOUTS
 from ...backends.scales.scaling import NAMED_BLOCKS
 from ...dispatch.calls import needs_grad
-from ...epilogues import add_residual
+from ...epilogues import Epilogue, add_residual
 from ...spec import ALL_GATHER_GEMM
 from ..adapters import bases
 from .kept_linears import KeptLinear
@@ -274,13 +273,13 @@ class MlpGating(NamedTuple):
     """The gating of an MLP: activated gates are multiplied by ups.
 
     Attributes:
-        activation: Name of the activation in `GATINGS`.
+        epilogue: Epilogue of gate and up.
         activate: Its module.
         packed: Projection that holds gate and up, without adapters, or None.
         fuse: Argument of `parallelize`.
     """
 
-    activation: Activation
+    epilogue: Epilogue
     activate: Any
     packed: nn.Module | None
     fuse: bool | None
@@ -288,7 +287,7 @@ class MlpGating(NamedTuple):
     @property
     def name(self) -> str:
         """Returns the name of a `Fusion`."""
-        return gating_of(self.activation)
+        return gating_text(self.epilogue)
 
     def operands(self, module: Any, linears: list[Any], x: Tensor) -> tuple[Any, Any, int] | None:
         """Returns weights, biases and columns over all ranks; None where no epilogue is to be applied.
@@ -311,7 +310,7 @@ class MlpGating(NamedTuple):
     @property
     def gating(self) -> Gating:
         """Returns the gating by the module's own activation."""
-        return Gating(GATINGS[self.activation].epilogue, self.activate)
+        return Gating.of_gates(self.epilogue, self.activate)
 
     def of_gathered(self, products: Products, x: Tensor, weights: Any, biases: Any, **how: Any) -> Tensor:
         """Returns activated gates times ups, of all ranks' rows.
@@ -343,16 +342,17 @@ class MlpGating(NamedTuple):
             return "gate, up or their activation has a hook"
         if isinstance(linears[0], KeptLinear) and linears[0].block is not None:
             return why_one_weight(LAYOUTS[NAMED_BLOCKS[linears[0].block]])
-        style, epilogue = linears[0].forward.style, GATINGS[self.activation].epilogue
-        return why_not_fused(ALL_GATHER_GEMM.name, epilogue, style.products, self.fuse, style.promises)
+        style = linears[0].forward.style
+        return why_not_fused(ALL_GATHER_GEMM.name, self.epilogue, style.products, self.fuse, style.promises)
 
 
-def gating_of_mlp(module: Any, fuse: bool | None) -> MlpGating | str:
+def gating_of_mlp(module: Any, fuse: bool | None, epilogue: Epilogue | None = None) -> MlpGating | str:
     """Returns how an MLP's forward gates, or why it is no `down(activation(gate) * up)`.
 
     Args:
         module: The MLP, its projection packed or not.
         fuse: Argument of `parallelize`.
+        epilogue: Epilogue that computes the gating; None: one of the predefined.
     """
     activate = getattr(module, "act_fn", None) or getattr(module, "activation_fn", None)
     try:
@@ -361,11 +361,15 @@ def gating_of_mlp(module: Any, fuse: bool | None) -> MlpGating | str:
     except Exception as error:
         return f"{type(module).__name__}.forward is of another form: {error}"
     x = torch.linspace(-4, 4, 65, dtype=torch.float64, device="cpu")
-    for name, gating in GATINGS.items():
-        if activate is not None and torch.allclose(activate(x), gating.on_tensors(x), rtol=0, atol=1e-9):
+    up = x.flip(0) + 0.5
+    known = [epilogue] if epilogue is not None else [gating.epilogue for gating in GATINGS.values()]
+    for one in known:
+        computed = one.on_tensors((x, up), ())[0]
+        if activate is not None and torch.allclose(activate(x) * up, computed, rtol=0, atol=1e-8):
             packed = bases(module.gate_up_proj)[0] if hasattr(module, "gate_up_proj") else None
-            return MlpGating(name, activate, packed, fuse)
-    return f"no epilogue has its activation, {type(activate).__name__}"
+            return MlpGating(one, activate, packed, fuse)
+    which = "no epilogue has" if epilogue is None else f"{epilogue.name} does not compute"
+    return f"{which} its activation, {type(activate).__name__}"
 
 
 class _Mlp:
