@@ -207,6 +207,10 @@ def test_ranks_agree_on_what_an_op_looks_at_and_on_no_more(op):
     assert agreed(reserve_sms=3) == agreed() == agreed(**{f"{other}_transport": "peer_bulk"})
     assert agreed(**{f"{own}_transport": "peer_bulk"}) != agreed()
     assert agreed(mma="pingpong") != agreed()
+    alone = agreed()
+    for chosen in ({}, {"algorithm": "one_shot"}, {"tile_transport": "peer_bulk"}, {"mma": "pingpong"}):
+        with configured(**chosen):  # whether calls are measured must be the same on all ranks, too
+            assert settings().names_kernels(spec) == (settings().agreed(spec) != alone)
     # A reduce-scatter of few rows may be an all-reduce, unless one is asked for.
     assert (agreed(algorithm="one_shot") != agreed()) == (op in ("gemm_all_reduce", "gemm_reduce_scatter"))
 

@@ -235,6 +235,18 @@ def test_ranks_with_other_strides_later_take_the_same_choice(ranks, tmp_path):
     ranks(2).run(other_strides, str(tmp_path))
 
 
+def other_algorithms(rank, size, folder):
+    algorithm = "one_shot" if rank == 1 else None
+    with begun_anew(Path(folder) / "file.json", "measure"), overlap_gemm.configured(algorithm=algorithm):
+        result = call(rank, size, "all_gather_gemm")
+        assert explained(rank, size, "all_gather_gemm").problem.measured is not None
+    assert torch.equal(result, torch.full(result.shape, float(K)))
+
+
+def test_settings_of_other_ops_do_not_prevent_a_measurement(ranks, tmp_path):
+    ranks(2).run(other_algorithms, str(tmp_path))
+
+
 def gradients_too(rank, size, folder):
     with begun_anew(Path(folder) / "file.json"), slowed("torch", "sequential", op="all_gather_gemm"):
         how = {"dtype": torch.float32, "autotune": "measure", "backward": True}

@@ -157,7 +157,7 @@ def warmup(
         for problem, extents in zip(problems, variants, strict=True):
             if problem is not problems[0]:  # measurements do not depend on the extents that callers pass
                 copy_measurement(problems[0], problem, backend, ranks, where)
-            with autotune_policy(autotune, backend, ranks, where):
+            with autotune_policy(spec, autotune, backend, ranks, where):
                 make(extents)
         if least and all(extent % ranks.size == 0 for extent in least.values()):
             make({})

@@ -30,6 +30,7 @@ import torch
 
 from ..runtime import agree
 from ..runtime.group import Group
+from ..spec import OpSpec
 from ..spec.sharding import Shards
 from ..tuning.measured import Kernel, Measured, Policy, Seconds, keep, trying
 from ..tuning.prediction import predict
@@ -126,7 +127,7 @@ def measure_if_due(
     Returns:
         Whether a new measurement was made.
     """
-    if not uses_measurements(requested, group, problem.promises):
+    if not uses_measurements(problem.spec, requested, group, problem.promises):
         return False
     measurements = measurements_of(group, operands.x.device)
     if problem.kind in measurements.kinds:
@@ -146,17 +147,18 @@ def measure_if_due(
 
 @contextmanager
 def autotune_policy(
-    policy: Policy | None, requested: str, group: Group, device: torch.device
+    op: OpSpec, policy: Policy | None, requested: str, group: Group, device: torch.device
 ) -> Iterator[None]:
-    """Sets the policy of a group's calls within the block, if measurements may decide them.
+    """Sets the policy of a group's calls within the block, if measurements may decide those of an op.
 
     Args:
+        op: Definition of the op.
         policy: Policy; None: that of the environment, or else "measure" on GPUs.
         requested: The caller's `backend=`.
         group: Group of the calls.
         device: Device of this rank's tensors.
     """
-    if not uses_measurements(requested, group):
+    if not uses_measurements(op, requested, group):
         yield
         return
     measurements = measurements_of(group, device)
@@ -178,7 +180,7 @@ def copy_measurement(
         group: Group of the calls.
         device: Device of this rank's tensors.
     """
-    if not uses_measurements(requested, group, problem.promises):
+    if not uses_measurements(problem.spec, requested, group, problem.promises):
         return
     measurements = measurements_of(group, device)
     measured = measurements.kinds.get(problem.kind)

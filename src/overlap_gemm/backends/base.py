@@ -107,7 +107,7 @@ class Problem:
             and (copies or (is_open and (x.dtype.itemsize == 2 or call.out_dtype is not None)))
         )
         weights = weight if isinstance(weight, (list, tuple)) else [weight]
-        is_measured = uses_measurements(requested, group, call.promises)
+        is_measured = uses_measurements(OPS[op], requested, group, call.promises)
         return cls(
             op,
             call,

@@ -17,6 +17,7 @@ from ..runtime.agree import DisagreementError, differences, gather
 from ..runtime.compile_cache import dsl_version, source_digest
 from ..runtime.environment import choice, seconds
 from ..runtime.group import Group
+from ..spec import OpSpec
 from ..spec.promises import NO_PROMISES, Promises
 from ..tuning.measured import (
     AUTOTUNE_VARIABLE,
@@ -66,20 +67,21 @@ class GroupMeasurements:
             self.policy = before
 
 
-def uses_measurements(requested: str, group: Group, promises: Promises = NO_PROMISES) -> bool:
-    """Returns whether measurements may determine the calls of a group.
+def uses_measurements(op: OpSpec, requested: str, group: Group, promises: Promises = NO_PROMISES) -> bool:
+    """Returns whether measurements may determine the calls of an op in a group; the same on all ranks.
 
     They may if `requested` leaves a choice of backend or of fused kernel, and the settings (`configured`)
     name no kernel. The group must have several ranks and a process group. Calls with promises are not
     measured: they exclude kernels, and differ in bits from one kernel to another.
 
     Args:
+        op: Definition of the op.
         requested: The caller's `backend=`.
         group: Group of the calls.
         promises: Promises of the calls.
     """
     is_open = requested.startswith("fused") or requested.endswith("auto")
-    is_open &= promises == NO_PROMISES and not settings().names_kernels
+    is_open &= promises == NO_PROMISES and not settings().names_kernels(op)
     return is_open and group.process_group is not None and group.size > 1
 
 

@@ -64,20 +64,26 @@ class Settings(NamedTuple):
         """Returns whether kernels read B before the preceding kernel has ended."""
         return self.early_weights and ("launch", "dependent_weights") in self.fields
 
-    @property
-    def names_kernels(self) -> bool:
-        """Returns whether the settings restrict the choice of kernels, which disables substitutions."""
+    def names_kernels(self, op: OpSpec) -> bool:
+        """Returns whether the settings restrict an op's choice of kernels, which disables substitutions.
+
+        It follows from `agreed`, so it is the same on all ranks.
+        """
         kernel = any(f[0] not in ("launch", "leaves") and f not in PROMISED for f in self.fields)
-        return bool(kernel or self.algorithm or self.tile_transport)
+        return kernel or bool(self._algorithm(op) or not op.operand_is_sent and self.transport_name(op))
 
     def agreed(self, op: OpSpec) -> tuple[tuple[str, Any], ...]:
         """Returns the facts on which all ranks must agree in a call of an op."""
-        chooses = op.unsharded is not None or len(patterns_of(op.name)) > 1
         return (
             ("configured fields", self.fields),
-            ("configured algorithm", self.algorithm if chooses else None),
+            ("configured algorithm", self._algorithm(op)),
             ("configured transport", self.transport_name(op)),
         )
+
+    def _algorithm(self, op: OpSpec) -> Algorithm | None:
+        """Returns the configured algorithm of an op; None if there is none, or the op has no choice."""
+        chooses = op.unsharded is not None or len(patterns_of(op.name)) > 1
+        return self.algorithm if chooses else None
 
     def transport_of(self, op: OpSpec) -> TransportSpec | None:
         """Returns the configured transport of the data that an op sends, or None.

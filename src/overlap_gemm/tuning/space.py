@@ -138,8 +138,7 @@ def lower_small_rs_to_ar(facts: Facts, machine: Machine, arch: str, num_sms: int
     unchanged if `configured` restricts the choice of kernels: by a field (but not `launch`), an algorithm, or
     a transport of tiles.
     """
-    # "copy_engine" is for all-gather GEMMs only, and may be set on some ranks only.
-    named = settings().names_kernels
+    named = settings().names_kernels(facts.spec)
     if facts.spec.unsharded is None or facts.world == 1 or facts.m > machine.ar_rows or named:
         return facts
     as_all_reduce = replace(facts, op=facts.spec.unsharded, shard=0)
