@@ -36,13 +36,12 @@ def test_row_statistics(device, op, sizes, ranks):
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("sizes", [(1, 1024, 512), (16, 8192, 512), (70, 1088, 520), (128, 8192, 512)])
-def test_norms_of_complete_rows(device, sizes, ranks):
+@pytest.mark.parametrize("one", [epilogues.add_residual_rms_norm, epilogues.add_residual_rms_norm_e4m3])
+def test_norms_of_complete_rows(device, one, sizes, ranks):
     """Checks calls of one plan one after the other, whose counts of rows each call leaves at zero."""
     with VirtualWorld(ranks, device=device) as world:
         for seed in range(16):
-            case = Called(
-                "gemm_all_reduce", ranks, epilogues.add_residual_rms_norm, sizes, seed, device, refuse
-            )
+            case = Called("gemm_all_reduce", ranks, one, sizes, seed, device, refuse)
             assert worst(case, world) <= 1
 
 
@@ -115,6 +114,7 @@ CAPTURED = {
     "all-reduce-residual": ("gemm_all_reduce", epilogues.add_residual, "even"),
     "all-reduce-statistics": ("gemm_all_reduce", epilogues.add_residual_squared, "few-rows"),
     "all-reduce-norm": ("gemm_all_reduce", epilogues.add_residual_rms_norm, "few-rows"),
+    "all-reduce-norm-8-bits": ("gemm_all_reduce", epilogues.add_residual_rms_norm_e4m3, "few-rows"),
     "all-gather-swiglu": ("all_gather_gemm", epilogues.swiglu, "even"),
 }
 
