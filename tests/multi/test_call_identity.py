@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 import overlap_gemm
+from overlap_gemm import epilogues
 from overlap_gemm.backends import portable_arithmetic as arithmetic
 from overlap_gemm.runtime.agree import DisagreementError
 from overlap_gemm.spec import OPS
@@ -120,6 +121,42 @@ def refused(rank, size, op, backend, fault):
 )
 def test_a_call_that_one_rank_refused_is_not_taken_for_the_next(ranks, op, backend, fault, world):
     ranks(world).run(refused, op, backend, fault)
+
+
+def refused_outside_of_prepared_calls(rank, size, kind):
+    group = dist.new_group()
+    x, weight, op = torch.ones(4, 1, WIDTH), torch.ones(8, WIDTH), overlap_gemm.gemm_all_reduce
+    applied = {
+        "name": (epilogues.apply_silu, epilogues.apply_silu()),
+        "input": (epilogues.add_bias(bias=None), epilogues.add_bias(bias=weight[:, 0])),
+        "gradient": (epilogues.scale_rows(scale=None), epilogues.scale_rows(scale=torch.ones(4, 1))),
+        "rows": [epilogues.scale_gathered_rows(scale=torch.ones(rows, 1)) for rows in (3, 4)],
+    }.get(kind)
+    if kind == "rows":
+        op = overlap_gemm.all_gather_gemm
+    weight.requires_grad_(kind == "gradient")
+    modes = {"autocast": lambda: torch.autocast("cpu", torch.bfloat16), "profiler": torch.profiler.profile}
+
+    def call(is_refused=False):
+        how = {} if applied is None else {"epilogue": applied[not is_refused]}
+        with modes.get(kind, contextlib.nullcontext)():
+            return op(x, weight[:, 1:] if is_refused and not how else weight, group=group, **how)
+
+    call()
+    if rank == 1:
+        with pytest.raises((TypeError, ValueError)) as caught:
+            call(is_refused=True)
+    named_on_every_rank(
+        group, call, "number of calls that raised before their first transfer: .*rank 1 has 1"
+    )
+    with overlap_gemm.retry(caught.value) if rank == 1 else contextlib.nullcontext():
+        call()
+    call()
+
+
+@pytest.mark.parametrize("kind", ["autocast", "profiler", "name", "input", "gradient", "rows"])
+def test_arguments_that_one_rank_refuses_are_counted_on_every_path(ranks, kind):
+    ranks(2).run(refused_outside_of_prepared_calls, kind)
 
 
 def broken_in_the_middle(rank, size):

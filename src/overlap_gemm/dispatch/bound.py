@@ -8,7 +8,7 @@ from ..runtime.group import Group, GroupLike, find, group_name
 from ..runtime.order import is_capturing
 from ..spec import ARGUMENTS
 from .autocast import autocast_call
-from .calls import enter, is_plain, keep, layouts, needs_grad, state
+from .calls import enter, enter_unless_compiled, is_plain, keep, layouts, needs_grad, state
 from .lowering import Lowered, lower
 from .ops import NO_GRADIENT, GemmOp
 from .registered import Bound
@@ -63,6 +63,10 @@ def call_op(op: GemmOp, operands: CallOperands, group: GroupLike, call: OpCall) 
     if is_plain(*operands):
         ranks = find(group)
         return enter(ranks, op.name, operands.x, run_call, op, ranks, operands, call)
+    return enter_unless_compiled(group, op.name, operands.x, _by_dispatcher, op, operands, group, call)
+
+
+def _by_dispatcher(op: GemmOp, operands: CallOperands, group: GroupLike, call: OpCall) -> Any:
     operands, call = autocast_call(operands, call)
     lowered = lower(op.spec, group_name(group), operands, call)
     if operands.scales and needs_grad(*operands):

@@ -20,7 +20,7 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from ..runtime import agree, executor
-from ..runtime.group import Group
+from ..runtime.group import Group, GroupLike, find
 from ..tuning.settings import settings
 
 T = TypeVar("T")
@@ -54,6 +54,13 @@ def enter(ranks: Group, op: str, x: Any, run: Callable[..., T], *arguments: Any)
     except BaseException:
         progress.raised(before, op, x)
         raise
+
+
+def enter_unless_compiled(group: GroupLike, op: str, x: Any, run: Callable[..., T], *arguments: Any) -> T:
+    """Returns `run(*arguments)`, by `enter` if no compiler records the call, which it cannot count."""
+    if torch.compiler.is_compiling():
+        return run(*arguments)
+    return enter(find(group), op, x, run, *arguments)
 
 
 def layouts(*tensors: Any) -> Hashable:

@@ -18,7 +18,7 @@ from ..runtime.group import Group, GroupLike, find, group_name
 from ..spec import ARGUMENTS, OPS
 from .autocast import autocast_call
 from .bound import Prepared, call_op, prepared_call, run_call
-from .calls import enter, is_plain, keep, layouts, needs_grad, state
+from .calls import enter, enter_unless_compiled, is_plain, keep, layouts, needs_grad, state
 from .choosing import chosen, is_followed
 from .epilogue_checks import check_epilogue, check_shapes, refuse_gradient, with_tensors
 from .lowering import Lowered, lower
@@ -196,23 +196,34 @@ def call_with_epilogue(
             require a gradient; inputs may.
         ValueError: Shapes of weights or inputs do not fit, or `invariant=` does not allow the epilogue.
     """
+    has_gradient = False
+    if isinstance(applied, Applied):
+        applied = with_tensors(op, operands.x, applied)
+        epilogue, inputs, _ = applied
+        has_gradient = epilogue.gradient is not None and operands.scale_x is None
+        has_gradient = has_gradient or not needs_grad(*operands, inputs)
+        if is_plain(*operands, inputs) and has_gradient and not epilogue.has_gathered_rows:
+            ranks = find(group)
+            made, follows = enter(ranks, op.name, operands.x, _run, op, ranks, operands, call, applied)
+            return _after(op, made, applied) if follows else made
+    arguments = op, operands, group, call, applied, has_gradient
+    return enter_unless_compiled(group, op.name, operands.x, _call_unprepared, *arguments)
+
+
+def _call_unprepared(
+    op: GemmOp, operands: CallOperands, group: GroupLike, call: OpCall, applied: Any, has_gradient: bool
+) -> list[Tensor]:
+    """Returns the results of a call that is not prepared by `_run`; see `call_with_epilogue`."""
     applied = with_tensors(op, operands.x, applied)
+    check_epilogue(op, operands, call, applied)  # prepared calls have been checked
+    if applied.epilogue.has_gathered_rows:
+        return call_with_epilogue(
+            op, operands, group, *with_gathered_rows(op, operands, group, call, applied)
+        )
     epilogue, inputs, otherwise = applied
-    is_seen_by_autograd_alone = is_plain(*operands, inputs)
-    has_gradient = epilogue.gradient is not None and operands.scale_x is None
-    has_gradient = has_gradient or not needs_grad(*operands, inputs)
-    if not (is_seen_by_autograd_alone and has_gradient) or epilogue.has_gathered_rows:
-        check_epilogue(op, operands, call, applied)  # prepared calls have been checked
-    if epilogue.has_gathered_rows:
-        call, applied = with_gathered_rows(op, operands, group, call, applied)
     if not has_gradient:
         refuse_gradient(op, epilogue)
         return _function_after(op, operands, group, call, applied)
-    if is_seen_by_autograd_alone:
-        ranks = find(group)
-        made, follows = enter(ranks, op.name, operands.x, _run, op, ranks, operands, call, applied)
-        return _after(op, made, applied) if follows else made
-    epilogue, inputs, _ = applied
     if otherwise is not None and not is_plain(*operands, inputs, as_op=False):  # compilers fuse, too
         return _function_after(op, operands, group, call, applied)
     cast, fused = autocast_call(operands, call._replace(epilogue=epilogue.key))

@@ -176,19 +176,24 @@ class Progress:
         self.skipped -= 1
 
     def raised(self, before: int, op: str, x: Any) -> None:
-        """Counts a call that has raised if nothing of it was launched; the innermost of nested calls counts.
+        """Counts a call that has raised if nothing of it was launched.
+
+        The innermost of nested calls counts. The outer one may be retried, unless something preceded.
 
         Args:
             before: `events` at the entry of the call.
             op: Name of the op.
             x: First tensor of the call.
         """
+        error = sys.exc_info()[1]
+        assert error is not None, "called while an error is handled"
         if self.events != before:
+            refusal = getattr(error, "refusal", None)
+            if refusal is not None and refusal.progress is self:
+                refusal.call, refusal.is_open = _call_text(op, x), self.events == before + 1
             return
         self.events += 1
         self.skipped += 1
-        error = sys.exc_info()[1]
-        assert error is not None, "called while an error is handled"
         error.refusal = Refusal(self, _call_text(op, x))  # type: ignore[attr-defined]
         if not getattr(error, "is_on_every_rank", False):
             self.last = f"{op}: {type(error).__name__}: {error}"[:MAX_ERROR_CHARS]
