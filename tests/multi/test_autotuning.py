@@ -326,37 +326,35 @@ def test_a_candidate_that_fails_on_one_rank_is_left_out_on_all(ranks, tmp_path):
 
 
 def retried(rank, size, folder, fails_at):
-    """Checks a retry on one rank, after the measurement (1) or after the call for captured graphs (2)."""
+    """Checks a retry on one rank, which fails before, in or after the call for captured graphs."""
     timed, ranged = autotuning._timed, choosing._ranged
 
     def with_graphs(*arguments):
         measured = timed(*arguments)
         return replace(measured, eager=(("torch", 1.0),), captured=(("sequential", 1.0),))
 
+    def fail(*_):
+        raise MemoryError("planted")
+
+    def fail_after(*passed):
+        run = ranged(*passed)
+        return lambda *tensors: fail(run(*tensors))
+
+    effects = {"before": [fail], "in": [fail_after], "after": [ranged, fail]}[fails_at]
     with (
-        begun_anew(Path(folder) / f"{fails_at}.json", "measure"),
+        begun_anew(Path(folder) / "file.json", "measure"),
         mock.patch.object(autotuning, "_timed", with_graphs),
     ):
         if rank == 1:
-            effects = [ranged, MemoryError("planted")][-fails_at:]
-            function = mock.Mock(side_effect=lambda *passed: _next(effects, *passed))
-            with mock.patch.object(choosing, "_ranged", function), pytest.raises(MemoryError) as caught:
+            planted = mock.patch.object(choosing, "_ranged", lambda *passed: effects.pop(0)(*passed))
+            with planted, pytest.raises(MemoryError) as caught:
                 call(rank, size)
-            with overlap_gemm.retry(caught.value):
-                result = call(rank, size)
-        else:
+        with overlap_gemm.retry(caught.value) if rank == 1 else nullcontext():
             result = call(rank, size)
         assert torch.equal(result, torch.full((M // size, N), float(K)))
 
 
-def _next(effects, *arguments):
-    effect = effects.pop(0)
-    if isinstance(effect, Exception):
-        raise effect
-    return effect(*arguments)
-
-
-@pytest.mark.parametrize("fails_at", [1, 2])
+@pytest.mark.parametrize("fails_at", ["before", "in", "after"])
 def test_a_call_that_fails_after_its_measurement_can_be_retried(ranks, tmp_path, fails_at):
     ranks(2).run(retried, str(tmp_path), fails_at)
 

@@ -121,12 +121,21 @@ def _prepare(
     Only the first call with these facts does: they are equal on all ranks, so all run it.
     """
     key = "before captures", captured.call.epilogue, *facts
-    if key not in ranks.agreed:
-        run, launched = _bound(in_graphs, captured, operands, ranks, facts), ranks.progress.events
+    if key in ranks.agreed:
+        return
+    progress = ranks.progress
+    ranks.agreed.add(key)
+    launched = progress.events
+    try:
+        run = _bound(in_graphs, captured, operands, ranks, facts)
         with torch.no_grad():
             _ranged(f"overlap_gemm {captured.op} before captures", run, False, ranks, [0])(*operands)
-        ranks.progress.events = launched  # the call itself has launched nothing, and may still be retried
-        ranks.agreed.add(key)
+    except BaseException:
+        if progress.events == launched:  # the peers wait in it; else they have gone on to the call itself
+            ranks.agreed.discard(key)
+        raise
+    finally:
+        progress.events = launched  # the call itself has launched nothing, and may still be retried
 
 
 def _bound(
