@@ -64,6 +64,14 @@ def test_values_that_differ_by_row_or_column_only_have_the_shape_of_the_result()
         assert one.is_contiguous()
 
 
+def test_rows_without_columns_have_values_of_zero_and_gradients():
+    sums = torch.randn(3, 0, requires_grad=True)
+    _, squares, largest, _ = everything.on_tensors(sums, inputs_of(3, 0))
+    assert torch.equal(squares, torch.zeros(3)) and torch.equal(largest, torch.zeros(3))
+    (squares + largest).sum().backward()
+    assert sums.grad is not None
+
+
 @pytest.mark.parametrize("sums", [torch.bfloat16, torch.float32, torch.float64])
 def test_sums_determine_the_dtype_in_which_inputs_are_taken(sums):
     wide = torch.promote_types(sums, torch.float32)

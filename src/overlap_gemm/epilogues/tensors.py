@@ -25,6 +25,8 @@ def own_copy(value: Any, taken: Sequence[Any], shape: Any) -> Any:
 
 
 def reduced(value: Any, kind: str, shape: Any) -> Any:
-    """Returns the reduction of a value (`OutputKind`) over the columns of the result's shape."""
+    """Returns the reduction of a value (`OutputKind`) over the columns of the result's shape; 0 of none."""
     full = value.expand(shape)
+    if not shape[-1]:  # of a rank without columns, which must not raise, and has the graph of its peers
+        return full.sum(-1)
     return {"row_sum": full.sum, "row_mean": full.mean, "row_max": full.amax}[kind](-1)
