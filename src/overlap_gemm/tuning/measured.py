@@ -211,15 +211,23 @@ def trying(under: Conditions, kind: str, candidate: str) -> Iterator[None]:
 
 
 def _abandoned(file: Path, under: Conditions) -> set[tuple[str, str]]:
-    """Returns the candidates during which processes of this host ended, and moves them into the main file."""
+    """Returns the candidates during which processes of this host ended, and moves them into the main file.
+
+    The mark of a process that ended while it wrote it names none, and is removed.
+    """
     refused: set[tuple[str, str]] = set()
     for mark in file.parent.glob(f"{file.name}.{_host()}.*.trying"):
-        with suppress(OSError, ValueError, KeyError):
+        with suppress(OSError, ValueError):
             if _is_alive(int(mark.name.split(".")[-2])):
                 continue
-            note = json.loads(mark.read_text())
-            if note["conditions"] == dict(under):
-                refused.add((note["kind"], note["refused"]))
+            try:
+                note = json.loads(mark.read_text())
+                entry = note["conditions"], (note["kind"], note["refused"])
+            except (ValueError, KeyError, TypeError):
+                mark.unlink()
+                continue
+            if entry[0] == dict(under):
+                refused.add(entry[1])
             if _put(note):
                 mark.unlink()
     return refused
