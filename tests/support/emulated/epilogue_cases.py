@@ -79,6 +79,8 @@ class Called:
         whole["alpha"], whole["scale"] = torch.tensor([0.5]), torch.tensor([0.0256])
         whole["weight"], whole["eps"] = whole["gamma"], torch.tensor([1e-3])
         most, unit, least = (2.0**30, 2**-8, 1e-3) if self.one.result is None else (448.0, 2**-4, 2.0**-10)
+        if self.one.then is not None:  # which takes rounded values
+            unit += 2**-8
         if self.one.block:  # its scales map all to the type's range
             most = 2.0**30
         for rank in range(self.world):
