@@ -57,8 +57,11 @@ def enter(ranks: Group, op: str, x: Any, run: Callable[..., T], *arguments: Any)
 
 
 def enter_unless_compiled(group: GroupLike, op: str, x: Any, run: Callable[..., T], *arguments: Any) -> T:
-    """Returns `run(*arguments)`, by `enter` if no compiler records the call, which it cannot count."""
-    if torch.compiler.is_compiling():
+    """Returns `run(*arguments)`, by `enter` if no compiler records the call, which it cannot count.
+
+    `is_plain` also says so in frames of a caller that the compiler could not record completely.
+    """
+    if not is_plain(x, as_op=False):
         return run(*arguments)
     return enter(find(group), op, x, run, *arguments)
 
