@@ -10,7 +10,7 @@ from cutlass import Float32, cute
 from overlap_gemm.device.traced import Fragment, Scalar
 from overlap_gemm.device.values import Register, raw
 from overlap_gemm.epilogues import BLOCK, maximum
-from overlap_gemm.epilogues.definition import LARGEST, LEAST_SCALE
+from overlap_gemm.epilogues.library import scale_e4m3
 
 
 def scale_blocks(
@@ -42,7 +42,7 @@ def scale_blocks(
         while distance < lanes:
             most = maximum(most, Register(cute.arch.shuffle_sync_bfly(raw(most), distance)))
             distance *= 2
-        scale = maximum(most * (1.0 / LARGEST), LEAST_SCALE)
+        scale = scale_e4m3(most)
         factor = 1.0 / scale
         for fragment, i in values:
             fragment[i] = raw(Register(fragment[i]) * factor)

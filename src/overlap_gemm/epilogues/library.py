@@ -94,10 +94,15 @@ def add_residual_rms_norm(x: Any, residual: Any) -> Any:
     return stream, stream * stream
 
 
+def scale_e4m3(largest: Any) -> Any:
+    """Returns the scale of 8-bit values from their largest magnitude: it becomes 448; at least 2^-60."""
+    return maximum(largest * (1 / LARGEST), LEAST_SCALE)
+
+
 def _normed_e4m3(stream: Any, squares: Any, largest: Any, weight: Any, eps: Any) -> Any:
     """Returns the norm divided by the row's scale, and that scale."""
     rstd = rsqrt(squares + eps)
-    scale = maximum(largest * rstd * (1 / LARGEST), LEAST_SCALE)
+    scale = scale_e4m3(largest * rstd)
     return stream * weight * (rstd * reciprocal(scale)), scale
 
 

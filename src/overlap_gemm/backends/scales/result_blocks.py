@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...epilogues import BLOCK
-from ...epilogues.definition import LARGEST, LEAST_SCALE
+from ...epilogues.library import scale_e4m3
 from ...spec.sharding import ceil_div
 
 
@@ -23,7 +23,7 @@ def rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
 def by_blocks(values: Tensor, block: int) -> list[Tensor]:
     """Returns values in 8 bits, divided by the scales of their rows' blocks, and these scales."""
     parts = values.unflatten(-1, (values.shape[-1] // block, block))
-    scale = (parts.abs().amax(-1) * (1 / LARGEST)).clamp(min=LEAST_SCALE)
+    scale = scale_e4m3(parts.abs().amax(-1))
     quotients = (parts * scale.reciprocal().unsqueeze(-1)).flatten(-2)
     _, scales = new_scales(values, scale.shape[:-1].numel(), values.shape[-1])
     return [rounded(quotients, torch.float8_e4m3fn), scales.copy_(scale.flatten(0, -2)).view(scale.shape)]
