@@ -7,50 +7,23 @@ import torch.nn.functional as F
 import overlap_gemm
 from overlap_gemm.epilogues import add_residual_rms_norm, add_residual_rms_norm_e4m3
 from overlap_gemm.spec import OPS
-from overlap_gemm.spec.sharding import Shards
 from overlap_gemm.testing.cases import LAYOUTS
+from tests.support.applied import assert_applied
 
 M, N, K, EPS = 9, 40, 12, 1e-3
 
 
 def norms(rank, size, op, backend):
-    """Compares results (of some ops a rank's columns) with torch's norm, eagerly and in a graph."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = (M, K), (N, K), (M, N), (N,)
-    full = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
-    layout, spec = LAYOUTS[op], OPS[op]
-    dims = layout.x, layout.weight, layout.out, 0 if layout.out == 1 else None
-    local = [
-        one if dim is None else part_of(one, dim, rank, size) for one, dim in zip(full, dims, strict=True)
-    ]
-    leaves = [one.clone().requires_grad_() for one in local]
-    plain = getattr(overlap_gemm, op)
-    options = {"backend": backend, **spec.arguments(M, N, K, least=True)}
+    """Compares results (of some ops a rank's columns) with torch's norm."""
 
-    def ours(x, weight, residual, gamma):
-        applied = add_residual_rms_norm(residual=residual, weight=gamma, eps=EPS)
-        return plain(x, weight, epilogue=applied, **options)
+    def ours(residual, gamma):
+        return add_residual_rms_norm(residual=residual, weight=gamma, eps=EPS)
 
-    def torchs(x, weight, residual, gamma):
-        stream = plain(x, weight, **options) + residual
+    def torchs(out, residual, gamma):
+        stream = out + residual
         return F.rms_norm(stream, stream.shape[-1:], gamma, EPS), stream
 
-    wanted = torchs(*leaves)
-    grads = [torch.randn(one.shape, generator=generator, dtype=torch.float64) for one in wanted]
-    expected = torch.autograd.grad(wanted, leaves, grads)
-    for call in (ours, torch.compile(ours, fullgraph=True, backend="aot_eager", dynamic=False)):
-        results = call(*leaves)
-        gradients = torch.autograd.grad(results, leaves, grads)
-        for value, exact in zip((*results, *gradients), (*wanted, *expected), strict=True):
-            torch.testing.assert_close(value, exact)
-    with torch.no_grad():
-        for value, exact in zip(ours(*local), wanted, strict=True):
-            torch.testing.assert_close(value, exact.detach())
-
-
-def part_of(one, dim, rank, size):
-    start, end = Shards.even(one.shape[dim], size).range(rank)
-    return one.narrow(dim, start, end - start)
+    assert_applied(op, (M, N, K), rank, size, ours, torchs, backend=backend)
 
 
 @pytest.mark.parametrize(("op", "backend"), [
@@ -84,10 +57,8 @@ def in_8_bits(rank, size, op, backend):
     torch.manual_seed(0)
     full = [torch.randn(shape).bfloat16() for shape in ((2, 4 * size, K * size), (N * size, K * size))]
     layout, spec = LAYOUTS[op], OPS[op]
-    dims = 2 if layout.x == 1 else 1 if layout.x == 0 else None, layout.weight
-    x, weight = (
-        one if dim is None else part_of(one, dim, rank, size) for one, dim in zip(full, dims, strict=True)
-    )
+    dims = None if layout.x is None else layout.x + 1, layout.weight
+    x, weight = (layout.part(*pair, rank, size) for pair in zip(full, dims, strict=True))
     plain = getattr(overlap_gemm, op)
     options = {"backend": backend, **({"dim": 1} if "m" in (spec.x, spec.out) else {})}
     torch.manual_seed(9 if layout.out is None else rank)

@@ -13,8 +13,8 @@ from overlap_gemm.epilogues import add_residual, maximum, relu, silu, swiglu
 from overlap_gemm.nn import ParallelBlock, ParallelMLP
 from overlap_gemm.parallel import parallelize
 from overlap_gemm.spec import OPS
-from overlap_gemm.spec.sharding import Shards
 from overlap_gemm.testing.cases import LAYOUTS
+from tests.support.applied import assert_applied
 from tests.support.models import VOCABULARY, tiny
 
 
@@ -24,7 +24,7 @@ def gated(x, gamma, residual):
     return y, abs(y)
 
 
-def gated_by_torch(x, gamma, residual):
+def gated_by_torch(x, residual, gamma):
     y = torch.nn.functional.silu(x) * gamma + residual
     return y, y.abs().amax(-1)
 
@@ -39,33 +39,11 @@ def leaky(gate, up):
     return maximum(gate, 0.125 * gate) * up
 
 
-def part_of(tensor, dim, rank, size):
-    if dim is None:
-        return tensor
-    start, end = Shards.even(tensor.shape[dim], size).range(rank)
-    return tensor.narrow(dim, start, end - start)
-
-
 def every_op(rank, size, op):
-    generator, m, n, k = torch.Generator().manual_seed(1), 9, 24, 20
-    shapes = (m, k), (n, k), (n,), (m, n)
-    full = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
-    layout, spec = LAYOUTS[op], OPS[op]
-    dims = layout.x, layout.weight, 0 if layout.out == 1 else None, layout.out
-    leaves = [part_of(*pair, rank, size).clone().requires_grad_() for pair in zip(full, dims, strict=True)]
-    plain, options = getattr(overlap_gemm, op), spec.arguments(m, n, k, least=True)
+    def ours(residual, gamma):
+        return gated(gamma=gamma, residual=residual)
 
-    def ours(x, weight, gamma, residual):
-        return plain(x, weight, epilogue=gated(gamma=gamma, residual=residual), **options)
-
-    wanted = gated_by_torch(plain(*leaves[:2], **options), *leaves[2:])
-    grads = [torch.randn(one.shape, generator=generator, dtype=torch.float64) for one in wanted]
-    expected = torch.autograd.grad(wanted, leaves, grads)
-    for call in (ours, torch.compile(ours, fullgraph=True, backend="aot_eager", dynamic=False)):
-        results = call(*leaves)
-        gradients = torch.autograd.grad(results, leaves, grads)
-        for value, exact in zip((*results, *gradients), (*wanted, *expected), strict=True):
-            torch.testing.assert_close(value, exact)
+    assert_applied(op, (9, 24, 20), rank, size, ours, gated_by_torch)
 
 
 @pytest.mark.parametrize("op", [name for name in LAYOUTS if OPS[name].weight is not None])
@@ -75,6 +53,7 @@ def test_every_op_applies_an_epilogue_of_a_users_own(ranks, op):
 
 def in_an_mlp(rank, size, sequence_parallel):
     torch.manual_seed(0)
+    part = LAYOUTS["gemm_all_reduce"].part  # of any tensor
     gate, up, down = (
         torch.nn.Linear(*widths, bias=False, dtype=torch.float64) for widths in ((16, 24), (16, 24), (24, 16))
     )
@@ -83,7 +62,7 @@ def in_an_mlp(rank, size, sequence_parallel):
     wanted = down(torch.nn.functional.leaky_relu(gate(x), 0.125) * up(x))
     weights = gate.weight, up.weight, down.weight
     of_x, *expected = torch.autograd.grad(wanted, (x, *weights), grad)
-    rows = part_of(torch.arange(4 * size), 0 if sequence_parallel else None, rank, size)
+    rows = part(torch.arange(4 * size), 0 if sequence_parallel else None, rank, size)
     for fuse in (None, True, False):
         options = {"sequence_parallel": sequence_parallel, "activation": leaky, "fuse": fuse}
         made = ParallelMLP.from_linears(gate, up, down, **options)
@@ -96,7 +75,7 @@ def in_an_mlp(rank, size, sequence_parallel):
             torch.testing.assert_close(local.grad, of_x[rows])
             layers = mlp.gate_proj, mlp.up_proj, mlp.down_proj
             for layer, exact, dim in zip(layers, expected, (0, 0, 1), strict=True):
-                torch.testing.assert_close(layer.weight.grad, part_of(exact, dim, rank, size))
+                torch.testing.assert_close(layer.weight.grad, part(exact, dim, rank, size))
             with torch.no_grad():
                 torch.testing.assert_close(mlp(local), wanted[rows])
 
